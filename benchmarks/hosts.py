@@ -101,6 +101,12 @@ class Hosts:
             shape = ["tbf", "rate", f"{round(bits_per_second)}bit", "burst", str(burst), "limit", str(limit)]
             _run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", *shape)
 
+    def set_plugged(self, number, plugged):
+        """Lets nothing through the cable of a host, neither way, or all again; for three hosts and more, whose cables
+        end in a switch."""
+        switch, end = self.cables[len(self.names) + number]
+        _run("ip", "-n", switch, "link", "set", "dev", end, "up" if plugged else "down")
+
     def sent(self):
         """The bytes that each host has sent over its cable so far."""
         return [

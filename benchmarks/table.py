@@ -1,6 +1,7 @@
 """The table that a benchmark prints, its rows as JSON, and its command line."""
 
 import argparse
+import functools
 import json
 from pathlib import Path
 
@@ -23,7 +24,15 @@ def result(name, what, unit, measure):
 
 def measured(measurements):
     """For `main`: one row after the other, each by itself."""
-    return lambda names: (result(n, m.what, m.unit, m.measure) for n, m in measurements.items() if n in names)
+
+    def results(names, **options):
+        return (
+            result(n, m.what, m.unit, functools.partial(m.measure, **options))
+            for n, m in measurements.items()
+            if n in names
+        )
+
+    return results
 
 
 def line(row):
@@ -34,18 +43,21 @@ def line(row):
     return f"{row['id']:<20}{figures}  {row['unit']:<12}{row['ratio']:>6.3f}  {row['what']}"
 
 
-def main(doc, known, results):
-    """Print and save what `results(names)` yields, as it comes; the exit status is 1 where a row failed."""
+def main(doc, known, results, **options):
+    """Print and save what `results(names, **options)` yields, as it comes; the exit status is 1 where a row failed.
+    `options`: what the command line may set to something else, with the values that they have otherwise."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--only", metavar="id,...", help="of " + ", ".join(known))
+    for name, value in options.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     arguments = parser.parse_args()
     names = arguments.only.split(",") if arguments.only else list(known)
     if unknown := [name for name in names if name not in known]:
         parser.error(f"unknown {', '.join(unknown)}: it is one of {', '.join(known)}")
     print(f"{'id':<20}{'ours':>12}{'peer':>12}  {'unit':<12}{'ratio':>6}  what")
     rows = []
-    for row in results(names):
+    for row in results(names, **{name: getattr(arguments, name) for name in options}):
         rows.append(row)
         print(line(row), flush=True)
         arguments.json.write_text(json.dumps(rows, indent=2) + "\n")

@@ -1,12 +1,14 @@
 """torch's DistributedDataParallel that saves every 20 steps and goes on from there: what torchrun restarts.
 
-    torchrun --nproc_per_node=2 --max-restarts=1000 ddp_saving.py FILE
+    torchrun --nproc_per_node=2 --max-restarts=1000 ddp_saving.py FILE [SECONDS]
 
+SECONDS: gloo's timeout; without it, torch's own.
 The same network, data path, optimizer and schedule as ours; DDP as fast as it goes (see ddp.py).
 """
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,9 +27,9 @@ from apportion.core.data.source import BatchSource
 EVERY = 20
 
 
-def main(path):
+def main(path, timeout=None):
     settle()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=float(timeout)))
     torch.manual_seed(cifar10.seed)
     model = DistributedDataParallel(
         cifar10.model(), gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False

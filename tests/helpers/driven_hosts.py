@@ -115,10 +115,10 @@ class DrivenRun:
         """What was told of each fault, and its step."""
         return [{"step": e["step"], **e["data"]} for _, e in list(self.told) if e["kind"] == "fault"]
 
-    def end(self) -> dict[str, Any]:
+    def end(self, seconds: float = SECONDS) -> dict[str, Any]:
         """Waits for the end of the run, and returns its last event."""
         try:
-            self.process.wait(SECONDS)
+            self.process.wait(seconds)
         finally:
             self.process.kill()
         self.until(lambda: bool(self.told) and self.told[-1][1]["kind"] == "end", 10)
@@ -182,14 +182,16 @@ def driven(  # noqa: PLR0913 (what a run is of)
     host: str = "a",
     pause: float = 0.01,
     dropout: float = 0.3,
+    work: str = WORK,
+    loaders: int = 0,
     **policy: Any,
 ) -> Iterator[DrivenRun]:
     """A run on these hosts (``a:2``), whose driver runs on ``host``, in a folder of its own. ``pause``: the seconds
-    that a step takes longer."""
-    work = WORK.replace("STEPS", str(steps)).replace("PAUSE", str(pause)).replace("DROPOUT", str(dropout))
+    that a step takes longer. ``work``: the workload's file, with the steps, the pause and the dropout to fill in."""
+    work = work.replace("STEPS", str(steps)).replace("PAUSE", str(pause)).replace("DROPOUT", str(dropout))
     (project / "work.py").write_text(work)
     (project / "driver.py").write_text(DRIVER)
-    launcher = str(hosts.launcher(*names, threads=1))
+    launcher = str(hosts.launcher(*names, threads=1, loaders=loaders))
     words = [launcher, json.dumps(policy), run_dir, strategy, "resume" if resume else "begin"]
     command = hosts.command([sys.executable, "driver.py", *words], host, project)
     process = subprocess.Popen(

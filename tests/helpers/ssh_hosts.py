@@ -6,14 +6,14 @@ the folder that stands for its /tmp.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,55 +23,19 @@ import pytest
 import apportion
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-PORT = 2222
-START_SECONDS = 10.0
-_SERVER = """
-Port {port}
-ListenAddress {address}
-HostKey {folder}/host_key
-PidFile {folder}/{name}.pid
-AuthorizedKeysFile {folder}/user_key.pub
-UsePAM no
-StrictModes no
-PermitRootLogin yes
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-MaxStartups 100
-ForceCommand echo "Welcome to {name}."; eval "$SSH_ORIGINAL_COMMAND"
-SetEnv TMPDIR={folder}/{name} PYTHONPATH={path} TORCHINDUCTOR_CACHE_DIR={folder}/inductor
-"""
-_CLIENT = """
-Host *
-  Port {port}
-  IdentityFile {folder}/user_key
-  IdentitiesOnly yes
-  UserKnownHostsFile {folder}/known
-  GlobalKnownHostsFile /dev/null
-  StrictHostKeyChecking yes
-"""
 
 
 def cannot() -> str | None:
     """Why there can be no such hosts here, or None."""
-    for program in ("ssh", "ssh-keygen"):
-        if shutil.which(program) is None:
-            return f"needs {program}: apt-get install openssh-client"
-    if _sshd() is None:
-        return "needs sshd: apt-get install openssh-server"
-    why: str | None = _hosts_module().cannot()
+    why: str | None = _benchmarks("sshd").cannot() or _benchmarks("hosts").cannot()
     return why
 
 
-def _sshd() -> str | None:
-    return shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-
-
-def _hosts_module() -> Any:
+def _benchmarks(name: str) -> Any:
+    """A module of the benchmarks."""
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
-    import hosts
-
-    return hosts
+    return importlib.import_module(name)
 
 
 @dataclass
@@ -174,56 +138,10 @@ def hosts_or_skip(folder: Path, count: int) -> Iterator[SshHosts]:
 @contextmanager
 def ssh_hosts(folder: Path, count: int = 2) -> Iterator[SshHosts]:
     """So many hosts that ssh reaches from the first."""
-    with ExitStack() as stack:
-        made = stack.enter_context(_hosts_module().several_hosts((1,) * count))
-        found = SshHosts(made, folder)
-        _write(found)
-        stack.callback(_end, found)
-        for number in range(count):
-            name, address = chr(ord("a") + number), made.addresses[number]
-            (folder / name).mkdir()
-            settings = folder / f"{name}.conf"
-            path = Path(apportion.__file__).parents[1]
-            settings.write_text(_SERVER.format(port=PORT, address=address, folder=folder, name=name, path=path))
-            with open(folder / f"{name}.log", "wb") as log:
-                command = made.command(number, [str(_sshd()), "-D", "-e", "-f", str(settings)])
-                if number:  # ip has given it mounts of its own
-                    own = f"mount -t tmpfs -o size=64m tmpfs {found.private}"
-                    at = command.index(str(_sshd()))
-                    command[at:] = ["sh", "-c", f'{own} && exec "$@"', "sh", *command[at:]]
-                found.servers[name] = subprocess.Popen(command, stderr=log)
-        for number in range(count):
-            _await(made, number, folder / f"{chr(ord('a') + number)}.log")
-        yield found
-
-
-def _write(found: SshHosts) -> None:
-    folder, made = found.folder, found.made
-    for key in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-    key = " ".join((folder / "host_key.pub").read_text().split()[:2])
-    known = "".join(f"[{address}]:{PORT} {key}\n" for address in made.addresses)
-    (folder / "known").write_text(known)
-    names = "".join(f"Host {chr(ord('a') + n)}\n  HostName {address}\n" for n, address in enumerate(made.addresses))
-    names += f"Host also-a\n  HostName {made.addresses[0]}\n"
-    (folder / "config").write_text(names + _CLIENT.format(port=PORT, folder=folder))
-    found.private.mkdir()
-    program = folder / "bin" / "ssh"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
-    program.chmod(0o755)
-    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-
-
-def _await(made: Any, number: int, log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while "Server listening" not in log.read_text():
-        if time.monotonic() > end:
-            raise AssertionError(f"sshd does not listen: {log.read_text()}")
-        time.sleep(0.01)
-
-
-def _end(found: SshHosts) -> None:
-    for server in found.servers.values():
-        server.kill()
-        server.wait()
+    path = Path(apportion.__file__).parents[1]
+    environment = {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": folder / "inductor"}
+    with (
+        _benchmarks("hosts").several_hosts((1,) * count) as made,
+        _benchmarks("sshd").sshds(made, folder, environment) as servers,
+    ):
+        yield SshHosts(made, folder, servers)

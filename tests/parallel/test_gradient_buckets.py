@@ -171,3 +171,24 @@ def summed_in_place(world: World) -> bool:
 
 def test_gradients_in_one_storage_are_each_summed_once() -> None:
     assert on_ranks(summed_in_place, 2) == [True, True]
+
+
+def sum_of_a_replaced_rank(world: World) -> float:
+    """Rank 1 takes part from the second group on, and has built its sum for that; the other one goes on with its own.
+    Both rejoin."""
+    own = apart()
+    later = own.renew()
+    p = nn.Parameter(torch.ones(WIDE, WIDE, dtype=torch.float64))
+    sums = GradientSum([p], (own, later)[own.rank].group(), early=True)
+    sums.rejoin(later.group())
+    p.sum().backward()
+    sums(None, 0.0)
+    assert p.grad is not None
+    found = float(p.grad.sum() / p.numel())
+    for made in (sums, later, own):
+        made.close()
+    return found
+
+
+def test_a_rank_that_was_replaced_finds_the_others_where_the_sum_has_connections_of_its_own() -> None:
+    assert on_ranks(sum_of_a_replaced_rank, 2) == [2.0, 2.0]

@@ -11,7 +11,13 @@ from apportion.parallel.replica.resync import furthest
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write, next_term
 from apportion.runtime.hosts.protocol.follower import Follower, TakenTable
 from apportion.runtime.hosts.protocol.leader import Leader, Slot
-from apportion.runtime.hosts.protocol.liveness import LATE_FACTOR, SUSPECT_SECONDS, SUSPECT_STEPS, Liveness
+from apportion.runtime.hosts.protocol.liveness import (
+    LATE_FACTOR,
+    START_SECONDS,
+    SUSPECT_SECONDS,
+    SUSPECT_STEPS,
+    Liveness,
+)
 from apportion.runtime.hosts.protocol.torn_links import TornLinks
 
 A0, A1, B0, B1 = Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1)
@@ -189,7 +195,7 @@ def test_who_is_left_out_of_a_table_ends_and_no_slot_gets_a_second_process() -> 
 # Liveness
 
 
-def thoughts(liveness: Liveness, seconds: float, step: float = 0.0) -> list[tuple[int, str]]:
+def thoughts(liveness: Liveness, seconds: float, step: float | None = 0.0) -> list[tuple[int, str]]:
     return [(silence.host, silence.thought) for silence in liveness.pass_time(seconds, step)]
 
 
@@ -213,6 +219,13 @@ def test_a_host_with_long_steps_or_late_words_is_suspected_later() -> None:
     liveness.heard(0)
     assert thoughts(liveness, 0.9 * LATE_FACTOR * 1.5) == []
     assert thoughts(liveness, 0.2 * LATE_FACTOR * 1.5) == [(0, "suspected")]
+
+
+def test_a_host_whose_cores_are_busy_before_the_first_step_is_not_suspected_as_soon() -> None:
+    liveness = Liveness([0], 4.0)
+    assert thoughts(liveness, START_SECONDS, step=None) == []
+    assert thoughts(liveness, 0.1, step=None) == [(0, "suspected")]
+    assert thoughts(liveness, 4.0, step=None) == [(0, "given up")]
 
 
 def test_nothing_is_expected_of_a_host_that_is_forgotten() -> None:

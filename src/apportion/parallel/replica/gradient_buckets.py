@@ -75,6 +75,7 @@ class GradientSum:
         self._may_leave_early = early and not fast_paths.is_plain("early")
         self._hooks: list[RemovableHandle] = []
         self._sent: list[Work] = []
+        self._lane: Group | None = None
         self._sends = self._observes = False
         self._observed = False
         """True once a backward pass has been seen from its beginning to its end."""
@@ -101,7 +102,8 @@ class GradientSum:
         self._forget()
         self._early = self._packed[: len(full)]
         """The buffers that can leave before the backward pass has ended."""
-        self._lane = group.lane() if self._early else None
+        if self._early and self._lane is None:
+            self._lane = group.lane()
         for packed in self._early:
             self._hooks += [p.register_post_accumulate_grad_hook(self._whole(packed)) for p in packed.parameters]
 
@@ -123,8 +125,10 @@ class GradientSum:
         return [between for between in each if between is not None]
 
     def rejoin(self, group: Group) -> None:
-        """Sum the gradients of the same parameters over other ranks from now on."""
-        self.close()
+        """Sum the gradients of the same parameters over the ranks of this group from now on."""
+        # Who was just built for this group rejoins it as the others do, and has the lane that these open now.
+        if group is not self._group:
+            self.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._sent = [], []

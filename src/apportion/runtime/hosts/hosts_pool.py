@@ -238,7 +238,7 @@ class HostsPool:
     def _pass_time(self) -> float:
         """Looks at who has been silent for how long; returns the time."""
         now = time.monotonic()
-        self._think(self._liveness.pass_time(self._clock.passed(now), self._watch.pace))
+        self._think(self._liveness.pass_time(self._clock.passed(now), self._watch.pace or None))
         return now
 
     def action(self) -> Action:

@@ -13,6 +13,8 @@ from typing import Literal, final
 SUSPECT_SECONDS, SUSPECT_STEPS = 2.0, 10
 """A host is suspected after it has said nothing for SUSPECT_SECONDS, or SUSPECT_STEPS median steps, whichever is
 more."""
+START_SECONDS = 10.0
+"""The same before the first step: processes import and open data then, and may leave an agent little of its cores."""
 LATE_FACTOR = 4.0
 """A host whose words usually come so far apart that this many of such gaps are more than SUSPECT_SECONDS has that
 long."""
@@ -59,14 +61,16 @@ class Liveness:
         of.silent, of.suspected = 0.0, False
         return back
 
-    def pass_time(self, seconds: float, step_seconds: float) -> list[Silence]:
-        """Lets time pass, and returns what has changed by it. ``step_seconds``: the median of the steps so far."""
+    def pass_time(self, seconds: float, step_seconds: float | None) -> list[Silence]:
+        """Lets time pass, and returns what has changed by it. ``step_seconds``: the median of the steps so far; None:
+        there were none yet."""
+        least = START_SECONDS if step_seconds is None else max(SUSPECT_SECONDS, SUSPECT_STEPS * step_seconds)
         changed = []
         for host, of in self._hosts.items():
             if of.given_up:
                 continue
             of.silent += seconds
-            limit = max(SUSPECT_SECONDS, SUSPECT_STEPS * step_seconds, LATE_FACTOR * of.gap)
+            limit = max(least, LATE_FACTOR * of.gap)
             if not of.suspected and of.silent > limit:
                 of.suspected = True
                 changed.append(Silence(host, "suspected", of.silent))
