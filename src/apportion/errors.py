@@ -4,6 +4,8 @@ A ``ValueError`` is the user's mistake (exit status 2): it states the value, the
 An ``ApportionError`` is something that could not be done: a worker, a disk, an address (exit status 3; 1 for
 ``RanksDiffer``).
 An ``AssertionError`` is a defect of this package.
+``ToldToEnd`` is none of these: a signal has told the process to end, and the run is saved (exit status 128 and the
+number of the signal).
 """
 
 from __future__ import annotations
@@ -72,6 +74,17 @@ class RanksDiffer(ApportionError):
 
 class CheckpointError(ApportionError):
     """A checkpoint or a run directory could not be written, or cannot be trusted."""
+
+
+class ToldToEnd(SystemExit):
+    """The run was told to end by SIGTERM, or by what Slurm sends before the end of a job; what could be saved is saved,
+    and everything that the run had started has ended. A program that does not catch it ends with the exit status that a
+    shell gives for the signal: 128 and its number, 143 for SIGTERM."""
+
+    def __init__(self, number: int, cause: str) -> None:
+        """Takes the number of the signal, and in words who was told to end by what."""
+        super().__init__(128 + number)
+        self.number, self.cause = number, cause
 
 
 class Superseded(CheckpointError):

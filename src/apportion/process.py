@@ -1,5 +1,5 @@
-"""Functions for processes: to end when the parent does, to take in orphans, to tell what state one is in, to keep or
-give back memory, to count cores."""
+"""Functions for processes: to end when the parent does, to outlive a signal for a while, to take in orphans, to tell
+what state one is in, to keep or give back memory, to count cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import gc
 import os
 import signal
 import sys
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 """The folder of this package's own code."""
@@ -22,6 +25,37 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
+
+
+OUTLIVES_SECONDS = 10.0
+"""The seconds for which a process outlives SIGTERM where others are to decide: a run saves and ends in less."""
+
+
+def in_slurm_job(environment: Mapping[str, str]) -> bool:
+    """Whether a process is in a job of Slurm's, which signals all processes of a step, or of a batch script, at
+    once."""
+    return bool(environment.get("SLURM_JOB_ID"))
+
+
+def outlive_notice() -> None:
+    """Have SIGTERM end this process only after OUTLIVES_SECONDS, and SIGUSR1 never where Slurm sends it. For processes
+    that get signals which are meant for whoever has started them: those end them earlier."""
+    signal.signal(signal.SIGTERM, _end_later)
+    if in_slurm_job(os.environ):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _end_later(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    later = threading.Timer(OUTLIVES_SECONDS, _end_by, (number,))
+    later.daemon = True
+    later.start()
+
+
+def _end_by(number: int) -> None:
+    """End this process by a signal that it ignores, from any thread."""
+    ctypes.CDLL(None).signal(number, None)  # SIG_DFL
+    os.kill(os.getpid(), number)
 
 
 def take_orphans_in() -> None:

@@ -172,5 +172,6 @@ def _obey(channel: Channel, control: Any) -> None:
     """Carries out the driver's orders, while the main thread trains."""
     while (order := channel.commands.get()) is not None:
         if order["kind"] == "stop":
+            control.notice = order.get("notice", 0)
             control.stop = True
     os._exit(1)  # the agent is gone

@@ -30,6 +30,7 @@ from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
+from apportion.runtime.notice.requeue import requeue_job
 from apportion.runtime.worker.agreement import RunAgreement, introduce
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
@@ -142,13 +143,29 @@ def _on_processes(
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
     supervised = RunSupervisor(job, chosen.launcher, chosen.ranks, proof)
     watch = None if decision.expected is None else PerformanceMonitor(decision.expected)
+    draws = lambda: not supervised.told_to_end  # noqa: E731
     try:
-        yield from journaled(job, supervised.events(), before, supervised.rest, watch)
+        yield from journaled(job, supervised.events(), before, supervised.rest, watch, draws=draws)
     except ValueError as error:
         if decision.told is None or supervised.started or chosen.ranks == 1:
             raise
         # What an earlier run has chosen, or a prediction, cannot run this workload: others may.
         raise NotProved(str(error), proved=False, plain=()) from error
+    finally:
+        if supervised.told_to_end:
+            requeue_job(job.policy)
+
+
+def launched(
+    asked: RunRequest, strategy: Strategy | None, launcher: Env, planning: Planning
+) -> Generator[Event, None, None]:
+    """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
+    from apportion.runtime.notice.rank_notice import RankNotice
+
+    control = RunControl()
+    notice = RankNotice(control)
+    control.known = notice.expect
+    yield from notice.heed(joined(asked, strategy, launcher, planning, control))
 
 
 def joined(
@@ -225,6 +242,7 @@ def _written_by_the_first(
     """Yields the events of one rank, and writes them into the run directory for as long as it is rank 0, which it may
     become."""
     assert job.run_dir is not None
+    control.known(job, world.rank)
     run_dir, rejoined = job.run_dir, control.rejoined
     with ExitStack() as stack:
         writes = False
@@ -250,7 +268,8 @@ def _written_by_the_first(
 
         control.rejoined = take_place_again
         take_place(world)
-        yield from journaled(job, events, before, [], writes=lambda: writes)
+        draws = lambda: not control.was_told()  # noqa: E731
+        yield from journaled(job, events, before, [], writes=lambda: writes, draws=draws)
 
 
 @collective
@@ -343,7 +362,7 @@ def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
         return {"refused": f"{error}; {cure}"}
 
 
-def journaled(
+def journaled(  # noqa: PLR0913 (what happened before, in and after the events, and what becomes of it)
     job: Job,
     events: Generator[Event, None, None],
     before: list[Event],
@@ -351,13 +370,14 @@ def journaled(
     watch: PerformanceMonitor | None = None,
     *,
     writes: Callable[[], bool] = lambda: True,
+    draws: Callable[[], bool] = lambda: True,
 ) -> Iterator[Event]:
     """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
     may be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was
     left; ``watch``: holds them against what was expected, and adds what there is to tell; ``writes``: whether this
-    process is the one that writes."""
+    process is the one that writes; ``draws``: whether there is time for the report."""
     assert job.run_dir is not None
-    record = _Record(job.run_dir, before)
+    record = _Record(job.run_dir, before, draws)
     try:
         for event in events:
             if writes():
@@ -377,9 +397,9 @@ def journaled(
 class _Record:
     """Writes down a run in its directory: its events, and the report."""
 
-    def __init__(self, run_dir: str, before: list[Event]) -> None:
-        """Takes ``before``: what happened before the first event."""
-        self._run_dir, self._before = run_dir, before
+    def __init__(self, run_dir: str, before: list[Event], draws: Callable[[], bool]) -> None:
+        """Takes ``before``: what happened before the first event; ``draws``: whether there is time for the report."""
+        self._run_dir, self._before, self._draws = run_dir, before, draws
         self._journal: Journal | None = None
         self._drawn = False
 
@@ -393,7 +413,7 @@ class _Record:
                 self._journal.write(earlier)
         if self._journal is not None:
             self._journal.write(event)
-            if event.kind == "end":
+            if event.kind == "end" and self._draws():
                 _report(self._run_dir)
                 self._drawn = True
 
@@ -408,7 +428,7 @@ class _Record:
             warnings.warn(str(error), stacklevel=2)
         finally:
             self._journal.close()
-        if rest or not self._drawn:
+        if (rest or not self._drawn) and self._draws():
             _report(self._run_dir)
 
 

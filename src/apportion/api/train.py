@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Generator
@@ -61,7 +62,8 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     5 % of the run; the next run like it remembers that. ``check=False`` goes on without; ``require_proof`` ends the
     run where nothing could be shown.
 
-    ``break`` checkpoints and stops every rank at the same step. Raises WorkerFailed where a worker fails,
+    ``break`` checkpoints and stops every rank at the same step. SIGTERM is the notice to end: the last update is
+    saved, and ToldToEnd, a SystemExit, is raised with status 143. Raises WorkerFailed where a worker fails,
     CheckpointError where the state cannot be kept, Disproved where the strategy does not train the network that it
     must, ValueError for what was asked wrongly.
     """
@@ -85,6 +87,9 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             resume = running.has_checkpoint(run_dir)
         if strategy is None and resume is True and run_dir is not None:
             strategy = running.strategy_of(run_dir)
+    from apportion.runtime.notice.requeue import refuse_requeue
+
+    refuse_requeue(policy or Policy(), os.environ)
     asked = running.RunRequest(
         workload=workload,
         address=address,
@@ -116,7 +121,7 @@ def _begin(
     from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
     if isinstance(launcher, Env):
-        return running.joined(asked, strategy, launcher, planning)
+        return running.launched(asked, strategy, launcher, planning)
     if isinstance(launcher, HostsLauncher):
         from apportion.api.on_hosts import started_on_hosts
 

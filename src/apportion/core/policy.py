@@ -33,6 +33,9 @@ class Policy(Value):
     """The effect of a loss that is not finite: it ends the run, it is told once, or nothing looks at it. Under "stop"
     and "warn" a state with a weight that is NaN is never written over a checkpoint."""
 
+    requeue: bool = False
+    """True has Slurm requeue the job, once a run that was told to end is saved."""
+
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:
             self.interval()
@@ -43,6 +46,8 @@ class Policy(Value):
         if self.on_loss not in ("replace", "shrink"):
             raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
         self.grace_seconds()
+        if not isinstance(self.requeue, bool):
+            raise ValueError(f"requeue={self.requeue!r} must be True or False")
         if self.on_nan not in ("stop", "warn", "ignore"):
             raise ValueError(f'on_nan={self.on_nan!r} must be "stop" (the run ends), "warn" or "ignore"')
 

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from apportion.comm.sync import round_up
 from apportion.errors import ApportionError
-from apportion.process import die_with_parent
+from apportion.process import die_with_parent, outlive_notice
 
 LOOK_SECONDS = 1.0
 """The seconds between two looks at whether the loaders live, while a step waits for them."""
@@ -269,6 +269,7 @@ class _Begin:
     def __call__(self, number: int) -> None:
         die_with_parent(self.parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # its worker decides
+        outlive_notice()  # the same: torchrun signals the whole group of a rank
         self.begin()
 
 

@@ -11,23 +11,29 @@
              <-  start, then the secret, the code and the job as bytes
     agent    started; event, output, raised, finished, exited of each rank; progress    ->
              <-  stop, save; open, kill, table (protocol/leader.py); fetch, more; the end of the stream
-    agent    reserved, answered                                                         ->
+    agent    reserved, answered; notice                                                 ->
     both     alive, now and then
 
 The agent kills its ranks and ends when its standard input ends, whatever the reason. Its folder holds the secret and
 the code of the run, and is the run's alone; the shell that has started the agent removes it, also where the agent was
 killed. Where all ranks have ended and nothing is heard of the driver any more, the agent ends by itself: a connection
 that was cut may never say so.
+
+An agent that gets SIGTERM (in a job of Slurm's also SIGUSR1) while it has ranks tells the driver, which saves the run
+and ends it, and every agent with it. Where that does not come within NOTICE_SECONDS the agent ends by itself, and so it
+does at a second signal.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import shutil
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -43,12 +49,15 @@ from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
+from apportion.runtime.notice.signals import SAME_SECONDS, notice_signals
 from apportion.runtime.spawn.template import close_template, template
 
 REACH_SECONDS = 5.0
 """The seconds in which a host has to reach the port where the ranks meet."""
 SILENT_SECONDS = 30.0
 """The seconds after the end of the last rank in which the driver has to say something, be it that it is there."""
+NOTICE_SECONDS = 8.0
+"""The seconds from the notice to end in which the driver has to end this agent: it saves within 5 s."""
 
 
 @final
@@ -67,12 +76,24 @@ class Agent:
         self._lock = threading.Lock()
         self._directory = _directory(None)
         self._orders = 0
+        self._notices: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._noticed: float | None = None
+
+    def note(self, number: int, frame: Any) -> None:
+        """Takes the notice to end: the handler of its signals."""
+        now = time.monotonic()
+        if self._ranks is None or (self._noticed is not None and now - self._noticed > SAME_SECONDS):
+            _end(number, frame)
+        elif self._noticed is None:
+            self._noticed = now
+            self._notices.put(number)  # this thread may be writing just now
 
     def serve(self) -> None:
         """Obeys the driver until it is gone. Raises OSError, FrameError or ApportionError for what cannot be done."""
         self._writer.greet()
         self._tell({"kind": "here", **describe_host()})
-        threading.Thread(target=self._say_alive, daemon=True).start()
+        for call in (self._say_alive, self._pass_on_notice):
+            threading.Thread(target=call, daemon=True).start()
         while (order := self._reader.receive()) is not None:
             if isinstance(order, bytes):
                 raise FrameError("bytes came where an order must")
@@ -113,6 +134,13 @@ class Agent:
         waits = threading.Event()  # never set
         while not waits.wait(ALIVE_SECONDS):
             self._tell({"kind": "alive"})
+
+    def _pass_on_notice(self) -> None:
+        """Tells the driver of the notice to end, and ends this process where it does nothing about it."""
+        number = self._notices.get()
+        self._tell({"kind": "notice", "signal": number, "name": signal.Signals(number).name})
+        threading.Event().wait(NOTICE_SECONDS)
+        os.kill(os.getpid(), number)  # the second one
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         try:
@@ -215,7 +243,8 @@ def _directory(name: str | None) -> Path:
 
 def main() -> None:
     """Runs an agent: ``python -m apportion.runtime.hosts.agent FOLDER``."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    notices = notice_signals(os.environ)
+    for number in (signal.SIGINT, signal.SIGHUP, *notices):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _end)
     folder = Path(sys.argv[1])
     orders, answers = os.dup(0), os.dup(1)
@@ -224,6 +253,8 @@ def main() -> None:
     os.dup2(2, 1)  # what anything prints is not part of the conversation
     writer = FrameWriter(open(answers, "wb"))  # noqa: SIM115 (for as long as this process lives)
     agent = Agent(folder, FrameReader(open(orders, "rb")), writer)  # noqa: SIM115 (the same)
+    for number in notices:
+        signal.signal(number, agent.note)
     status = 1
     try:
         hold(folder)
@@ -238,7 +269,8 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGHUP, *notices):
+            signal.signal(number, signal.SIG_IGN)
         agent.close()
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(status)  # threads may be waiting for a driver that is gone

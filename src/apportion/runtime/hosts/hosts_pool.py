@@ -135,7 +135,7 @@ class HostsPool:
                 self._lose(host, self._agents[host].why_ended())
             elif isinstance(message, dict) and host in self.leader.hosts:
                 self._think(self._liveness.heard(host))
-                yield from self._take(host, message)
+                yield from (self._heed if message["kind"] == "notice" else self._take)(host, message)
 
     def _next(self, seconds: float) -> list[News]:
         """Returns what the agents have said, once they say something within this time."""
@@ -145,6 +145,12 @@ class HostsPool:
             while True:
                 heard.append(self._news.get_nowait())
         return heard
+
+    def _heed(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
+        """Has all ranks stop, since a host was told to end: at once, whatever the driver's own thread is doing."""
+        self.send({"kind": "stop", "notice": message["signal"]})
+        rank = next((rank for rank, slot in enumerate(self.leader.table) if slot.host == host), 0)
+        yield rank, {**message, "cause": f"host {self._agents[host].host} was told to end by {message['name']}"}
 
     def _take(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
         kind = message["kind"]

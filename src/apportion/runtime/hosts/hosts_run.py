@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.core.event import Event, event_after
-from apportion.errors import ApportionError, CheckpointError
+from apportion.errors import ApportionError, CheckpointError, ToldToEnd
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.hosts.agent_connection import AgentConnection
@@ -21,17 +21,19 @@ from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.recruiting import Recruiter
 from apportion.runtime.hosts.run_copy import RunCopy
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
+from apportion.runtime.notice.requeue import requeue_job
+from apportion.runtime.notice.signals import explain
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.recovery import Fault, RecoveryLoop, Said
 from apportion.runtime.supervisor.recovery import News as PoolNews
-from apportion.runtime.supervisor.run import interrupted_text, resume_command
+from apportion.runtime.supervisor.run import cause_of, interrupted_text, resume_command
 from apportion.runtime.supervisor.watchdog import Allowance
 from apportion.runtime.worker.job import Job
 
 SAVE_SECONDS = 5.0
-"""The seconds that the step under way and its checkpoint may take after Ctrl-C."""
+"""The seconds that the step under way and its checkpoint may take after Ctrl-C, or after the notice to end."""
 STOP_SECONDS = 120.0
 """The seconds that they may take after ``break``."""
 COPY_SECONDS = 60.0
@@ -55,21 +57,24 @@ class HostsRun(StartedHosts):
         """The event that the run ends with, once it is known."""
         self._saved = False
         """True once a checkpoint was told."""
+        self._told_to_end = False
+        """True once the notice to end has cut the run short."""
         self._interrupts = Interrupts(self._interrupted_outside)
 
     def events(self) -> Generator[Event, None, None]:
-        """Yields everything that happens, as it happens. Closing the generator (``break``) and Ctrl-C checkpoint and
-        stop every rank at one step; Ctrl-C gives up after SAVE_SECONDS. Raises WorkerFailed, CheckpointError,
+        """Yields everything that happens, as it happens. Closing the generator (``break``), Ctrl-C, and the notice to
+        end, which may be an agent's, checkpoint and stop every rank at one step; the last two give up after
+        SAVE_SECONDS. Raises ToldToEnd after the notice, WorkerFailed, CheckpointError,
         RanksDiffer, ApportionError where a host cannot take part, or ValueError for the user's mistakes."""
         try:
             self._interrupts.install()
             yield from self._guarded()
-        except KeyboardInterrupt as interrupt:
+        except (KeyboardInterrupt, ToldToEnd) as interrupt:
             if self._end is None and not self._failed:
-                end = self._save_and_stop()
+                end = self._save_and_stop(interrupt)
                 self._interrupts.restore()
                 yield end
-                interrupt.add_note(self._interrupted_text(end))
+                explain(interrupt, self._interrupted_text(end, interrupt))
             raise
         except GeneratorExit:
             self._leave()
@@ -78,6 +83,8 @@ class HostsRun(StartedHosts):
             self._interrupts.hold()
             self._close()
             self._interrupts.restore()
+            if self._told_to_end:
+                requeue_job(self._job.policy)
 
     def _guarded(self) -> Iterator[Event]:
         """Yields the events, and notes the place of an interrupt: inside the run, or in the body of the user's loop."""
@@ -110,6 +117,8 @@ class HostsRun(StartedHosts):
             self._recruiter = Recruiter(self._launcher, self._hosts, self._pool, self._begin_again)
         while True:
             news = self._next_news(LOOK_SECONDS)
+            if isinstance(news, Said) and news.message["kind"] == "notice":
+                raise ToldToEnd(news.message["signal"], news.message["cause"])
             event = self._told(news)
             if event is not None:
                 yield event
@@ -205,16 +214,19 @@ class HostsRun(StartedHosts):
         finally:
             copy.drop()
 
-    def _interrupted_outside(self) -> str:
-        """Saves and stops after Ctrl-C in the body of the loop, which may come back here late or never. Returns what to
-        tell."""
+    def _interrupted_outside(self, interrupt: BaseException) -> str:
+        """Saves and stops after an interrupt in the body of the loop, which may come back here late or never. Returns
+        what to tell."""
         if self._failed:
-            return "interrupted; the run had stopped"
-        return self._interrupted_text(self._end if self._end is not None else self._save_and_stop())
+            return f"{cause_of(interrupt)}; the run had stopped"
+        if self._end is None:
+            self._save_and_stop(interrupt)
+        assert self._end is not None
+        return self._interrupted_text(self._end, interrupt)
 
-    def _interrupted_text(self, end: Event) -> str:
+    def _interrupted_text(self, end: Event, interrupt: BaseException) -> str:
         where = "" if self._pool is None else f"\nit is on host {self._pool.host_of(0)}, in {self._place}"
-        return interrupted_text(end) + (where if end.data["resume"] is not None else "")
+        return interrupted_text(end, cause_of(interrupt)) + (where if end.data["resume"] is not None else "")
 
     @property
     def _place(self) -> str:
@@ -229,16 +241,18 @@ class HostsRun(StartedHosts):
             return text
         return f"{text} --strategy {shlex.quote(str(self._job.strategy))}"
 
-    def _save_and_stop(self) -> Event:
-        """Stops all ranks at one step, which saves it, and returns the ``end`` event. A second Ctrl-C cuts it short,
+    def _save_and_stop(self, interrupt: BaseException) -> Event:
+        """Stops all ranks at one step, which saves it, and returns the ``end`` event. A second signal cuts it short,
         and so does the time."""
         why: str | None = "the first step had not begun"
         if self._last is not None:
-            why = self._stop(SAVE_SECONDS, lambda: self._interrupts.again)
+            notice = interrupt.number if isinstance(interrupt, ToldToEnd) else 0
+            why = self._stop(SAVE_SECONDS, lambda: self._interrupts.again, notice)
         self._close()
         if self._finished is not None and self._finished.data["reason"] == "finished":
             self._end = self._finished
             return self._end
+        self._told_to_end = isinstance(interrupt, ToldToEnd)
         stopped = self._finished
         self._end = self._own_event(
             "end",
@@ -251,13 +265,14 @@ class HostsRun(StartedHosts):
         )
         return self._end if stopped is None else replace(self._end, step=stopped.step, epoch=stopped.epoch)
 
-    def _stop(self, seconds: float, cut: Callable[[], bool]) -> str | None:
+    def _stop(self, seconds: float, cut: Callable[[], bool], notice: int = 0) -> str | None:
         """Has all ranks stop at one step; returns why they did not, or None where they did. What they tell meanwhile is
-        written down by rank 0. ``cut``: whether to wait no longer."""
+        written down by rank 0. ``cut``: whether to wait no longer; ``notice``: the signal that the run was told to end
+        by, if any."""
         if self._failed or self._recovery is None:
             return "the run has ended"
         assert self._pool is not None
-        self._pool.send({"kind": "stop"})
+        self._pool.send({"kind": "stop", "notice": notice})
         allowed = Allowance(seconds)
         while allowed.left > 0 and not cut():
             news = self._next_news(0.1)

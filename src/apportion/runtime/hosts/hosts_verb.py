@@ -34,7 +34,7 @@ class HostsVerb(StartedHosts):
     def value(self) -> Any:
         """Returns the value of the verb, which is plain JSON. Raises what rank 0 has raised; WorkerFailed where a rank
         or a host is lost, ApportionError where a host cannot take part. Ctrl-C ends the ranks."""
-        interrupts = Interrupts(lambda: "")
+        interrupts = Interrupts(lambda interrupt: "", notices=False)  # there is nothing to save
         try:
             interrupts.install()
             interrupts.hold()
@@ -77,6 +77,8 @@ class HostsVerb(StartedHosts):
         """Takes what a rank tells."""
         if message["kind"] == "output":
             self._print(rank, message)
+        elif message["kind"] == "notice":
+            raise WorkerFailed(str(message["cause"]))
         elif message["kind"] == RESULT and rank == 0:
             self._result = message
         elif message["kind"] == "raised" and "error" in message:

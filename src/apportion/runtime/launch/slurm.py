@@ -107,7 +107,7 @@ class Slurm(HostsLauncher):
             told = subprocess.run(listing, capture_output=True, text=True, timeout=_END_SECONDS).stdout
             steps = [line.split()[0] for line in told.splitlines() if line.split()[1:] == [_step_name()]]
             if steps:
-                subprocess.run(["scancel", "--signal=TERM", *steps], capture_output=True, timeout=_END_SECONDS)
+                subprocess.run(["scancel", "--signal=HUP", *steps], capture_output=True, timeout=_END_SECONDS)
 
 
 def _step_name() -> str:

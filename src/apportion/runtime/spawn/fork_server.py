@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, final
 
 from apportion.comm.channel import Lines
-from apportion.process import die_with_parent
+from apportion.process import die_with_parent, in_slurm_job, outlive_notice
 
 _STRANGERS = 1000
 """The number of ended processes that are remembered though nothing has asked about them."""
@@ -105,6 +105,8 @@ class ForkServer:
             self._selector.close()
             for end in self._wake:
                 end.close()
+            if in_slurm_job(os.environ):
+                outlive_notice()
             os.setsid()
             die_with_parent(parent)
             _set_environment(message["environment"])

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import final
 
 from apportion.errors import ApportionError
-from apportion.process import die_with_parent, take_orphans_in
+from apportion.process import die_with_parent, in_slurm_job, take_orphans_in
 from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, NotForked, SpawnTask
 from apportion.runtime.spawn.fork_server import ForkServer
 
@@ -165,6 +165,9 @@ def main() -> None:
     die_with_parent(driver)
     take_orphans_in()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if in_slurm_job(os.environ):  # its driver, or its agent, gets them too, and decides
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _warm_up()
     _freeze()
     ForkServer(socket.socket(fileno=descriptor)).serve()

@@ -1,58 +1,66 @@
-"""Ctrl-C during a run: when it is raised, and what is done first."""
+"""Ctrl-C and the notice to end during a run: when they are raised, and what is done first."""
 
 from __future__ import annotations
 
 import signal
-import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from apportion.runtime.notice.signals import SAME_SECONDS, RunHandlers, explain, raised_by
+
 
 class Interrupts:
-    """Raises Ctrl-C as KeyboardInterrupt, but once, and not where it would leave a process behind.
+    """Raises Ctrl-C as KeyboardInterrupt, and the notice to end as ToldToEnd, but once, and not where it would leave a
+    process behind.
 
-    ``outside()`` is called before it is raised in the body of the user's loop; what that returns is told with it.
+    ``outside()`` is called before it is raised in the body of the user's loop, with what is going to be raised; what
+    that returns is told with it. ``notices``: whether the notice to end is raised, too; else it ends the process.
     Nothing is changed where the program has a handler of its own, or runs in another thread than the main one.
     """
 
-    def __init__(self, outside: Callable[[], str]) -> None:
-        self._outside, self._held, self._installed = outside, False, False
+    def __init__(self, outside: Callable[[BaseException], str], *, notices: bool = True) -> None:
+        self._outside, self._held = outside, False
+        self._handlers = RunHandlers(self._note, notices=notices)
         self.outside = False
         """True while the program is in the body of the loop."""
         self.pending = self.again = False
-        """The flags that Ctrl-C has come, and that it has come a second time."""
+        """The flags that a signal has come, and that it has come a second time."""
+        self._number, self._at = 0, 0.0
 
     def install(self) -> None:
-        """Installs the handler of Ctrl-C."""
-        main = threading.current_thread() is threading.main_thread()
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note)
-            self._installed = True
+        """Installs the handlers."""
+        self._handlers.install()
 
     def restore(self) -> None:
-        """Puts Python's own handler back, where ``install`` has replaced it."""
-        if self._installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._installed = False
+        """Puts the handlers back that ``install`` has replaced."""
+        self._handlers.restore()
 
     def hold(self) -> None:
-        """Holds Ctrl-C back: it is only noted, and not raised."""
+        """Holds a signal back: it is only noted, and not raised."""
         self._held = True
 
     def release(self) -> None:
-        """Lets Ctrl-C be raised again, and raises it now where one was noted."""
+        """Lets signals be raised again, and raises the one that was noted."""
         self._held = False
         if self.pending:
             self._held = True
-            raise KeyboardInterrupt
+            raise raised_by(self._number)
 
     def _note(self, number: int, frame: Any) -> None:
         if self._held:
-            self.again, self.pending = self.pending, True
+            later = number == signal.SIGINT or time.monotonic() - self._at > SAME_SECONDS
+            self.again = self.again or (self.pending and later)
+            self._keep(number)
             return
-        self._held = self.pending = True
-        interrupt = KeyboardInterrupt()
+        self._held = True
+        self._keep(number)
+        interrupt = raised_by(number)
         if self.outside:
-            interrupt.add_note(self._outside())
+            explain(interrupt, self._outside(interrupt))
             self._held = False  # the run is over: the next one is the program's own
         raise interrupt
+
+    def _keep(self, number: int) -> None:
+        if not self.pending:
+            self.pending, self._number, self._at = True, number, time.monotonic()

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 from apportion.core.event import Event, event_after
 from apportion.core.policy import Policy
+from apportion.errors import ToldToEnd
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
+from apportion.runtime.notice.signals import explain
 from apportion.runtime.proof.proof import Settled
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.interrupts import Interrupts
@@ -24,7 +26,7 @@ from apportion.runtime.supervisor.worker_pool import AnyThreadPool, WorkerPool
 from apportion.runtime.worker.job import Job
 
 SAVE_SECONDS = 3.5
-"""The seconds that writing the last update may take after Ctrl-C."""
+"""The seconds that writing the last update may take after Ctrl-C, or after the notice to end."""
 HURRY_SECONDS = 0.1
 """The seconds within which a second Ctrl-C is noticed while the last update is written."""
 STOP_SECONDS = 120.0
@@ -68,23 +70,26 @@ class RunSupervisor:
         self._interrupts = Interrupts(self._interrupted_outside)
         self.rest: list[Event] = []
         """The events after the loop over the events was left."""
+        self.told_to_end = False
+        """True once the notice to end has cut the run short."""
 
     def events(self) -> Generator[Event, None, None]:
         """Yields everything that happens, as it happens. Closing the generator (``break``) checkpoints and stops every
-        rank at one step; Ctrl-C, also in the body of the loop, writes the last update at once. Once the run is over,
-        both leave it as it is. Raises WorkerFailed, CheckpointError, RanksDiffer, or ValueError for the user's
-        mistakes."""
+        rank at one step; Ctrl-C and the notice to end, also in the body of the loop, write the last update at once.
+        Once the run is over, all leave it as it is. Raises ToldToEnd after the notice, WorkerFailed, CheckpointError,
+        RanksDiffer, or ValueError for the user's mistakes."""
         try:
             self._interrupts.install()
             yield from self._guarded()
-        except KeyboardInterrupt as interrupt:
+        except (KeyboardInterrupt, ToldToEnd) as interrupt:
             if self._end is None and not self._failed():
                 end = self._save_and_stop()
+                self._note_notice(interrupt)
                 self._interrupts.restore()
                 while self.rest:
                     yield self.rest.pop(0)
                 yield end
-                interrupt.add_note(interrupted_text(end))
+                explain(interrupt, interrupted_text(end, cause_of(interrupt)))
             raise
         except GeneratorExit:
             self._leave()
@@ -203,22 +208,27 @@ class RunSupervisor:
     def _own_event(self, kind: Any, **data: Any) -> Event:
         return event_after(self._last, kind, time.perf_counter() - self._began, data)
 
-    def _interrupted_outside(self) -> str:
-        """Saves and stops after Ctrl-C in the body of the loop, which may come back here late or never. Returns what to
-        tell."""
+    def _interrupted_outside(self, interrupt: BaseException) -> str:
+        """Saves and stops after an interrupt in the body of the loop, which may come back here late or never. Returns
+        what to tell."""
         if self._failed():
-            return f"interrupted; the run had stopped: {failed_text(self._over)}"
+            return f"{cause_of(interrupt)}; the run had stopped: {failed_text(self._over)}"
         if self._end is None:
             self.rest.append(self._save_and_stop())
+            self._note_notice(interrupt)
         assert self._end is not None
-        return interrupted_text(self._end)
+        return interrupted_text(self._end, cause_of(interrupt))
+
+    def _note_notice(self, interrupt: BaseException) -> None:
+        assert self._end is not None
+        self.told_to_end = isinstance(interrupt, ToldToEnd) and self._end.data["reason"] == "interrupted"
 
     def _failed(self) -> bool:
         """Tells whether the run has ended with a failure, which is reported and about to be raised."""
         return isinstance(self._over, Stop | Exception)
 
     def _save_and_stop(self) -> Event:
-        """Saves the last update without waiting for the step under way, and returns the ``end`` event. A second Ctrl-C
+        """Saves the last update without waiting for the step under way, and returns the ``end`` event. A second signal
         cuts it short. A run that has come to its end by itself meanwhile keeps that end."""
         step, why = self._save() if self._last is not None else (None, "the first step had not begun")
         self._close()
@@ -294,15 +304,20 @@ def failed_text(news: object) -> str:
     return news.cause if isinstance(news, Stop) else str(news)
 
 
-def interrupted_text(end: Event) -> str:
+def interrupted_text(end: Event, cause: str = "interrupted") -> str:
     """Returns what was saved of an interrupted run, and how to go on."""
     why, resume = end.data.get("why"), end.data["resume"]
     if end.data["reason"] != "interrupted":
-        return f"interrupted; the run had {end.data['reason']} by then: step {end.step} is its last"
+        return f"{cause}; the run had {end.data['reason']} by then: step {end.step} is its last"
     if resume is None:
-        return "interrupted before anything was saved"
+        return f"{cause} before anything was saved"
     lost = "" if why is None else f"; what followed is not ({why})"
-    return f"interrupted; step {end.step} is saved{lost}\ngo on with: {resume}"
+    return f"{cause}; step {end.step} is saved{lost}\ngo on with: {resume}"
+
+
+def cause_of(interrupt: BaseException) -> str:
+    """Returns what has interrupted a run, in words."""
+    return interrupt.cause if isinstance(interrupt, ToldToEnd) else "interrupted"
 
 
 def resume_command(job: Job) -> str | None:

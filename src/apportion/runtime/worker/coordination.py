@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,12 @@ class RunControl:
     """The requests that reach a run from outside its loop, and what the loop shows to those who make them."""
 
     stop: bool = False
+    notice: int = 0
+    """The number of the signal by which this rank, or another one, was told to end; 0: none was."""
+    resume: str | None = None
+    """How a run goes on that was told to end."""
+    ending: bool = False
+    """True once the ranks have agreed to stop."""
     progress: Progress = field(default_factory=Progress)
     """The progress of this rank."""
 
@@ -44,8 +51,14 @@ class RunControl:
     settle: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda asked: None
     """Asks whether the run is proved. Called by every rank once its step is built, with ``key`` (which tells its
     workload from others; None: nothing does), ``steps`` and ``parameters``; returns where the run may go on."""
+    known: Callable[[Any, int], None] = lambda job, rank: None
+    """Called with the job and the rank of this process, once both are known."""
     rejoined: Callable[[World], None] = lambda world: None
     """Called when this rank has its place in a world whose membership has changed."""
+
+    def was_told(self) -> bool:
+        """Tells whether a rank was told to end by another signal than Ctrl-C: time is short."""
+        return self.notice not in (0, signal.SIGINT)
 
 
 class StepCoordinator:
@@ -84,19 +97,21 @@ class StepCoordinator:
 
     @collective
     def poll(self, done: int, save_seconds: float) -> tuple[bool, bool]:
-        """Returns (stop, save), the same on every rank. ``save_seconds``: the seconds that the last checkpoint took."""
-        now = time.monotonic()
+        """Returns (stop, save), the same on every rank. ``save_seconds``: the seconds that the last checkpoint took.
+        Rank 0 decides, but each rank may have been told to end."""
+        now, control = time.monotonic(), self._control
         save = self._save_due(done, save_seconds)
-        answer = [int(self._control.stop), int(save), self._next(done, now)]
+        answer = [int(control.stop), int(save), self._next(done, now), control.notice]
         if self._group.size > 1:
-            told = torch.tensor(answer, dtype=torch.int64, device=self._device)
-            self._group.broadcast(told)
-            answer = told.tolist()
+            told = self._group.all_gather(torch.tensor(answer, dtype=torch.int64, device=self._device))
+            answer = [*told[0, :3].tolist(), int(told[:, 3].max())]
         if answer[1]:
             self._note_save()
             self._saved_at = done
         self._asked, self._last, self.next = time.monotonic(), done, answer[2]
-        return bool(answer[0]), bool(answer[1])
+        control.notice = answer[3] or control.notice  # one that came meanwhile is for the next time
+        control.ending = bool(answer[0] or answer[3])
+        return control.ending, bool(answer[1])
 
     def _save_due(self, done: int, save_seconds: float) -> bool:
         if self._steps is not None:

@@ -215,7 +215,7 @@ class _TrainingLoop:
         progress = self.control.progress
         if self.world.under_way:  # the change may have cut short what follows a step
             if (yield from self._agree()):
-                return "stopped"
+                return self._why_stopped()
             if self._evaluation_due(self.done - 1):
                 yield from self._evaluate(final=False)
         if self.step.data_shard is None:
@@ -242,8 +242,12 @@ class _TrainingLoop:
                 self.meter.go_on()
             # With the last batch the ranks need not be at one point any more: some may have none of the last round.
             if self.coordinator.next <= self.done < self.source.total and (yield from self._agree()):
-                return "stopped"
+                return self._why_stopped()
         return self._why_no_batch_is_left()
+
+    def _why_stopped(self) -> str:
+        """Returns why the ranks have agreed to stop."""
+        return "interrupted" if self.control.notice else "stopped"
 
     def _why_no_batch_is_left(self) -> str:
         """Returns why the run ends here. Where ranks come and go, rank 0 may have ended it."""
@@ -310,7 +314,8 @@ class _TrainingLoop:
                 examples_per_second=self.meter.overall(),
                 metrics=dict(self.evaluations.metrics),
                 run_dir=self.job.run_dir,
-                resume=None,
+                resume=self.control.resume if reason == "interrupted" else None,
+                **({"why": None} if reason == "interrupted" else {}),
             )
         if self.world.rank == 0:
             self.checkpoints.saver.check()

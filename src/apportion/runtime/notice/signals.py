@@ -1,0 +1,71 @@
+"""The signals that interrupt a run: Ctrl-C, and those that are the notice to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from apportion.errors import ToldToEnd
+from apportion.process import in_slurm_job
+
+SAME_SECONDS = 0.5
+"""The seconds within which a second notice is the same one: Slurm signals a process, and srun passes it on besides."""
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler}
+"""The handlers that Python begins with, where they are not those of the system."""
+
+
+def notice_signals(environment: Mapping[str, str]) -> tuple[signal.Signals, ...]:
+    """Returns the signals that are the notice to end: SIGTERM, and SIGUSR1 in a job of Slurm's, which sends it so many
+    seconds before the end of the job (``sbatch --signal=B:USR1@60``)."""
+    return (signal.SIGTERM, signal.SIGUSR1) if in_slurm_job(environment) else (signal.SIGTERM,)
+
+
+def raised_by(number: int) -> KeyboardInterrupt | ToldToEnd:
+    """Returns what a signal is raised as in the main thread of a run."""
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return ToldToEnd(number, f"told to end by {signal.Signals(number).name}")
+
+
+def explain(interrupt: BaseException, text: str) -> None:
+    """Tells with an interrupt what became of the run. Python shows nothing of a ``ToldToEnd``, so that its text is
+    written to standard error."""
+    interrupt.add_note(text)
+    if isinstance(interrupt, ToldToEnd):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+@final
+class RunHandlers:
+    """Handlers of signals, for as long as a run goes on. None is installed where the program has one of its own, or
+    runs in another thread than the main one."""
+
+    def __init__(self, handler: Callable[[int, Any], None], *, ctrl_c: bool = True, notices: bool = True) -> None:
+        """Takes the handler of all signals. ``ctrl_c``, ``notices``: whether Ctrl-C, and the notice to end, are among
+        them."""
+        asked: Sequence[signal.Signals] = (signal.SIGINT,) if ctrl_c else ()
+        self._asked = (*asked, *(notice_signals(os.environ) if notices else ()))
+        self._handler = handler
+        self._installed: list[signal.Signals] = []
+
+    def install(self) -> None:
+        """Installs the handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._asked:
+            if signal.getsignal(number) is _DEFAULTS.get(number, signal.SIG_DFL):
+                self._installed.append(number)
+                signal.signal(number, self._handler)
+
+    def restore(self) -> None:
+        """Puts the handlers back that ``install`` has replaced."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        while self._installed:
+            number = self._installed.pop()
+            signal.signal(number, _DEFAULTS.get(number, signal.SIG_DFL))
