@@ -166,16 +166,15 @@ def test_a_program_that_loops_over_the_events_is_left_with_status_143_and_is_tol
 
     def loop() -> None:
         for event in going:
-            if event.kind == "step":
-                if place == "in the body of the loop":
-                    signal.raise_signal(signal.SIGTERM)
-                else:
-                    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            if event.kind == "start" and place == "in the run":
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            elif event.kind == "step" and place == "in the body of the loop":
+                signal.raise_signal(signal.SIGTERM)
 
     with within(2 * SECONDS, "the notice"), pytest.raises(ToldToEnd) as told:
         loop()
     assert told.value.code == TOLD
-    del going
+    going.close()
     text = capfd.readouterr().err
     assert f"told to end by SIGTERM; step {saved_step(tmp_path / 'run')} is saved\ngo on with: resume=True" in text
     assert told.value.__notes__[0] in text
