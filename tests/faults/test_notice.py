@@ -109,7 +109,7 @@ def makes_steps(run_dir: Path, process: subprocess.Popen[str], eventually: Event
 
     def steps() -> bool:
         assert process.poll() is None, process.communicate()
-        return events.exists() and '"step"' in events.read_text()
+        return events.exists() and '"kind":"step"' in events.read_text()
 
     eventually(steps, within=START_SECONDS, what="it trains")
 

@@ -266,8 +266,10 @@ def test_a_driver_that_is_ended_before_the_first_step_leaves_nothing(
     process.send_signal(number)
     with within(5, "the end"):
         _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode in ((1, 130, -number) if number == signal.SIGINT else (-number,)), err
+    statuses = {signal.SIGINT: (1, 130, -number), signal.SIGTERM: (128 + number,), signal.SIGKILL: (-number,)}
+    assert process.returncode in statuses[number], err
     assert ("interrupted before anything was saved" in err) == (number == signal.SIGINT)
+    assert ("told to end by SIGTERM before anything was saved" in err) == (number == signal.SIGTERM)
     assert not (project / "run").exists()
 
 

@@ -143,9 +143,9 @@ def _on_processes(
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
     supervised = RunSupervisor(job, chosen.launcher, chosen.ranks, proof)
     watch = None if decision.expected is None else PerformanceMonitor(decision.expected)
-    draws = lambda: not supervised.told_to_end  # noqa: E731
+    events = supervised.events()
     try:
-        yield from journaled(job, supervised.events(), before, supervised.rest, watch, draws=draws)
+        yield from journaled(job, events, before, supervised.rest, lambda: not supervised.told_to_end, watch)
     except ValueError as error:
         if decision.told is None or supervised.started or chosen.ranks == 1:
             raise
@@ -162,10 +162,8 @@ def launched(
     """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
     from apportion.runtime.notice.rank_notice import RankNotice
 
-    control = RunControl()
-    notice = RankNotice(control)
-    control.known = notice.expect
-    yield from notice.heed(joined(asked, strategy, launcher, planning, control))
+    notice = RankNotice(RunControl())
+    yield from notice.heed(joined(asked, strategy, launcher, planning, notice.control))
 
 
 def joined(
@@ -268,8 +266,7 @@ def _written_by_the_first(
 
         control.rejoined = take_place_again
         take_place(world)
-        draws = lambda: not control.was_told()  # noqa: E731
-        yield from journaled(job, events, before, [], writes=lambda: writes, draws=draws)
+        yield from journaled(job, events, before, [], lambda: not control.was_told(), writes=lambda: writes)
 
 
 @collective
@@ -367,10 +364,10 @@ def journaled(  # noqa: PLR0913 (what happened before, in and after the events, 
     events: Generator[Event, None, None],
     before: list[Event],
     rest: Sequence[Event],
+    draws: Callable[[], bool],
     watch: PerformanceMonitor | None = None,
     *,
     writes: Callable[[], bool] = lambda: True,
-    draws: Callable[[], bool] = lambda: True,
 ) -> Iterator[Event]:
     """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
     may be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was

@@ -1,5 +1,5 @@
 """The command line: one function a verb. Exit status: 0 done; 1 the answer is no; 2 wrong use; 3 could not be done;
-130 interrupted."""
+130 interrupted; 143 told to end by SIGTERM."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class RankNotice:
     """What one rank does about the notice to end, and about Ctrl-C. ``control``: of its run."""
 
     def __init__(self, control: RunControl) -> None:
-        self._control = control
+        self.control, control.known = control, self.expect
         self._handlers = RunHandlers(self._note)
         self._at: float | None = None
         """The time of the first signal."""
@@ -45,7 +45,7 @@ class RankNotice:
     def expect(self, job: Job, rank: int) -> None:
         """Takes the job, once it is known, and the rank of this process."""
         self._job, self._rank = job, rank
-        self._control.resume = resume_command(job)
+        self.control.resume = resume_command(job)
 
     def heed(self, events: Generator[Event, None, None]) -> Iterator[Event]:
         """Yields the events of the run. Raises ToldToEnd, or KeyboardInterrupt, once a run is over that a signal has
@@ -58,7 +58,7 @@ class RankNotice:
                     self._end = event
                 yield event
             if self._end is not None and self._end.data["reason"] == "interrupted":
-                raise raised_by(self._control.notice)
+                raise raised_by(self.control.notice)
         except ApportionError as error:
             if self._at is None or isinstance(error, CheckpointError):
                 raise
@@ -77,11 +77,11 @@ class RankNotice:
         now = time.monotonic()
         if self._at is None:
             self._at = now
-            if not self._control.begun.is_set():
+            if not self.control.begun.is_set():
                 raise raised_by(number)
-            self._control.notice = number
+            self.control.notice = number
             self._late.put(number)
-        elif now - self._at > SAME_SECONDS and not (self._control.ending and self._first_again()):
+        elif now - self._at > SAME_SECONDS and not (self.control.ending and self._first_again()):
             self._handlers.restore()
             os.kill(os.getpid(), number)  # as if nothing were there to be saved
 
@@ -103,12 +103,12 @@ class RankNotice:
 
     def _alone(self, error: ApportionError) -> BaseException:
         """Returns what is raised where another rank was gone before all had agreed; rank 0 saves what it has."""
-        number = self._control.notice
+        number = self.control.notice
         interrupt, step = raised_by(number), self._saved()
         what = "nothing more is saved" if step is None else f"step {step} is saved"
         text = f"{cause_of(interrupt)}; {what}: the ranks did not stop together ({error})"
         if self._rank == 0:
-            explain(interrupt, f"{text}\ngo on with: {self._control.resume}")
+            explain(interrupt, f"{text}\ngo on with: {self.control.resume}")
         else:
             interrupt.add_note(text)
         return interrupt
@@ -119,7 +119,7 @@ class RankNotice:
         if self._rank:
             return None
         try:
-            return self._control.save_now()
+            return self.control.save_now()
         except Exception:  # only the ranks together have the state, or the disk is full
             return None
 
@@ -132,14 +132,14 @@ class RankNotice:
         try:
             self._late.get(timeout=LATE_SECONDS)
         except queue.Empty:
-            if self._control.ending or (step := self._saved()) is None:
+            if self.control.ending or (step := self._saved()) is None:
                 return  # the ranks are waited for, for as long as whoever has sent the signal lets them
-            text = f"{cause_of(raised_by(number))}; step {step} is saved\ngo on with: {self._control.resume}\n"
+            text = f"{cause_of(raised_by(number))}; step {step} is saved\ngo on with: {self.control.resume}\n"
             sys.stderr.write(text)
             sys.stderr.flush()
             self._requeue()
             os._exit(128 + number)
 
     def _requeue(self) -> None:
-        if self._rank == 0 and self._job is not None and self._control.was_told():
+        if self._rank == 0 and self._job is not None and self.control.was_told():
             requeue_job(self._job.policy)
