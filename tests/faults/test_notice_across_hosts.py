@@ -1,5 +1,8 @@
-"""SIGTERM to the driver of several hosts, or to the agent of one, is the notice to end: all ranks stop at one step, which is
-saved, and ``resume`` goes on to the bits of the undisturbed run. Real sshds in network namespaces, real signals."""
+"""SIGTERM to the driver of several hosts, or to the agent of one, is the notice to end.
+
+All ranks stop at one step, which is saved, and ``resume`` goes on to the bits of the undisturbed run. Real sshds in
+network namespaces, real signals.
+"""
 
 from __future__ import annotations
 
