@@ -87,9 +87,6 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             resume = running.has_checkpoint(run_dir)
         if strategy is None and resume is True and run_dir is not None:
             strategy = running.strategy_of(run_dir)
-    from apportion.runtime.notice.requeue import refuse_requeue
-
-    refuse_requeue(policy or Policy(), os.environ)
     asked = running.RunRequest(
         workload=workload,
         address=address,
@@ -119,7 +116,9 @@ def _begin(
 ) -> Generator[Event, None, None]:
     from apportion.api import running
     from apportion.runtime.agents.hosts_launcher import HostsLauncher
+    from apportion.runtime.notice.requeue import refuse_requeue
 
+    refuse_requeue(asked.policy, os.environ)
     if isinstance(launcher, Env):
         return running.launched(asked, strategy, launcher, planning)
     if isinstance(launcher, HostsLauncher):
