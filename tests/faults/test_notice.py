@@ -204,7 +204,9 @@ def test_requeue_is_refused_where_there_is_no_job_of_slurms(tmp_path: Path, monk
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("who", ["torchrun", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    "who", [pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("rank 0", marks=pytest.mark.slow), "rank 1"]
+)
 def test_ranks_of_torchrun_stop_at_one_step_save_once_and_the_same_command_goes_on(
     who: str, start: Start, tmp_path: Path, undisturbed: dict[str, torch.Tensor], eventually: Eventually
 ) -> None:
@@ -226,6 +228,7 @@ def test_ranks_of_torchrun_stop_at_one_step_save_once_and_the_same_command_goes_
     assert_same_bits(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_too_long_is_not_waited_for_where_rank_0_has_the_last_update(
     start: Start, tmp_path: Path, eventually: Eventually
 ) -> None:
