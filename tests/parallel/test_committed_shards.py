@@ -56,14 +56,6 @@ def version(rank: int, step: int, *, replica: int = 0, size: int = 2, generation
     return Version(rank, rank, step % 2, step, generation, replica, rank, size, 64)
 
 
-def test_the_latest_step_that_all_ranks_of_a_replica_have_written_is_gone_on_from() -> None:
-    first, second = version(0, 7), version(1, 7)
-    assert whole([version(1, 8), second, first, version(0, 6)]) == [first, second]
-    assert whole([version(0, 7), version(1, 6)]) is None
-    assert whole([version(0, 7), version(1, 7, generation=2)]) is None
-    assert whole([]) is None
-
-
 def test_one_replica_is_enough_where_a_host_has_taken_the_other_along() -> None:
     kept = [version(rank, 7, replica=1) for rank in range(2)]
     assert whole([version(0, 8), version(0, 7), *kept]) == kept

@@ -145,7 +145,7 @@ def _on_processes(
     watch = None if decision.expected is None else PerformanceMonitor(decision.expected)
     events = supervised.events()
     try:
-        yield from journaled(job, events, before, supervised.rest, lambda: not supervised.told_to_end, watch)
+        yield from journaled(job, events, before, supervised.rest, watch, draws=lambda: not supervised.told_to_end)
     except ValueError as error:
         if decision.told is None or supervised.started or chosen.ranks == 1:
             raise
@@ -160,7 +160,7 @@ def launched(
     asked: RunRequest, strategy: Strategy | None, launcher: Env, planning: Planning
 ) -> Generator[Event, None, None]:
     """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
-    from apportion.runtime.notice.rank_notice import RankNotice
+    from apportion.runtime.launched.rank_notice import RankNotice
 
     notice = RankNotice(RunControl())
     yield from notice.heed(joined(asked, strategy, launcher, planning, notice.control))
@@ -266,7 +266,7 @@ def _written_by_the_first(
 
         control.rejoined = take_place_again
         take_place(world)
-        yield from journaled(job, events, before, [], lambda: not control.was_told(), writes=lambda: writes)
+        yield from journaled(job, events, before, [], draws=lambda: not control.was_told(), writes=lambda: writes)
 
 
 @collective
@@ -364,9 +364,9 @@ def journaled(  # noqa: PLR0913 (what happened before, in and after the events, 
     events: Generator[Event, None, None],
     before: list[Event],
     rest: Sequence[Event],
-    draws: Callable[[], bool],
     watch: PerformanceMonitor | None = None,
     *,
+    draws: Callable[[], bool] = lambda: True,
     writes: Callable[[], bool] = lambda: True,
 ) -> Iterator[Event]:
     """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
