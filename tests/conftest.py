@@ -19,11 +19,13 @@ import processes
 import pytest
 import quick_pickles
 import recorded_references
+import ssh_hosts
 import torch
 import warm_python
 import warm_ranks
 from browsers import BROWSER, Browser
 from leaks import Watch
+from ssh_hosts import SshHosts
 
 from apportion.api import proof_workers, running
 from apportion.runtime.spawn.template import Template
@@ -237,6 +239,22 @@ def eventually() -> Eventually:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture(scope="module")
+def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    """As many hosts that ssh reaches as the module says (``HOSTS``); its tests are skipped where there can be none."""
+    if (why := ssh_hosts.cannot()) is not None:
+        pytest.skip(why)
+    with ssh_hosts.ssh_hosts(tmp_path_factory.mktemp("hosts"), request.module.HOSTS) as made:
+        yield made
+
+
+@pytest.fixture
+def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
+    """No process and no file of a run stays on any host, whatever has happened to it."""
+    yield
+    eventually(lambda: hosts.left() == [], within=15, what=f"nothing is left on the hosts, not {hosts.left()}")
 
 
 @pytest.fixture

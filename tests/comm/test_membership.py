@@ -37,12 +37,13 @@ def test_the_training_is_under_way_from_the_generation_after_it_began() -> None:
     members = page(1)
     share = HostShare(first=0, size=1, address="10.0.0.1", port=5000)
     members.begin(share)
-    under_way = []
-    for generation, began in ((2, 0), (4, 4), (6, 4)):
+    told = []
+    for generation, began, saved in ((2, 0, False), (4, 4, True), (6, 4, True)):
         members.open_change(generation - 1)
-        members.close_change([0], share=share, began=began)
-        under_way.append(World(place=members.place(0)).under_way)
-    assert under_way == [True, False, True]
+        members.close_change([0], share=share, began=began, saved=saved)
+        place = members.place(0)
+        told.append((World(place=place).under_way, place.saved))
+    assert told == [(True, False), (False, True), (True, True)]
     assert not World().under_way
 
 

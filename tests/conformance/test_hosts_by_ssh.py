@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ssh_hosts
 from conftest import Eventually
 from ssh_checks import checked_by_ssh
 from ssh_hosts import SshHosts
 from test_several_hosts import EVERYWHERE, EXACT, networks_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.slow]
+HOSTS = 3
 
 NAMES = {"2x1": ("a", "b"), "2x2": ("a:2", "b:2"), "2+1": ("a:2", "b"), "3x1": ("a", "b", "c")}
 """The hosts of each layout, with their numbers of ranks."""
 RANKS = {"2x1": 2, "2x2": 4, "2+1": 3, "3x1": 3}
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
-        yield made
 
 
 @pytest.mark.parametrize(("layout", "strategy"), EVERYWHERE)

@@ -16,12 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import ssh_hosts
-from conftest import Eventually
 from driven_hosts import WORK, differences, driven, weights
 from ssh_hosts import SshHosts
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.serial,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left_on_a_host"),
+]
+HOSTS = 2
 MINUTES = float(os.environ.get("APPORTION_ALARM_MINUTES", "2"))
 STEPS_A_MINUTE = 250
 """The steps that are made in a minute, about, with what holds them up."""
@@ -63,19 +67,6 @@ evaluation = apportion.Evaluation(data=held_out, metrics={"accuracy": accuracy},
 workload = apportion.Workload(
     evaluation=evaluation,""",
 ).replace("data=examples", "data=Stalling")
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 2) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a run stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=15, what=f"nothing is left on the hosts, not {hosts.left()}")
 
 
 @pytest.mark.timeout(2 * MOST_SECONDS)

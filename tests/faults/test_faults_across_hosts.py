@@ -6,31 +6,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
-import ssh_hosts
-from conftest import Eventually
-from driven_hosts import DrivenRun, cut, differences, driven, one_device, weights
+from driven_hosts import DrivenRun, cut, differences, driven, from_one_device, weights
 from ssh_hosts import SshHosts
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial]
+pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.usefixtures("nothing_is_left_on_a_host")]
+HOSTS = 3
 TWO = "a:2", "b:2"
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a run stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=15, what=f"nothing is left on the hosts, not {hosts.left()}")
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +26,6 @@ def calm(hosts: SshHosts, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert run.end()["step"] == 120
         assert run.faults() == []
     return project
-
-
-def begun(run: DrivenRun) -> None:
-    """Waits until a run makes steps, and every rank has said its process."""
-    run.until_step(5)
-    run.until(lambda: sum(map(len, run.pids.values())) == 4)
 
 
 def lost(run: DrivenRun, name: str) -> dict[str, object]:
@@ -70,8 +49,7 @@ def test_a_worker_on_another_host_that_is_killed_is_replaced_and_the_network_is_
         (fault,) = run.faults()
         assert fault["cause"].startswith("rank 1 on host b was killed by SIGKILL")
         assert fault["action"].startswith("replaced in ")
-    found, exact = weights(tmp_path), one_device(tmp_path, 20)
-    assert max(float((found[name] - exact[name]).abs().max()) for name in exact) < 1e-10
+    assert from_one_device(tmp_path, 20) < 1e-10
 
 
 @pytest.mark.slow
@@ -80,7 +58,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_bits_are_those_of_the_run_t
     hosts: SshHosts, calm: Path, tmp_path: Path, rank: int
 ) -> None:
     with driven(hosts, tmp_path, *TWO) as run:
-        begun(run)
+        run.until_begun(4)
         host = "a" if rank < 2 else "b"
         run.kill(host, rank)
         run.kill(host, rank)
@@ -104,7 +82,7 @@ def test_fifty_workers_that_are_killed_leave_the_bits_of_the_run_that_nothing_ha
         assert run.end()["step"] == 2000
     seconds = []
     with driven(hosts, projects[1], *TWO, steps=2000, pause=0.0, max_restarts=50) as run:
-        begun(run)
+        run.until_begun(4)
         for number in range(50):
             seconds.append(run.kill("b", 2 + number % 2))
         assert run.end()["step"] == 2000
@@ -116,7 +94,7 @@ def test_fifty_workers_that_are_killed_leave_the_bits_of_the_run_that_nothing_ha
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_replaced(hosts: SshHosts, calm: Path, tmp_path: Path) -> None:
     with driven(hosts, tmp_path, *TWO) as run:
-        begun(run)
+        run.until_begun(4)
         run.kill("b", 2, signal.SIGSTOP)
         assert run.end()["step"] == 120
         (fault,) = run.faults()
@@ -133,21 +111,20 @@ def test_a_host_that_is_lost_and_comes_back_changes_nothing_of_the_network(
     """The others go on without it, and it takes part again, from the state that they have."""
     name = "b" if which == "the first" else "c"
     with driven(hosts, tmp_path, "b:2", "c:2", steps=500, pause=0.05, dropout=0.0) as run:
-        begun(run)
+        run.until_begun(4)
         hosts.wipe(name)
         assert lost(run, name)["action"] == "goes on with 2 workers"
         run.until(lambda: any("takes part again" in fault["cause"] for fault in run.faults()))
         back = run.step
         run.until_step(back + 10)
         assert run.end()["step"] == 500
-    found, exact = weights(tmp_path), one_device(tmp_path, 500)
-    assert max(float((found[name] - exact[name]).abs().max()) for name in exact) < 1e-10
+    assert from_one_device(tmp_path, 500) < 1e-10
 
 
 @pytest.mark.slow
 def test_a_host_whose_agent_is_stopped_is_suspected_and_then_given_up(hosts: SshHosts, tmp_path: Path) -> None:
     with driven(hosts, tmp_path, "b:2", "c:2", steps=300, pause=0.05, dropout=0.0) as run:
-        begun(run)
+        run.until_begun(4)
         (agent,) = [
             pid
             for pid, words in hosts.processes("c").items()
@@ -170,7 +147,7 @@ def test_a_cable_that_is_cut_for_a_moment_makes_the_run_pause(
     hosts: SshHosts, calm: Path, tmp_path: Path, seconds: int
 ) -> None:
     with driven(hosts, tmp_path, *TWO) as run:
-        begun(run)
+        run.until_begun(4)
         with cut(hosts, "b"):
             time.sleep(0.5)  # what was told before arrives
             before = run.step
@@ -184,7 +161,7 @@ def test_a_cable_that_is_cut_for_a_moment_makes_the_run_pause(
 @pytest.mark.slow
 def test_the_others_go_on_when_a_cable_is_cut_for_longer(hosts: SshHosts, tmp_path: Path) -> None:
     with driven(hosts, tmp_path, *TWO, steps=600, pause=0.05, dropout=0.0) as run:
-        begun(run)
+        run.until_begun(4)
         began = time.monotonic()
         with cut(hosts, "b"):
             assert lost(run, "b")["action"] == "goes on with 2 workers"
@@ -192,5 +169,4 @@ def test_the_others_go_on_when_a_cable_is_cut_for_longer(hosts: SshHosts, tmp_pa
             run.until_step(run.step + 20)
         run.until(lambda: any("takes part again" in fault["cause"] for fault in run.faults()))
         assert run.end()["step"] == 600
-    found, exact = weights(tmp_path), one_device(tmp_path, 600)
-    assert max(float((found[name] - exact[name]).abs().max()) for name in exact) < 1e-10
+    assert from_one_device(tmp_path, 600) < 1e-10

@@ -9,42 +9,28 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import pytest
-import ssh_hosts
-from conftest import Eventually
-from driven_hosts import DrivenRun, cut, driven, one_device, weights
+from driven_hosts import DrivenRun, cut, driven, from_one_device
 from ssh_hosts import SshHosts
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.serial,
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.usefixtures("nothing_is_left_on_a_host"),
+]
+HOSTS = 3
 TIMES = int(os.environ.get("APPORTION_TIMES", "2"))
 TWO = "b:2", "c:2"
 EXACT = 1e-10
 AGAIN = "all workers are started again"
 NOTICED, GIVEN_UP = 3.0, 9.0
 """The seconds until a loss is noticed (2 s, and 1 s), and until the others go on (its grace and 2 s more)."""
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a run stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=15, what=f"nothing is left on the hosts, not {hosts.left()}")
-
-
-def begun(run: DrivenRun) -> None:
-    """Waits until a run makes steps, and every rank has said its process."""
-    run.until_step(5)
-    run.until(lambda: sum(map(len, run.pids.values())) == 4)
 
 
 def times(run: DrivenRun, words: str) -> int:
@@ -74,9 +60,7 @@ def is_back(run: DrivenRun, losses: int) -> None:
 
 def ended(run: DrivenRun, project: Path) -> float:
     """Ends the run as Ctrl-C does, and returns how far its network is from that of one device."""
-    step = run.interrupt()
-    found, exact = weights(project), one_device(project, step)
-    return max(float((found[name] - exact[name]).abs().max()) for name in exact)
+    return from_one_device(project, run.interrupt())
 
 
 def tell(what: str, seconds: list[float]) -> None:
@@ -88,7 +72,7 @@ def test_workers_that_are_stopped(hosts: SshHosts, tmp_path: Path, strategy: str
     seconds = []
     given = {"steps": 100_000, "strategy": strategy, "dropout": 0.0, "max_restarts": 1000}
     with driven(hosts, tmp_path, *TWO, **given) as run:
-        begun(run)
+        run.until_begun(4)
         for number in range(TIMES):
             rank = number % 4
             seconds.append(run.kill("b" if rank < 2 else "c", rank, signal.SIGSTOP))
@@ -131,7 +115,7 @@ def test_hosts_that_are_lost_and_come_back(
     noticed, went_on = [], []
     given = {"steps": 100_000, "strategy": strategy, "dropout": 0.0, "pause": 0.02, "max_restarts": 1000}
     with driven(hosts, tmp_path, *TWO, **given, checkpoint_every="20 steps") as run:
-        begun(run)
+        run.until_begun(4)
         for number in range(TIMES):
             name, began = "bc"[number % 2], time.monotonic()
             undo = act(hosts, name)
@@ -158,7 +142,7 @@ def test_a_cable_that_is_cut_for_longer_than_the_grace(hosts: SshHosts, tmp_path
     """The side with the driver goes on alone, and the other one is taken in again."""
     given = {"steps": 100_000, "dropout": 0.0, "pause": 0.02, "max_restarts": 1000}
     with driven(hosts, tmp_path, *TWO, **given) as run:
-        begun(run)
+        run.until_begun(4)
         for number in range(max(1, TIMES // 2)):
             with cut(hosts, "bc"[number % 2]):
                 time.sleep(seconds)  # what is tested is how long it is cut

@@ -9,32 +9,22 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ssh_hosts
-from conftest import Eventually
 from driven_hosts import DrivenRun, differences, driven, weights
 from ssh_hosts import SshHosts
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.serial,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left_on_a_host"),
+]
+HOSTS = 2
 TWO = "a:1", "b:1"
 STEPS = 60
 SECONDS = 5.0
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 2) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a run stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=15, what=f"nothing is left on the hosts, not {hosts.left()}")
 
 
 @pytest.fixture(scope="module")

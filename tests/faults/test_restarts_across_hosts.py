@@ -5,42 +5,28 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ssh_hosts
 from conftest import Eventually
-from driven_hosts import DrivenRun, differences, driven, one_device, weights
+from driven_hosts import DrivenRun, differences, driven, from_one_device, weights
 from ssh_hosts import SshHosts
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.serial,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("nothing_is_left_on_a_host"),
+]
+HOSTS = 3
 TWO = "b:1", "c:1"
 AGAIN = "all workers are started again"
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a run stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=15, what=f"nothing is left on the hosts, not {hosts.left()}")
-
-
 def begun(run: DrivenRun) -> None:
     """Waits until a run makes steps, has saved some, and every rank has said its process."""
-    run.until_step(5)
+    run.until_begun(2)
     run.until(lambda: any(event["kind"] == "checkpoint" for _, event in run.told))
-    run.until(lambda: sum(map(len, run.pids.values())) == 2)
-
-
-def furthest(found: dict[str, object], exact: dict[str, object]) -> float:
-    return max(float((found[name] - exact[name]).abs().max()) for name in exact)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("strategy", ["pipeline_parallel(microbatches=1)", "tensor_parallel"])
@@ -55,7 +41,7 @@ def test_a_rank_with_a_part_of_the_network_is_replaced_from_the_memory_of_its_ho
             run.kill(host, rank)
         assert run.end()["step"] == 400
         assert [fault["action"].partition(" in ")[0] for fault in run.faults()] == ["replaced", "replaced"]
-    assert furthest(weights(tmp_path), one_device(tmp_path, 400)) < 1e-10
+    assert from_one_device(tmp_path, 400) < 1e-10
 
 
 def test_the_others_go_on_from_the_checkpoint_where_a_part_is_lost_with_its_host(
@@ -69,7 +55,7 @@ def test_the_others_go_on_from_the_checkpoint_where_a_part_is_lost_with_its_host
         run.until(lambda: any(fault["action"] == AGAIN for fault in run.faults()))
         run.until(lambda: any("takes part again" in fault["cause"] for fault in run.faults()))
         assert run.end()["step"] == 500
-    assert furthest(weights(tmp_path), one_device(tmp_path, 500)) < 1e-10
+    assert from_one_device(tmp_path, 500) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", ["fully_sharded", "local_sgd(every=4)"])
@@ -105,7 +91,7 @@ def test_a_loss_before_all_have_begun_makes_all_begin_again(hosts: SshHosts, tmp
         os.kill(run.pids["c"][1], signal.SIGKILL)
         assert run.end()["step"] == 120
         assert len(run.faults()) == 1
-    assert furthest(weights(tmp_path), one_device(tmp_path, 120)) < 1e-10
+    assert from_one_device(tmp_path, 120) < 1e-10
 
 
 def test_a_copy_of_the_checkpoints_is_gone_on_from_where_the_first_host_is_lost(
@@ -122,7 +108,7 @@ def test_a_copy_of_the_checkpoints_is_gone_on_from_where_the_first_host_is_lost(
         run.until(lambda: any(fault["action"] == AGAIN for fault in run.faults()))
         run.until(lambda: run.step > saved + 20)
         assert run.end()["step"] == 500
-    assert furthest(weights(hosts.private, "copied"), one_device(tmp_path, 500)) < 1e-10
+    assert from_one_device(tmp_path, 500, weights(hosts.private, "copied")) < 1e-10
 
 
 def test_where_the_drivers_host_is_lost_another_goes_on_from_its_copy(

@@ -107,6 +107,11 @@ class DrivenRun:
         """Waits until so many updates were told."""
         self.until(lambda: self.step >= step)
 
+    def until_begun(self, ranks: int) -> None:
+        """Waits until some steps were told, and every rank has said its process."""
+        self.until_step(5)
+        self.until(lambda: sum(map(len, self.pids.values())) == ranks)
+
     @property
     def step(self) -> int:
         return max((event["step"] for _, event in self.told if event["kind"] == "step"), default=0)
@@ -249,3 +254,9 @@ def one_device(project: Path, steps: int) -> dict[str, torch.Tensor]:
     for batch in apportion.batches(step):
         step(batch)
     return dict(step.state_dict().model)
+
+
+def from_one_device(project: Path, steps: int, found: dict[str, torch.Tensor] | None = None) -> float:
+    """How far the last weights of a run, or those given, are from those of one device after so many steps."""
+    found, exact = weights(project) if found is None else found, one_device(project, steps)
+    return max(float((found[name] - exact[name]).abs().max()) for name in exact)

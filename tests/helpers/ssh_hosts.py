@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import apportion
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -123,16 +121,6 @@ class SshHosts:
 
     def _namespace(self, host: str) -> str:
         return str(self.made.names[self.names.index(host)])
-
-
-@contextmanager
-def hosts_or_skip(folder: Path, count: int) -> Iterator[SshHosts]:
-    """So many hosts, for the tests of a module; they are skipped where there can be none."""
-    why = cannot()
-    if why is not None:
-        pytest.skip(why)
-    with ssh_hosts(folder, count) as made:
-        yield made
 
 
 @contextmanager

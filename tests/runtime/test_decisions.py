@@ -252,6 +252,7 @@ def test_where_a_strategy_does_not_survive_all_may_begin_again_as_often_as_the_p
         action = next_action(happened, WORKERS, 2 * CAUSE_SECONDS, policy=policy, restarts=True)
         if isinstance(action, Stop):
             assert not action.lost, "nobody is left who could save anything"
+            assert "max_restarts=" in action.cause or "times at step" in action.cause
             return
         assert isinstance(action, Restart)
         lost += len(action.losses)

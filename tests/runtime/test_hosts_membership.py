@@ -118,6 +118,8 @@ def test_who_begins_again_has_new_processes_alone_and_everybody_later_knows_sinc
         leader.exited(slot)
     told = leader.close(leader.table, leader.table, begins=True)
     assert [(each.message["began"], each.message["generation"]) for each in told] == [(2, 2), (2, 2)]
+    assert not any(each.message["saved"] for each in told)
+    leader.saved = True
     leader.kill([3])
     leader.open()
     for slot in (A0, A1, B0):
@@ -127,6 +129,7 @@ def test_who_begins_again_has_new_processes_alone_and_everybody_later_knows_sinc
         leader.reserved(host, 3, "", 0)
     told = leader.close(leader.table, [B1])
     assert [(each.message["began"], each.message["generation"]) for each in told] == [(2, 4), (2, 4)]
+    assert all(each.message["saved"] for each in told)
 
 
 def test_nobody_who_begins_again_may_have_anything_of_before() -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ssh_hosts
 from commands import SECONDS
 from conftest import Eventually, Within
 from ssh_hosts import SshHosts
@@ -24,7 +23,8 @@ import apportion
 from apportion.comm.world import World
 from apportion.core.address import load_workload
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial]
+pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.usefixtures("nothing_is_left_on_a_host")]
+HOSTS = 3
 
 NETWORK = """
 from torch import nn
@@ -103,19 +103,6 @@ if __name__ == "__main__":
                 time.sleep(rest)
     print(json.dumps({"losses": losses, "kind": last.kind, "step": last.step, "data": dict(last.data)}))
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 3) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a run stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=10, what=f"nothing is left on the hosts, not {hosts.left()}")
 
 
 @pytest.fixture

@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import ssh_hosts
 from commands import SECONDS
 from conftest import Eventually, Within
 from launched_checks import Told
 from ssh_checks import checked_by_ssh, start_checks
 from ssh_hosts import SshHosts
 
-pytestmark = [pytest.mark.processes, pytest.mark.serial]
+pytestmark = [pytest.mark.processes, pytest.mark.serial, pytest.mark.usefixtures("nothing_is_left_on_a_host")]
+HOSTS = 2
 
 EXACT = 1e-10
 WORK = """
@@ -46,19 +46,6 @@ workload = apportion.Workload(
     steps=12,
 )
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 2) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_on_a_host(hosts: SshHosts, eventually: Eventually) -> Iterator[None]:
-    """No process and no file of a verb stays on any host, whatever has happened to it."""
-    yield
-    eventually(lambda: hosts.left() == [], within=10, what=f"nothing is left on the hosts, not {hosts.left()}")
 
 
 def checked(hosts: SshHosts, folder: Path, *checks: tuple[str, str], names: Sequence[str] = ("a", "b")) -> list[Told]:

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ssh_hosts
 from launched_runs import losses
 from served import save_net, serving
 from ssh_hosts import SshHosts
@@ -26,6 +25,7 @@ pytestmark = [
     pytest.mark.processes, pytest.mark.serial, pytest.mark.slow, pytest.mark.timeout(1200),
     pytest.mark.usefixtures("cold_programs"),  # whose ports they are is told by the programs' names
 ]  # fmt: skip
+HOSTS = 2
 
 CONNECTIONS = 10_000
 KILLS = 6
@@ -76,12 +76,6 @@ if __name__ == "__main__":
     launcher = parse(sys.argv[2], "apportion.runtime.launch")
     apportion.train(workload, sys.argv[1], launcher=launcher, run_dir="run", check=False)
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    with ssh_hosts.hosts_or_skip(tmp_path_factory.mktemp("hosts"), 2) as made:
-        yield made
 
 
 @dataclass(frozen=True)
