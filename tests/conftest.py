@@ -19,12 +19,14 @@ import processes
 import pytest
 import quick_pickles
 import recorded_references
+import slurm_cluster
 import ssh_hosts
 import torch
 import warm_python
 import warm_ranks
 from browsers import BROWSER, Browser
 from leaks import Watch
+from slurm_cluster import SlurmCluster
 from ssh_hosts import SshHosts
 
 from apportion.api import proof_workers, running
@@ -247,6 +249,15 @@ def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if (why := ssh_hosts.cannot()) is not None:
         pytest.skip(why)
     with ssh_hosts.ssh_hosts(tmp_path_factory.mktemp("hosts"), request.module.HOSTS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """Two nodes of Slurm's; tests are skipped where there can be none."""
+    if (why := slurm_cluster.cannot()) is not None:
+        pytest.skip(why)
+    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
         yield made
 
 

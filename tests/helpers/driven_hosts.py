@@ -133,12 +133,20 @@ class DrivenRun:
     def interrupt(self) -> int:
         """Ends the run as Ctrl-C does, and returns the step that it has saved."""
         self.process.send_signal(signal.SIGINT)
-        self.until(lambda: bool(self.told) and self.told[-1][1]["kind"] == "end", 30)
+        self.process.wait(30)
+        with self.changed:  # what it has printed may still be on its way
+            self.changed.wait_for(lambda: self.told[-1][1]["kind"] == "end" or self._interrupted() is not None, 10)
         end = self.told[-1][1]
+        if (saved := self._interrupted()) is not None:  # the signal was raised in the driver's own loop over the events
+            return int(saved)
         assert end["data"]["reason"] == "interrupted", self.text()
         assert end["data"]["resume"] is not None, self.text()
-        self.process.wait(30)
         return int(end["step"])
+
+    def _interrupted(self) -> str | None:
+        """The step that the driver has said to have saved as it was interrupted."""
+        found = (re.match(r"interrupted; step (\d+) is saved$", line) for line in list(self.said))
+        return next((match[1] for match in found if match), None)
 
     def kill(self, host: str, rank: int, number: signal.Signals = signal.SIGKILL) -> float:
         """Sends a signal to the process of a rank, and returns the seconds until the step after the one under way, for

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from commands import SECONDS
 from conftest import Eventually
 from launched_drivers import await_steps
@@ -30,15 +29,6 @@ resume=
 [ ! -e run/checkpoints/latest ] || resume=--resume
 exec {train} --launcher {launcher} --run-dir run --policy "policy(requeue=True)" $resume
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    why = slurm_cluster.cannot()
-    if why is not None:
-        pytest.skip(why)
-    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from commands import SECONDS
 from conftest import Eventually, Within
 from launched_runs import MINE, STEPS, assert_losses_of_one_device, losses
@@ -34,15 +33,6 @@ while True:
 ON_TWO_NODES = ("srun", "--nodes=2", "--ntasks-per-node=2")
 TRAIN = (sys.executable, "-m", "apportion", "train")
 DATA_PARALLEL = ("--strategy", "data_parallel", "--launcher", "env", "--run-dir", "run")
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    why = slurm_cluster.cannot()
-    if why is not None:
-        pytest.skip(why)
-    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import slurm_cluster
 from commands import SECONDS
 from conftest import Eventually, Within
 from launched_drivers import TALKING, await_steps, ended, forked_ranks, own_lines
@@ -24,15 +23,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial, pytes
 
 TWO_NODES = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1")
 TRAIN = (sys.executable, "-m", "apportion", "train")
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    why = slurm_cluster.cannot()
-    if why is not None:
-        pytest.skip(why)
-    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as made:
-        yield made
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from typing import ClassVar
 class AcrossHosts:
     """The part of the interface of a strategy that is about several hosts."""
 
-    survives: ClassVar[bool] = False
+    survives: ClassVar[bool]
+    """Does the strategy survive the loss of a worker on one host? Each says so itself."""
 
     @property
     def referenced_across_hosts(self) -> bool:
