@@ -347,19 +347,32 @@ def test_every_verb_tells_a_workers_exception_alike(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "words"), [("stopped", "has been stopped (SIGSTOP"), ("hangs", "has not moved")])
-def test_a_rank_that_others_wait_for_in_vain_is_named(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
+@pytest.mark.parametrize(
+    ("name", "words", "stacks"), [("stopped", "has been stopped (SIGSTOP", 0), ("hangs", "has not moved", 3)]
+)
+def test_a_rank_that_others_wait_for_in_vain_is_named(  # noqa: PLR0913 (fixtures)
+    name: str,
+    words: str,
+    stacks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    within: Within,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """Where nobody knows what it does, all ranks print what they are at."""
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 1.0)
     monkeypatch.setattr(watchdog, "LATE_STEPS", 1)
     monkeypatch.setattr(watchdog, "LATE_FIRST", 1)
+    close_template()  # the next one has this test's standard error
     template().wait_ready()
     stops = Policy(max_restarts=0)
     with within(SECONDS, "finding the late rank"), pytest.raises(WorkerFailed, match=r"rank 1 ") as failed:
         train(address(name), "data_parallel", launcher=local(3), run_dir=tmp_path / "run", policy=stops)
     assert words in str(failed.value)
     assert "at step 3" in str(failed.value)
+    told = capfd.readouterr().err
+    assert told.count("(most recent call first):") >= stacks
+    assert (f'File "{WORKLOADS}", line' in told) == (stacks > 0), "the line that hangs is there"
 
 
 def test_a_long_wait_in_an_evaluation_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

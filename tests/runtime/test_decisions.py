@@ -314,6 +314,15 @@ def test_the_time_that_a_silent_host_is_given_is_written_in_seconds(written: str
 def test_a_time_for_silent_hosts_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match='must be a number of seconds, like "4 s"'):
         Policy(host_grace=wrong)
+    with pytest.raises(ValueError, match=r'host_wait=.* must be a number of seconds, like "600 s"'):
+        Policy(host_wait=wrong)
+
+
+def test_a_lost_host_is_gone_on_without_or_waited_for() -> None:
+    assert Policy().on_host_loss == "shrink"
+    assert Policy(on_host_loss="wait", host_wait="90 s").wait_seconds() == 90.0
+    with pytest.raises(ValueError, match="on_host_loss='stop' must be"):
+        Policy(on_host_loss="stop")  # type: ignore[arg-type]
 
 
 def test_a_rank_that_is_lost_again_and_again_at_one_step_is_no_accident() -> None:

@@ -29,6 +29,11 @@ class Policy(Value):
     host_grace: str = "4 s"
     """The time from the suspicion that a host is lost, since nothing is heard of it, until the others go on without it.
     Until then a cable that is cut only makes the run pause."""
+    on_host_loss: Literal["shrink", "wait"] = "shrink"
+    """The answer to the loss of a host: go on with those that are left, until it can be reached again, or wait for it,
+    so that all steps are made by as many workers."""
+    host_wait: str = "600 s"
+    """The time for which a lost host is waited for under "wait"; then the run ends, with a checkpoint."""
     on_nan: Literal["stop", "warn", "ignore"] = "stop"
     """The effect of a loss that is not finite: it ends the run, it is told once, or nothing looks at it. Under "stop"
     and "warn" a state with a weight that is NaN is never written over a checkpoint."""
@@ -45,7 +50,12 @@ class Policy(Value):
             raise ValueError(f"max_restarts={self.max_restarts!r} must be a whole number of workers, 0 or more")
         if self.on_loss not in ("replace", "shrink"):
             raise ValueError(f'on_loss={self.on_loss!r} must be "replace" or "shrink" (go on with fewer workers)')
+        if self.on_host_loss not in ("shrink", "wait"):
+            raise ValueError(
+                f'on_host_loss={self.on_host_loss!r} must be "shrink" (go on with the hosts that are left) or "wait"'
+            )
         self.grace_seconds()
+        self.wait_seconds()
         if not isinstance(self.requeue, bool):
             raise ValueError(f"requeue={self.requeue!r} must be True or False")
         if self.on_nan not in ("stop", "warn", "ignore"):
@@ -53,9 +63,16 @@ class Policy(Value):
 
     def grace_seconds(self) -> float:
         """``host_grace`` in seconds."""
-        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*s\s*", str(self.host_grace))
+        return self._seconds("host_grace", "4 s")
+
+    def wait_seconds(self) -> float:
+        """``host_wait`` in seconds."""
+        return self._seconds("host_wait", "600 s")
+
+    def _seconds(self, name: str, example: str) -> float:
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*s\s*", str(getattr(self, name)))
         if match is None:
-            raise ValueError(f'host_grace={self.host_grace!r} must be a number of seconds, like "4 s"')
+            raise ValueError(f'{name}={getattr(self, name)!r} must be a number of seconds, like "{example}"')
         return float(match[1])
 
     def interval(self) -> tuple[float, str] | None:

@@ -123,7 +123,7 @@ class Agent:
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
-        elif kind in ("stop", "save", "open", "kill", "table"):
+        elif kind in ("stop", "save", "open", "kill", "table", "stacks"):
             with self._lock:
                 if self._ranks is None:
                     self._early.append(order)

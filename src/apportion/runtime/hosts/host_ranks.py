@@ -18,6 +18,7 @@ from apportion.comm.membership import HostShare
 from apportion.errors import ApportionError
 from apportion.process import is_stopped
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
+from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
 
@@ -197,6 +198,10 @@ class HostRanks:
         kind, members = message["kind"], self.members
         if kind == "kill":
             self._kill(message["slots"])
+        elif kind == "stacks":
+            with self._lock:
+                pids = [rank.process.pid for rank in self._ranks.values()]
+            tell_to_print_stacks(pids)
         elif kind == "open" and members is not None:
             members.open(message["generation"], self._living())
         elif kind == "table" and members is not None:

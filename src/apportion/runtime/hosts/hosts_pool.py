@@ -16,6 +16,7 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event
+from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
 from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
 from apportion.runtime.hosts.protocol.torn_links import TornLinks
@@ -28,6 +29,7 @@ from apportion.runtime.supervisor.failures import (
     WorkerExited,
     WorkerFinished,
     WorkerLost,
+    host_text,
     ranks_text,
 )
 from apportion.runtime.supervisor.membership_change import KILL_SECONDS
@@ -40,9 +42,11 @@ PART_SECONDS = 5.0
 
 
 @dataclass
-class _NewHosts:
-    """The hosts that are new in a run that is under way, or there again."""
+class _HostsAway:
+    """The hosts that a run has lost, and those of them that are there again."""
 
+    absent: AbsentHosts
+    """Those that are waited for."""
     offered: deque[AgentConnection] = field(default_factory=deque)
     """The agents of those whose workers could take part."""
     joining: set[int] = field(default_factory=set)
@@ -84,7 +88,7 @@ class HostsPool:
         self._begun = self._stopping = False
         self._counts = list(counts)
         self._torn = TornLinks()
-        self._new = _NewHosts()
+        self._away = _HostsAway(AbsentHosts(policy.wait_seconds() if policy.on_host_loss == "wait" else None))
         self.directory = ""
         """The folder in which the ranks of the first host work."""
         self._notices: list[Notice] = []
@@ -107,12 +111,12 @@ class HostsPool:
 
     def away(self) -> list[int]:
         """Returns the hosts that take no part, and of which no workers are offered."""
-        offered = {agent.number for agent in list(self._new.offered)}
+        offered = {agent.number for agent in list(self._away.offered)}
         return [h for h in range(len(self._counts)) if h not in self.leader.hosts and h not in offered]
 
     def offer(self, agent: AgentConnection) -> None:
         """Offers the workers of a host that is away, whose agent is ready to fork them."""
-        self._new.offered.append(agent)
+        self._away.offered.append(agent)
         self.wake()
 
     # What happens
@@ -129,7 +133,7 @@ class HostsPool:
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say within this time, and returns after the first words. What happens to them is noted."""
-        self._new.just_saved = False
+        self._away.just_saved = False
         for host, message in self._next(seconds):
             if message is None and host >= 0:
                 self._lose(host, self._agents[host].why_ended())
@@ -197,7 +201,7 @@ class HostsPool:
         if slot in self._late_by:  # it counts from its own start
             event["seconds"] += self._late_by[slot]
         if event["kind"] == "checkpoint":
-            self.leader.saved = self._new.just_saved = True
+            self.leader.saved = self._away.just_saved = True
 
     def _note_progress(self, host: int, message: Message) -> None:
         if message["generation"] < self.leader.began:  # of processes that are gone
@@ -220,8 +224,12 @@ class HostsPool:
         if host in self.leader.hosts:
             self.leader.drop(host)
             self._liveness.forget(host)
-            self._new.joining.discard(host)
-            self.history.note(HostLost(ranks, self._agents[host].host, why, self._watch.step))
+            self._away.joining.discard(host)
+            lost = HostLost(ranks, self._agents[host].host, why, self._watch.step)
+            self.history.note(lost)
+            why = host_text(lost)
+            done = ranks and not self.finishing and self._away.absent.lose(host, time.monotonic(), why)
+            self._notices += [Notice(ranks[0], why, done)] if done else []
 
     def _think(self, changed: Iterable[Silence]) -> None:
         for silence in changed:
@@ -250,17 +258,21 @@ class HostsPool:
     def action(self) -> Action:
         """Decides what to do about all that has happened so far."""
         now = self._pass_time()
-        if self._replaceable:
+        overdue = self._away.absent.overdue(now)
+        if self._replaceable and not self._away.absent:  # for a host that is waited for all others wait
             if not self._begun and self._watch.begun:
                 self._begun = True
                 self.history.note(WorkerBegan())
             stopped = [rank for rank, slot in enumerate(self.leader.table) if slot in self._stopped]
             late = self._watch.late(now, stopped)
-            if late is not None:
-                self.history.note_late(late, stopped)
+            if late is not None and self.history.note_late(late, stopped):
+                self.tell(Tell(host, {"kind": "stacks"}) for host in sorted(self.leader.hosts))
         action = self.history.action()
         if isinstance(action, Replace | Shrink | Restart) and not self.leader.hosts:
             return Stop(action.losses[0].rank, f"{action.losses[0].cause}; no other host is left")
+        if isinstance(action, Replace | Shrink) and overdue is not None:
+            lost = tuple(loss.rank for loss in action.losses)
+            return Stop(lost[0], overdue, lost=lost)
         return action
 
     def agent_of(self, rank: int) -> AgentConnection:
@@ -286,7 +298,7 @@ class HostsPool:
 
     def offered(self) -> bool:
         """Tells whether workers are offered that could take part."""
-        waiting = bool(self._new.offered) and (self.survives or self._new.just_saved)
+        waiting = bool(self._away.offered) and (self.survives or self._away.just_saved)
         return (waiting or self._torn.is_old(time.monotonic())) and self._begun and not self.finishing
 
     def admit(self) -> HostsChange:
@@ -298,15 +310,29 @@ class HostsPool:
         return HostsChange(self, self._watch)
 
     def _take_offered(self) -> None:
-        while self._new.offered:
-            agent = self._new.offered.popleft()
+        while self._away.offered:
+            agent = self._away.offered.popleft()
             host = agent.number
             self._agents[host] = agent
             agent.hand_over(self._news)
             self.leader.take(host)
+            self._away.absent.take(host)
             self._liveness.expect(host)
             self._lines[self._line(Slot(host, 0)) :][: self._counts[host]] = 0
-            self._new.joining.add(host)
+            self._away.joining.add(host)
+
+    def take_awaited(self) -> bool:
+        """Begins the open change anew with hosts that were waited for, where such are offered; returns whether it
+        does."""
+        if again := bool(self._away.absent and self._away.offered):
+            self._take_offered()
+            self.tell(self.leader.open())
+        return again
+
+    @property
+    def waits(self) -> bool:
+        """True while a change stays open for a host that is waited for."""
+        return bool(self._away.absent) and not self._stopping
 
     def grow(self) -> None:
         """Closes the change in which nobody was lost."""
@@ -334,9 +360,10 @@ class HostsPool:
     def _close(
         self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost], *, begins: bool = False
     ) -> None:
-        hosts = sorted(self._new.joining & self.leader.hosts)
+        hosts = sorted(self._away.joining & self.leader.hosts)
         joined = [Slot(host, number) for host in hosts for number in range(self._counts[host])]
-        self._new.joining.clear()
+        joined = [slot for slot in joined if slot not in slots]  # who was waited for has kept its ranks
+        self._away.joining.clear()
         slots, fresh = [*slots, *joined], [*fresh, *joined]
         for slot in fresh:
             self._watch.reset(self._line(slot))
@@ -367,7 +394,8 @@ class HostsPool:
         change = self.open_change(everyone)
         while not change.settled(everyone) and self.leader.hosts:
             yield from self.hear(LOOK_SECONDS)
-            self._pass_time()
+            if (overdue := self._away.absent.overdue(self._pass_time())) is not None:
+                raise WorkerFailed(overdue)
         slots = [slot for slot in self.leader.table if slot.host in self.leader.hosts]
         if slots:  # else what happened meanwhile ends the run
             self._begun = False
@@ -399,11 +427,14 @@ class HostsChange:
     """An open change of the membership of several hosts, until its table can be sent."""
 
     def __init__(self, pool: HostsPool, watch: Watchdog) -> None:
-        self._pool, self._leader, self._silence = pool, pool.leader, watch.silence()
+        self._pool, self._leader, self._watch, self._silence = pool, pool.leader, watch, watch.silence()
 
     def settled(self, lost: Collection[int]) -> bool:
-        """Tells whether the lost have been waited for, and all others have answered or ended. A rank that does not
-        answer is ended. Raises WorkerFailed where a killed process has not ended within KILL_SECONDS."""
+        """Tells whether the lost have ended, or are back with the hosts that are waited for, and all others have
+        answered or ended. A rank that does not answer is ended. Raises WorkerFailed where a killed process has not
+        ended within KILL_SECONDS."""
+        if self._pool.take_awaited():
+            self._silence = self._watch.silence()
         asked = [rank for rank in self._leader.asked() if rank not in lost]
         late = self._silence.broken_by(asked, time.monotonic()) if asked else None
         if late is not None:
@@ -416,4 +447,4 @@ class HostsChange:
                 f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "
                 "device, or the process that it was forked from is stopped"
             )
-        return self._leader.can_close
+        return self._leader.can_close and not self._pool.waits

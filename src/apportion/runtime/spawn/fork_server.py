@@ -19,6 +19,7 @@ from typing import Any, final
 
 from apportion.comm.channel import Lines
 from apportion.process import die_with_parent, in_slurm_job, outlive_notice
+from apportion.runtime.spawn.stacks import print_stacks_when_told
 
 _STRANGERS = 1000
 """The number of ended processes that are remembered though nothing has asked about them."""
@@ -108,6 +109,7 @@ class ForkServer:
             if in_slurm_job(os.environ):
                 outlive_notice()
             os.setsid()
+            print_stacks_when_told()
             die_with_parent(parent)
             _set_environment(message["environment"])
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed worker has no time to flush

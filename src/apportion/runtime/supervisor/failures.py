@@ -180,5 +180,5 @@ def late_text(late: WorkerStalled) -> str:
         return f"{ranks} {has} not answered for {late.seconds:.1f} s at step {late.step}, when another was lost"
     return (
         f"{ranks} {has} not moved, and {waited}: a deadlock in the model or the data, a device or file system that "
-        "does not answer, or too little memory"
+        "does not answer, or too little memory; the Python stacks of all ranks are on standard error"
     )

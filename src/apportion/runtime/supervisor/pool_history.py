@@ -44,13 +44,16 @@ class PoolHistory:
         """Adds the end of a process, which the kernel may have killed for want of memory."""
         self.note(WorkerExited(rank, code, out_of_memory=memory_kills() > self._kills, step=step))
 
-    def note_late(self, late: WorkerStalled, stopped: Sequence[int]) -> None:
-        """Adds that workers are late, once between two changes. ``stopped``: the ranks whose processes are stopped."""
+    def note_late(self, late: WorkerStalled, stopped: Sequence[int]) -> bool:
+        """Adds that workers are late, once between two changes. ``stopped``: the ranks whose processes are stopped.
+        Returns whether it was added of ranks that run, so that nobody knows what they wait for."""
         if any(isinstance(h, WorkerStalled) for h in self._since_change()):
-            return
+            return False
         stopped = stopped if not late.stopped else []
         ranks = tuple(stopped) or late.ranks
-        self.note(dataclasses.replace(late, ranks=ranks, stopped=late.stopped or bool(stopped)))
+        late = dataclasses.replace(late, ranks=ranks, stopped=late.stopped or bool(stopped))
+        self.note(late)
+        return not late.stopped
 
     def note_change(self, losses: Sequence[WorkerLost], ranks: int, *, restarted: bool = False) -> None:
         """Adds that the pool has so many ranks from now on."""

@@ -15,6 +15,7 @@ from apportion.errors import WorkerFailed
 from apportion.process import is_stopped
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
+from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, failure
 from apportion.runtime.supervisor.failures import Notice, WorkerBegan, WorkerFinished, WorkerLost, WorkerRaised
@@ -153,8 +154,8 @@ class WorkerPool:
                 self.history.note(WorkerBegan())
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
             late = watch.late(time.monotonic(), stopped)
-            if late is not None:
-                self.history.note_late(late, stopped)
+            if late is not None and self.history.note_late(late, stopped):
+                tell_to_print_stacks(self.pids())
         return self.history.action()
 
     # A change of who is in the run
