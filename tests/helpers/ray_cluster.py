@@ -88,11 +88,13 @@ class RayCluster:
             self.command(0, command), cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def train(self, project: Path, workload: str, fields: str = "workers=1", **given: str) -> subprocess.Popen[str]:
+    def train(
+        self, project: Path, workload: str, fields: str = "workers=1", *options: str, **given: str
+    ) -> subprocess.Popen[str]:
         """Starts a training on the cluster, by the interpreter of a folder that ``write_project`` has made."""
         launcher = f"ray({fields}, python='{project}/python')"
         words = [workload, "data_parallel", "--launcher", launcher, "--run-dir", "run", "--no-check"]
-        return self.start([sys.executable, "-m", "apportion", "train", *words], project, **given)
+        return self.start([sys.executable, "-m", "apportion", "train", *words, *options], project, **given)
 
     def command(self, node: int, command: Sequence[str]) -> list[str]:
         """The same, on a node."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,14 +16,16 @@ from torch import nn
 from apportion.comm.network.address import Address
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import RankDoors
+from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import Say
 from apportion.parallel.parameter_store.network.network_step import NetworkPlaces, serve, served
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
 from apportion.parallel.parameter_store.network.placement import server_ranks
-from apportion.parallel.parameter_store.network.queue_state import QueueState
+from apportion.parallel.parameter_store.network.queue_state import NO_TICKET, QueueState
 from apportion.parallel.parameter_store.network.range_session import LifeOver
+from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.shard_servers import copy_ranks
 from apportion.parallel.parameter_store.network.views import Arbiter, RangeView, ViewSource
 from apportion.parallel.parameter_store.store import Contents
@@ -214,6 +216,33 @@ def test_none_of_100_000_pushes_is_lost_or_counts_twice_where_workers_and_server
     assert killed_at_times(100_000, 500) >= 20
 
 
+@pytest.mark.processes
+def test_a_batch_whose_answer_was_lost_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was handed out, and the connection, or the server, is gone before the worker knows of it."""
+    expect, answers = ShardLink.expect, itertools.count()
+
+    def loses_every_third(link: ShardLink, kind: int, seconds: float) -> Sequence[int]:
+        found = expect(link, kind, seconds)
+        if kind == Say.TICKET and next(answers) % 3 == 0:
+            raise PeerLost("the connection was lost")
+        return found
+
+    ranks = Ranks(1, 2, 12)
+    try:
+        for rank in (1, 2):
+            ranks.start(rank)
+        store = ranks.store(0)
+        with monkeypatch.context() as broken:
+            broken.setattr(ShardLink, "expect", loses_every_third)
+            ranks.push_all(store)
+        assert next(answers) >= 12 * 3 / 2
+        ranks.assert_whole(store)
+        store.close()
+        ranks.end()
+    finally:
+        ranks.stop()
+
+
 def test_servers_are_the_last_ranks_of_the_hosts_in_turn() -> None:
     assert server_ranks([0, 1, 2], 1) == [2]
     assert server_ranks([0, 1, 2], 2) == [1, 2]
@@ -245,6 +274,21 @@ def test_one_alone_answers_for_a_range_whoever_asks_first() -> None:
     assert both.entered(4) == RangeView(3, 3)
     assert alone.entered(3).lost
     assert not alone.entered(3).added(3, 4, 4).copy >= 0
+
+
+def test_a_worker_is_given_again_what_it_has_not_heard_of() -> None:
+    queue = QueueState()
+    assert queue.unheard(0, NO_TICKET) is None
+    queue.hand_out(0, 0)
+    queue.hand_out(1, 1)
+    assert queue.unheard(0, NO_TICKET) == 0
+    assert queue.unheard(0, 0) is None
+    queue.hand_out(0, 2)
+    assert queue.unheard(0, 0) == 2
+    assert queue.unheard(0, 2) is None
+    queue.pushed(0, [0, 2])
+    assert queue.unheard(0, 2) is None, "it is in the weights"
+    assert queue.unheard(1, 1) is None
 
 
 def test_a_batch_is_handed_out_until_it_is_pushed() -> None:

@@ -149,6 +149,38 @@ def test_ctrl_c_saves_and_a_driver_that_is_ended_leaves_nothing(
     assert_nothing_is_left(cluster, eventually)
 
 
+@pytest.mark.parametrize("whose", ["driver", "agent"])
+def test_the_notice_to_end_saves_and_the_same_command_goes_on(
+    cluster: RayCluster, project: Path, eventually: Eventually, within: Within, whose: str
+) -> None:
+    """SIGTERM, of the driver or of a node's agent."""
+    process = cluster.train(project, "mine.py:endless")
+    await_steps(project / "run", process, eventually)
+    if whose == "driver":
+        (pid,) = found(cluster, 0, "-m apportion train")
+    else:
+        agents = found(cluster, 1, "-m apportion.runtime.hosts.agent")
+        (pid,) = (pid for pid in agents if pid not in found(cluster, 1, " -c "))
+    with within(5, "saving and ending"):
+        os.kill(pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    (step,) = re.findall(r"told to end by SIGTERM; step (\d+) is saved", err)
+    assert_nothing_is_left(cluster, eventually)
+    before = (project / "run" / "events.jsonl").read_text().count('"checkpoint"')
+    process = cluster.train(project, "mine.py:endless", "workers=1", "--resume")
+    eventually(
+        lambda: (project / "run" / "events.jsonl").read_text().count('"checkpoint"') > before,
+        within=SECONDS,
+        what="it goes on",
+    )
+    os.kill(found(cluster, 0, "-m apportion train")[0], signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    (last,) = re.findall(r"step (\d+) is saved", err)
+    assert int(last) > int(step)
+    assert_nothing_is_left(cluster, eventually)
+
+
 def test_cores_that_are_not_free_are_named_and_given_back(
     cluster: RayCluster, project: Path, eventually: Eventually
 ) -> None:

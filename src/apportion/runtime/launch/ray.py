@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -132,6 +133,18 @@ class _RayHost(RunHost):
     cores: int
 
 
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Puts the handler of SIGTERM back, in the place of which Ray has one that ends the process: it is the notice to
+    end."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
 @final
 class _Cluster:
     """A Ray cluster, and what a run has of it. Joins it where this process is not in it yet."""
@@ -142,7 +155,7 @@ class _Cluster:
         if self._joined:
             heard: list[str] = []
             try:
-                with _hearing(heard):
+                with _hearing(heard), _sigterm_kept():
                     ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="apportion")
             except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
                 raise ApportionError(why_not_joined(address, error, heard)) from error

@@ -47,7 +47,8 @@ class Say(IntEnum):
     """Tells the batches in the weights; weights, buffers and versions follow."""
     TAKE = 11
     """Asks for a batch: of how many in all, whether to wait for those that others have, and the pushes by which the
-    worker may be ahead (-1: any)."""
+    worker may be ahead (-1: any); and the last batch that it was given (-1: none), which tells whether an answer was
+    lost."""
     TICKET = 12
     """Tells the batch (-1: none), and the batches in the weights."""
     FREEZE = 13

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_TICKET = -1
+"""The number of no batch, in a message."""
+
 
 @dataclass
 class QueueState:
@@ -30,6 +33,12 @@ class QueueState:
         if self.returned:
             return self.returned[-1]
         return self.dealt if self.dealt < total else None
+
+    def unheard(self, seat: int, last: int) -> int | None:
+        """Return the batch that a worker has and does not know of, since the answer was lost with a server or a
+        connection; None where there is none. ``last``: the last batch that it knows of (NO_TICKET: none)."""
+        opened = self.opened.get(seat)
+        return opened[-1] if opened and opened[-1] != last else None
 
     def hand_out(self, seat: int, batch: int) -> None:
         """Note that a worker has this batch, which ``next_batch`` has named."""

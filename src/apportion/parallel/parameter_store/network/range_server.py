@@ -17,6 +17,7 @@ from torch import Tensor
 
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
 from apportion.parallel.parameter_store.network.range_state import RangeState, packed, told_of, unpacked
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
@@ -271,11 +272,12 @@ class RangeServer:
     # The queue
 
     def _take(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
-        total, waits, most = numbers[0], bool(numbers[1]), numbers[2]
-        queue = self.state.queue
+        total, waits, most, last = numbers[0], bool(numbers[1]), numbers[2], numbers[3]
         while True:
             with self._changing(link, seat, life):
                 queue = self.state.queue
+                if (batch := queue.unheard(seat, last)) is not None:
+                    break
                 batch = queue.next_batch(total)
                 if batch is None and not (waits and not queue.is_through(total)):
                     self._change(Say.ORDER_ENDED, seat)
@@ -290,7 +292,7 @@ class RangeServer:
                 self.order.wait(LOOK_SECONDS)
             if link.has_ended():
                 raise PeerLost(f"{link.name} is gone")
-        link.say(Say.TICKET, -1 if batch is None else batch, self.state.done)
+        link.say(Say.TICKET, NO_TICKET if batch is None else batch, self.state.done)
 
     def _leave(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
         with self.order:

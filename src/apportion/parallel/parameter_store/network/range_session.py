@@ -12,6 +12,7 @@ from torch import Tensor
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import gradient_pieces
 from apportion.parallel.parameter_store.network.range_state import StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
@@ -52,6 +53,8 @@ class RangeSession:
         self._link: ShardLink | None = None
         self._met = self._closed = False
         self.life = 0
+        self._ticket = NO_TICKET
+        """The last batch that this worker was given in this life."""
         self.applied = self.staged = self.done = 0
         """The numbers of the last push that the range has and of the one that is staged there, when it was last asked;
         and the batches in the weights."""
@@ -100,6 +103,8 @@ class RangeSession:
             raise
         if kind == Say.WELCOME:
             self._link = link
+            if numbers[0] != self.life:
+                self._ticket = NO_TICKET
             self.life, self.applied, self.staged, self.done = numbers[:4]
             return True
         link.release()
@@ -183,9 +188,12 @@ class RangeSession:
         batches that may come back; ``most``: the pushes by which this worker may be ahead (-1: any)."""
 
         def do(link: ShardLink) -> int | None:
-            link.say(Say.TAKE, total, int(waits), most)
+            link.say(Say.TAKE, total, int(waits), most, self._ticket)
             batch, self.done, *_ = link.expect(Say.TICKET, REPLY_SECONDS if not waits else float("inf"))
-            return None if batch < 0 else batch
+            if batch == NO_TICKET:
+                return None
+            self._ticket = batch
+            return batch
 
         return self.again(do)
 
