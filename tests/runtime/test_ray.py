@@ -111,6 +111,7 @@ def test_what_is_killed_on_a_node_is_one_clear_message(
         os.kill(pid, signal.SIGKILL)
     with within(15, "the end"):
         _, err = ended(process, 3)
+    assert len(own_lines(err)) == 1, err
     (error,) = own_lines(err)
     assert error.startswith(f"error: {VICTIMS[victim]}"), err
     assert error.endswith("--resume goes on"), err
@@ -165,6 +166,7 @@ def test_the_notice_to_end_saves_and_the_same_command_goes_on(
         os.kill(pid, signal.SIGTERM)
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signal.SIGTERM, err
+    assert "told to end" in err, err
     (step,) = re.findall(r"told to end by SIGTERM; step (\d+) is saved", err)
     assert_nothing_is_left(cluster, eventually)
     before = (project / "run" / "events.jsonl").read_text().count('"checkpoint"')
