@@ -243,6 +243,25 @@ def test_a_batch_whose_answer_was_lost_is_given_again(monkeypatch: pytest.Monkey
         ranks.stop()
 
 
+@pytest.mark.processes
+def test_a_worker_that_has_not_pushed_is_given_another_batch() -> None:
+    """Several batches may be pushed together: the one that it has is not taken for one that it has not heard of."""
+    ranks = Ranks(1, 2, 12)
+    try:
+        for rank in (1, 2):
+            ranks.start(rank)
+        store = ranks.store(0)
+        store.begin()
+        given = []
+        for _ in range(3):
+            given.append(store.take(ranks.total, waits=True, most=None))
+            store.note(store.pulled)
+        assert given == [0, 1, 2]
+        store.close()
+    finally:
+        ranks.stop()
+
+
 def test_servers_are_the_last_ranks_of_the_hosts_in_turn() -> None:
     assert server_ranks([0, 1, 2], 1) == [2]
     assert server_ranks([0, 1, 2], 2) == [1, 2]
