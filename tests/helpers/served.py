@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from proc_files import told_of
 from torch import nn
 from warm_python import FORKER
 
@@ -172,8 +173,8 @@ def _exported(seed: int, width: int) -> bytes:
 
 def children(pid: int) -> list[int]:
     """Its own, not theirs; and not the one that makes them."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed if Path(f"/proc/{child}/comm").read_text().strip() != FORKER]
+    listed = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in listed if told_of(child, "comm").decode().strip() not in (FORKER, "")]
 
 
 def descriptors(pid: int) -> int:

@@ -19,6 +19,7 @@ from commands import SECONDS
 from conftest import Eventually, Within
 from launched_drivers import await_steps, ended, forked_ranks, own_lines
 from launched_runs import assert_losses_of_one_device
+from proc_files import told_of
 from ray_cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial, pytest.mark.timeout(400)]
@@ -127,7 +128,7 @@ def assert_the_secret_is_nowhere_else(cluster: RayCluster) -> None:
         secret = file.read_bytes()
         for node in (0, 1):
             for pid in cluster.all_processes(node):
-                told = [Path(f"/proc/{pid}/{what}").read_bytes() for what in ("cmdline", "environ")]
+                told = [told_of(pid, what) for what in ("cmdline", "environ")]
                 assert all(secret not in text for text in told)
         for log in (path for node in (1, 2) for path in (cluster.folder / f"node{node}").rglob("*")):
             assert not log.is_file() or secret not in log.read_bytes(), log

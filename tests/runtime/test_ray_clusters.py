@@ -12,6 +12,7 @@ import ray_cluster
 from conftest import Eventually, Within
 from launched_drivers import await_steps, ended, own_lines
 from launched_runs import assert_losses_of_one_device
+from proc_files import told_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial, pytest.mark.timeout(400)]
 
@@ -74,7 +75,7 @@ def test_a_cluster_with_a_token_is_joined_with_it_alone_and_a_node_that_is_lost_
         process = cluster.train(project, "mine.py:endless")
         await_steps(project / "run", process, eventually)
         for pid in cluster.all_processes(1):
-            if "raylet" in Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]:
+            if "raylet" in told_of(pid, "cmdline").decode().partition("\0")[0]:
                 os.kill(pid, signal.SIGKILL)
         with within(40, "the end"):
             _, err = ended(process, 3)

@@ -15,6 +15,7 @@ import pytest
 from commands import SECONDS
 from conftest import Eventually, Within
 from launched_runs import MINE, STEPS, assert_losses_of_one_device, losses
+from proc_files import told_of
 from slurm_cluster import SlurmCluster
 
 from apportion.comm.network.slurm.step import first_port
@@ -76,7 +77,7 @@ def ranks(cluster: SlurmCluster) -> dict[int, int]:
     for node in (0, 1):
         for pid, words in cluster.processes(node).items():
             if "apportion train" in words and "srun" not in words:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+                environment = told_of(pid, "environ").decode().split("\0")
                 given = dict(text.split("=", 1) for text in environment if "=" in text)
                 if "RANK" not in given and "SLURM_PROCID" in given:
                     found[int(given["SLURM_PROCID"])] = pid

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from commands import SECONDS
 from conftest import Eventually, Within
+from proc_files import told_of
 from ssh_hosts import SshHosts
 
 import apportion
@@ -362,7 +363,7 @@ def look_for_the_secret(hosts: SshHosts) -> None:
         secret = file.read_bytes()
         assert len(secret) == 64
         for pid in hosts.processes(name):
-            told = [Path(f"/proc/{pid}/{what}").read_bytes() for what in ("cmdline", "environ")]
+            told = [told_of(pid, what) for what in ("cmdline", "environ")]
             assert all(secret not in text for text in told)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proc_files import told_of
 from served import children, eventually, save_net
 
 from apportion.serving.config import Serving
@@ -40,7 +41,7 @@ def inbox() -> Iterator[Arena]:
 def programs() -> list[int]:
     """Processes that run nets for this one."""
     command = b"apportion.serving.pool.worker_main"
-    return [pid for pid in children(os.getpid()) if command in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children(os.getpid()) if command in told_of(pid, "cmdline")]
 
 
 def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(
