@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 
 from apportion.core import tree
+from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.data.block import BatchPart, aligned
 from apportion.core.parts.dataset import PartedDataset, PartRows
@@ -105,6 +106,8 @@ class RowFetcher:
 
     def collated(self, batch: Batch) -> tuple[Any, Any]:
         """Fetch, collate and move the rows of a batch."""
+        if isinstance(self.dataset, ActedDataset):
+            return self._pair(tree.cast(self.dataset.act(batch.index, batch.step), self.device, self.dtype))
         rows = self._rows(batch.index) if self.indexed else None
         if rows is not None:
             return self._pair(rows)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from apportion.core import tree
+from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch, Whole
 from apportion.core.data.block import BatchPart, Block
 from apportion.core.data.fetch import RowFetcher
@@ -99,6 +101,11 @@ class BatchSource:
     def dataset(self) -> Dataset[Any]:
         """The dataset that the rows are of."""
         return self._fetcher.dataset
+
+    def acts(self, network: nn.Module) -> None:
+        """Have the examples made by this network, where the network makes them."""
+        if isinstance(self.dataset, ActedDataset):
+            self.dataset.network = network
 
     def sit(self, rank: int) -> None:
         """Let this process have another rank."""

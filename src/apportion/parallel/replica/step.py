@@ -58,6 +58,7 @@ class ReplicaStep(Step):
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank, dataset=parts)
         self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self.prepare)
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        self.source.acts(self.model)
         self._share = LossShare(self._replica, self._group)
         seed_everything(workload.seed)
         self._replica.start_schedules(self.source.total)

@@ -1,0 +1,31 @@
+"""Data sets whose examples are made by the network that is trained on them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from apportion.core.sampling.sampler import Index
+
+Network = Callable[[], nn.Module]
+
+
+class ActedDataset(ABC):
+    """A data set of which example i is whatever the network makes of it next: it is not the same twice."""
+
+    network: nn.Module | None = None
+    """The network that acts, once there is one; None: examples are of the right shape, and made without it."""
+    place: int = 0
+    """The number of the worker that acts, where each has examples of its own."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of examples that are made at once."""
+
+    @abstractmethod
+    def act(self, index: Index, step: int) -> tuple[Any, Any]:
+        """The inputs and targets of these examples at a step, dimension 0 the example: made once, and the same where
+        they are asked for again."""

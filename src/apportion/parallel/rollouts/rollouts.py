@@ -1,0 +1,85 @@
+"""Rollouts as a data set: example i is what actor i has seen and done next."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from apportion.core.data.acted import ActedDataset
+from apportion.core.sampling.sampler import Index
+from apportion.parallel.rollouts.acting import NumpyActing, acting
+from apportion.parallel.rollouts.actor import Actor, Rollout
+from apportion.parallel.rollouts.environments import Factory, open_environments
+from apportion.parallel.rollouts.policy import Policy, policy_of
+
+
+@final
+class Rollouts(ActedDataset):
+    """``actors`` actors, each of which plays ``environments`` environments for ``steps`` steps an example."""
+
+    def __init__(self, environment: str | Factory, *, actors: int, environments: int, steps: int, seed: int) -> None:
+        self._environment, self._many, self._width, self._steps = environment, actors, environments, steps
+        self._seed = seed
+        self._actors: dict[tuple[int, int], Actor] = {}
+        self._made: dict[int, tuple[int, Rollout]] = {}
+        self._policy: Policy | None = None
+        self._way: Any = None
+        self.scores: list[float] = []
+        """The sums of rewards of the episodes that have come to an end so far."""
+        self.frames = 0
+
+    def __len__(self) -> int:
+        return self._many
+
+    def _actor(self, number: int) -> Actor:
+        key = self.place, number
+        if key not in self._actors:
+            environments = open_environments(self._environment, self._width)
+            policy = policy_of(environments.action_space)
+            self._policy = policy
+            self._actors[key] = Actor(environments, policy, seed=self._seed, key=self.place * self._many + number)
+        return self._actors[key]
+
+    def _act(self, observations: Any) -> Any:
+        if self.network is None:
+            assert self._policy is not None
+            return np.zeros((len(observations), self._policy.numbers))
+        if self._way is None or self._way[0] is not self.network:
+            self._way = self.network, acting(self.network)
+        return self._way[1](observations)
+
+    def act(self, index: Index, step: int) -> tuple[Any, Any]:
+        if self.network is not None and (self._way is None or self._way[0] is not self.network):
+            self._way = self.network, acting(self.network)
+        if self._way is not None and isinstance(self._way[1], NumpyActing):
+            self._way[1].refresh()
+        played = []
+        for number in index.tolist():
+            if self._made.get(number, (-1, None))[0] != step:
+                rollout = self._actor(number).play(self._act, self._steps, step)
+                self.scores += rollout.scores
+                self.frames += int(rollout.counts.sum())
+                self._made[number] = step, rollout
+            played.append(self._made[number][1])
+        return _inputs(played), _targets(played)
+
+
+def _inputs(played: list[Rollout]) -> Any:
+    most = max(len(rollout.last) for rollout in played)
+    last = np.zeros((len(played), most, *played[0].observations.shape[2:]), dtype=played[0].observations.dtype)
+    for at, rollout in enumerate(played):
+        last[at, : len(rollout.last)] = rollout.last
+    return _stacked([rollout.observations for rollout in played]), torch.from_numpy(last)
+
+
+def _targets(played: list[Rollout]) -> dict[str, torch.Tensor]:
+    names = "actions", "rewards", "ended", "cut", "counts", "last_at"
+    found = {name: _stacked([getattr(rollout, name) for rollout in played]) for name in names}
+    found["rewards"] = found["rewards"].float()
+    return found
+
+
+def _stacked(arrays: list[Any]) -> torch.Tensor:
+    return torch.from_numpy(arrays[0][None] if len(arrays) == 1 else np.stack(arrays))
