@@ -29,6 +29,13 @@ class TorchActing:
             return numbers.numpy()
 
 
+class _Layers(fx.Tracer):
+    """Traces down to single layers."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not isinstance(m, nn.Sequential) and super().is_leaf_module(m, module_qualified_name)
+
+
 def _linear(layer: nn.Linear) -> Callable[[Array], Array]:
     weight, bias = layer.weight.detach().numpy().T, None if layer.bias is None else layer.bias.detach().numpy()
     return (lambda x: x @ weight) if bias is None else (lambda x: x @ weight + bias)
@@ -48,7 +55,7 @@ class NumpyActing:
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
-        graph = fx.Tracer().trace(network)
+        graph = _Layers().trace(network)
         (output,) = (node for node in graph.nodes if node.op == "output")
         result = output.args[0]
         self._order: list[fx.Node] = []
