@@ -226,7 +226,7 @@ def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
             "one is seen exactly once and a run can resume; make it map-style (__len__ and __getitem__), "
             "for example list(dataset)"
         )
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "act")) or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ValueError(f"{name} gave {type(dataset).__name__}, which needs __len__ and __getitem__")
     if len(dataset) == 0:
         raise ValueError(f"{name} gave an empty dataset")

@@ -102,10 +102,11 @@ class BatchSource:
         """The dataset that the rows are of."""
         return self._fetcher.dataset
 
-    def acts(self, network: nn.Module) -> None:
-        """Have the examples made by this network, where the network makes them."""
+    def acts(self, network: nn.Module, *, place: int = 0) -> None:
+        """Have the examples made by this network, where the network makes them. ``place``: the number of this worker,
+        where each has examples of its own."""
         if isinstance(self.dataset, ActedDataset):
-            self.dataset.network = network
+            self.dataset.network, self.dataset.place = network, place
 
     def sit(self, rank: int) -> None:
         """Let this process have another rank."""

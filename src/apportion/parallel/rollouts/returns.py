@@ -29,7 +29,7 @@ def advantages(steps: Steps, values: Tensor, after: Tensor, *, gamma: float, gae
     ``after``: of those that each step led to, the last ones of an episode where it was cut."""
     found = torch.empty_like(values)
     later = torch.zeros_like(values[..., 0, :])
-    going_on = ~(steps.ended | steps.cut)
+    going_on = (~(steps.ended | steps.cut)).to(values.dtype)
     deltas = steps.rewards + gamma * after * ~steps.ended - values
     for t in range(values.shape[-2] - 1, -1, -1):
         at = (..., t, slice(None))

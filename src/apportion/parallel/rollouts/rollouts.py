@@ -7,12 +7,13 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import Index
 from apportion.parallel.rollouts.acting import NumpyActing, acting
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments
-from apportion.parallel.rollouts.policy import Policy, policy_of
+from apportion.parallel.rollouts.policy import policy_of
 
 
 @final
@@ -24,7 +25,6 @@ class Rollouts(ActedDataset):
         self._seed = seed
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[int, tuple[int, Rollout]] = {}
-        self._policy: Policy | None = None
         self._way: Any = None
         self.scores: list[float] = []
         """The sums of rewards of the episodes that have come to an end so far."""
@@ -33,32 +33,40 @@ class Rollouts(ActedDataset):
     def __len__(self) -> int:
         return self._many
 
+    def __getitem__(self, number: int) -> tuple[Any, Any]:
+        """An example as it may be, made without the network."""
+        inputs, targets = self._sample(1)
+        return tree.map_tensors(lambda t: t[0], inputs), tree.map_tensors(lambda t: t[0], targets)
+
     def _actor(self, number: int) -> Actor:
         key = self.place, number
         if key not in self._actors:
             environments = open_environments(self._environment, self._width)
             policy = policy_of(environments.action_space)
-            self._policy = policy
             self._actors[key] = Actor(environments, policy, seed=self._seed, key=self.place * self._many + number)
         return self._actors[key]
 
-    def _act(self, observations: Any) -> Any:
-        if self.network is None:
-            assert self._policy is not None
-            return np.zeros((len(observations), self._policy.numbers))
-        if self._way is None or self._way[0] is not self.network:
-            self._way = self.network, acting(self.network)
-        return self._way[1](observations)
+    def _sample(self, many: int) -> tuple[Any, Any]:
+        environments = open_environments(self._environment, self._width)
+        try:
+            policy = policy_of(environments.action_space)
+            actor = Actor(environments, policy, seed=self._seed, key=0)
+            rollout = actor.play(lambda seen: np.zeros((len(seen), policy.numbers)), self._steps, 0)
+        finally:
+            environments.close()
+        return _inputs([rollout] * many), _targets([rollout] * many)
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         if self.network is not None and (self._way is None or self._way[0] is not self.network):
             self._way = self.network, acting(self.network)
         if self._way is not None and isinstance(self._way[1], NumpyActing):
             self._way[1].refresh()
+        if self.network is None:  # of the right shape, and nothing that the actors have done
+            return self._sample(len(index))
         played = []
         for number in index.tolist():
             if self._made.get(number, (-1, None))[0] != step:
-                rollout = self._actor(number).play(self._act, self._steps, step)
+                rollout = self._actor(number).play(self._way[1], self._steps, step)
                 self.scores += rollout.scores
                 self.frames += int(rollout.counts.sum())
                 self._made[number] = step, rollout

@@ -1,0 +1,230 @@
+"""Rollouts: what actors record in each of the ways in which environments begin again, and the loss of what they did."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apportion.parallel.rollouts.acting import NumpyActing, TorchActing
+from apportion.parallel.rollouts.actor import Actor, Rollout
+from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
+from apportion.parallel.rollouts.loss import ActorCriticLoss, Unrolled
+from apportion.parallel.rollouts.policy import Categorical, Gaussian, MultiCategorical, Policy
+from apportion.parallel.rollouts.rollouts import _inputs, _targets
+
+WIDTH, STEPS, CHOICES, NUMBERS = 3, 12, 3, 2
+Discrete = type("Discrete", (SimpleNamespace,), {})
+
+
+class Walk:
+    """An episode of environment k ends after 3 + 2 k steps, and is cut short after 5; the observation says the episode, and
+    the step in it."""
+
+    observation_space = None
+    action_space = Discrete(n=CHOICES)
+
+    def __init__(self, length: int = 3, limit: int = 5) -> None:
+        self.length, self.limit, self.episode = length, limit, -1
+
+    def reset(self, *, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.at, self.episode = 0, self.episode + 1
+        return self._seen(), {}
+
+    def _seen(self) -> np.ndarray:
+        return np.array([self.episode, self.at], dtype=np.float32)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.at += 1
+        return self._seen(), float(action + self.at), self.at >= self.length, self.at >= self.limit, {}
+
+    def close(self) -> None:
+        pass
+
+
+class Vector:
+    """The same environments as a vector, which begins episodes again in one of gymnasium's three ways."""
+
+    num_envs, single_observation_space, single_action_space = WIDTH, None, Walk.action_space
+
+    def __init__(self, mode: str) -> None:
+        self.metadata = {"autoreset_mode": SimpleNamespace(value=mode)}
+        self._mode, self._all = mode, walks()
+        self._over = np.zeros(WIDTH, dtype=bool)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        if options is None:
+            self._seen = np.stack([one.reset()[0] for one in self._all])
+        else:
+            for k in np.flatnonzero(options["reset_mask"]):
+                self._seen[k] = self._all[k].reset()[0]
+        return self._seen.copy(), {}
+
+    def step(self, actions: np.ndarray) -> tuple[Any, ...]:
+        rewards, told = np.zeros(WIDTH), {}
+        ended, cut = np.zeros(WIDTH, dtype=bool), np.zeros(WIDTH, dtype=bool)
+        last = np.full(WIDTH, None, dtype=object)
+        for k, one in enumerate(self._all):
+            if self._mode == "NextStep" and self._over[k]:
+                self._seen[k] = one.reset()[0]
+                continue
+            self._seen[k], rewards[k], ended[k], cut[k], _ = one.step(int(actions[k]))
+            if self._mode == "SameStep" and (ended[k] or cut[k]):
+                last[k] = self._seen[k].copy()
+                self._seen[k] = one.reset()[0]
+        self._over = ended | cut
+        if self._mode == "SameStep" and self._over.any():
+            told["final_obs"] = last
+        return self._seen.copy(), rewards, ended, cut, told
+
+
+def walks() -> list[Walk]:
+    return [Walk(3 + 2 * k) for k in range(WIDTH)]
+
+
+def opened(how: str) -> Any:
+    if how != "loop":
+        return VectorOfEnvironments(Vector(how))
+    made = iter(walks())
+    return EnvironmentLoop(lambda: next(made), WIDTH)
+
+
+def network(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+
+    class ActorCritic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = nn.Sequential(nn.Linear(NUMBERS, 8), nn.Tanh(), nn.Linear(8, CHOICES))
+            self.value = nn.Sequential(nn.Linear(NUMBERS, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.policy(x), self.value(x)
+
+    return ActorCritic().to(dtype)
+
+
+def rollouts(how: str, many: int = 1) -> list[Rollout]:
+    actor = Actor(opened(how), Categorical(CHOICES), seed=0, key=0)
+    act = TorchActing(network())
+    return [actor.play(act, STEPS, number) for number in range(many)]
+
+
+def step_by_step(net: nn.Module, rollout: Rollout, gamma: float, gae: float, value: float, entropy: float) -> Tensor:
+    """The loss as the paper writes it: each step by itself, each episode by itself."""
+    terms = []
+    for k in range(WIDTH):
+        policies, values = zip(*(net(torch.from_numpy(o[None].astype(np.float64))) for o in rollout.observations[:, k]), strict=True)
+        for t in range(STEPS):
+            if not rollout.counts[t, k]:
+                continue
+            gain, discount = 0.0, 1.0
+            for u in range(t, STEPS):
+                after = float(values[u + 1].detach())
+                if rollout.last_at[u, k] >= 0:
+                    seen = torch.from_numpy(rollout.last[rollout.last_at[u, k]][None].astype(np.float64))
+                    after = float(net(seen)[1].detach())
+                after = 0.0 if rollout.ended[u, k] else after
+                gain += discount * (rollout.rewards[u, k] + gamma * after - float(values[u].detach()))
+                discount *= gamma * gae
+                if rollout.ended[u, k] or rollout.cut[u, k]:
+                    break
+            worth = gain + float(values[t].detach())
+            chosen = torch.distributions.Categorical(logits=policies[t])
+            action = torch.tensor(rollout.actions[t, k])
+            term = -chosen.log_prob(action) * gain + value * (worth - values[t]) ** 2 - entropy * chosen.entropy()
+            terms.append(term.sum())
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("gae", [1.0, 0.95])
+@pytest.mark.parametrize("how", ["loop", "NextStep", "SameStep", "Disabled"])
+def test_the_batched_gradient_is_that_of_the_loss_step_by_step(how: str, gae: float) -> None:
+    """With episodes that end, that are cut short, and that do neither."""
+    rollout = rollouts(how, 2)[1]
+    assert rollout.ended.any()
+    assert rollout.cut.any()
+    assert not (rollout.ended & rollout.cut).any()
+    net = network()
+    loss = ActorCriticLoss(Categorical(CHOICES), gamma=0.9, gae=gae, value=0.5, entropy=0.02)
+    observations, last = (x.double() for x in _inputs([rollout]))
+    found = loss(Unrolled(net)(observations, last), _targets([rollout]))
+    expected = step_by_step(net, rollout, 0.9, gae, 0.5, 0.02)
+    assert abs(float(found - expected)) < 1e-10
+    gradients = torch.autograd.grad(found, net.parameters())
+    for gradient, exact in zip(gradients, torch.autograd.grad(expected, net.parameters()), strict=True):
+        assert float((gradient - exact).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("how", ["loop", "SameStep", "Disabled"])
+def test_the_ways_in_which_episodes_begin_again_give_the_same_rollouts(how: str) -> None:
+    for one, other in zip(rollouts(how, 3), rollouts("loop", 3), strict=True):
+        for name in ("observations", "actions", "rewards", "ended", "cut", "counts", "last_at", "last"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+        assert one.scores == other.scores
+
+
+def test_the_step_that_only_resets_does_not_count() -> None:
+    first, second = rollouts("NextStep", 2)
+    over = first.ended | first.cut
+    assert (~first.counts[1:] == over[:-1]).all()
+    assert (~second.counts[0] == over[-1]).all(), "also where the rollout before it has ended the episode"
+    assert (first.rewards[~first.counts] == 0.0).all()
+
+
+def test_a_way_of_beginning_again_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be one of gymnasium's AutoresetMode"):
+        VectorOfEnvironments(Vector("Sometimes"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "exact"),
+    [
+        (Categorical(4), lambda n: torch.distributions.Categorical(logits=n)),
+        (Gaussian(3), lambda n: torch.distributions.Independent(torch.distributions.Normal(n[..., :3], n[..., 3:].exp()), 1)),
+    ],
+)
+def test_probabilities_and_entropies_are_those_of_torchs_distributions(policy: Policy, exact: Any) -> None:
+    numbers = torch.randn(5, policy.numbers, dtype=torch.float64)
+    noise = policy.noise(np.random.default_rng(0), (5,))
+    actions = torch.from_numpy(policy.act(numbers.numpy(), noise))
+    assert torch.allclose(policy.log_probability(numbers, actions), exact(numbers).log_prob(actions), atol=1e-12)
+    assert torch.allclose(policy.entropy(numbers), exact(numbers).entropy(), atol=1e-12)
+
+
+def test_several_choices_at_once_are_drawn_apart() -> None:
+    policy, numbers = MultiCategorical((2, 3)), torch.randn(7, 5, dtype=torch.float64)
+    noise = policy.noise(np.random.default_rng(0), (7,))
+    actions = torch.from_numpy(policy.act(numbers.numpy(), noise))
+    parts = [torch.distributions.Categorical(logits=piece) for piece in (numbers[:, :2], numbers[:, 2:])]
+    found = policy.log_probability(numbers, actions)
+    assert torch.allclose(found, sum(p.log_prob(actions[:, i]) for i, p in enumerate(parts)), atol=1e-12)
+    assert torch.allclose(policy.entropy(numbers), sum(p.entropy() for p in parts), atol=1e-12)
+    assert (policy.best(numbers.numpy()) == np.stack([p.probs.argmax(-1).numpy() for p in parts], -1)).all()
+
+
+def test_actions_are_as_frequent_as_they_are_probable() -> None:
+    policy, numbers = Categorical(3), np.array([0.0, 1.0, -2.0])
+    noise = policy.noise(np.random.default_rng(0), (200_000,))
+    found = np.bincount(policy.act(np.broadcast_to(numbers, (200_000, 3)), noise), minlength=3) / 200_000
+    assert np.abs(found - np.exp(numbers) / np.exp(numbers).sum()).max() < 0.005
+
+
+def test_a_perceptron_acts_by_numpy_as_it_does_by_torch() -> None:
+    net = network(torch.float32)
+    by_numpy, by_torch = NumpyActing(net), TorchActing(net)
+    observations = np.random.default_rng(0).standard_normal((6, NUMBERS)).astype(np.float32)
+    for _ in range(2):
+        by_numpy.refresh()
+        assert np.abs(by_numpy(observations) - by_torch(observations)).max() < 1e-6
+        for parameter in net.parameters():  # other weights, in another place
+            parameter.data = torch.randn_like(parameter)
+
+
+def test_what_is_no_perceptron_does_not_act_by_numpy() -> None:
+    with pytest.raises(ValueError, match="which is no layer of a multilayer perceptron"):
+        NumpyActing(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
