@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from apportion.core.sampling.sampler import Index
-
-Network = Callable[[], nn.Module]
 
 
 class ActedDataset(ABC):
@@ -18,7 +15,7 @@ class ActedDataset(ABC):
 
     network: nn.Module | None = None
     """The network that acts, once there is one; None: examples are of the right shape, and made without it."""
-    place: int = 0
+    worker: int = 0
     """The number of the worker that acts, where each has examples of its own."""
 
     @abstractmethod

@@ -102,11 +102,15 @@ class BatchSource:
         """The dataset that the rows are of."""
         return self._fetcher.dataset
 
-    def acts(self, network: nn.Module, *, place: int = 0) -> None:
-        """Have the examples made by this network, where the network makes them. ``place``: the number of this worker,
-        where each has examples of its own."""
+    def acts(self, network: nn.Module) -> None:
+        """Have the examples made by this network, where the network makes them."""
         if isinstance(self.dataset, ActedDataset):
-            self.dataset.network, self.dataset.place = network, place
+            self.dataset.network = network
+
+    def act_as(self, worker: int) -> None:
+        """Have the examples made that this worker makes, where the network makes them and each worker has its own."""
+        if isinstance(self.dataset, ActedDataset):
+            self.dataset.worker = worker
 
     def sit(self, rank: int) -> None:
         """Let this process have another rank."""

@@ -29,10 +29,14 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
     replica = Replica(replace(workload, clip_grad_norm=None), rank=0, device=CPU)
     seed_everything(workload.seed)
     source = BatchSource(workload, device=CPU, dtype=replica.input_dtype)
+    source.acts(replica.model)
     replica.start_schedules(source.total)
     for first in range(0, source.total, workers):
         round_ = range(first, min(first + workers, source.total))
-        computed = [_gradient(replica, source, number, workload.clip_grad_norm) for number in round_]
+        computed = []
+        for worker, number in enumerate(round_):
+            source.act_as(worker)
+            computed.append(_gradient(replica, source, number, workload.clip_grad_norm))
         for gradients, changes in computed:
             for p, gradient in zip(replica.trainable(), gradients, strict=True):
                 p.grad = gradient
@@ -205,6 +209,7 @@ class _Replay:
                 weights, buffers = self._local[pushed.seat]
                 worker.weights.copy_(weights)
                 worker.set_buffers(buffers)
+            worker.source.act_as(pushed.seat)
             taken = worker.source.at(batch, WHOLE)
             _, had = worker.compute(taken, views, change, first=at == 0, alone=self._alone)
             used = [a or b for a, b in zip(used, had, strict=True)]

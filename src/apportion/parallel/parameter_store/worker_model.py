@@ -87,6 +87,7 @@ class StoreWorker:
             self.source = BatchSource(workload, device=device, dtype=replica.input_dtype)
             first = self.source.at(0, WHOLE)
             beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
+            self.source.acts(replica.model)
         self.model = FlatModel(replica.model, self.layout, self.weights, beside)
         many = self.model.buffer_numbers
         self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)

@@ -24,7 +24,7 @@ class Rollouts(ActedDataset):
         self._environment, self._many, self._width, self._steps = environment, actors, environments, steps
         self._seed = seed
         self._actors: dict[tuple[int, int], Actor] = {}
-        self._made: dict[int, tuple[int, Rollout]] = {}
+        self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._way: Any = None
         self.scores: list[float] = []
         """The sums of rewards of the episodes that have come to an end so far."""
@@ -39,11 +39,11 @@ class Rollouts(ActedDataset):
         return tree.map_tensors(lambda t: t[0], inputs), tree.map_tensors(lambda t: t[0], targets)
 
     def _actor(self, number: int) -> Actor:
-        key = self.place, number
+        key = self.worker, number
         if key not in self._actors:
             environments = open_environments(self._environment, self._width)
             policy = policy_of(environments.action_space)
-            self._actors[key] = Actor(environments, policy, seed=self._seed, key=self.place * self._many + number)
+            self._actors[key] = Actor(environments, policy, seed=self._seed, key=self.worker * self._many + number)
         return self._actors[key]
 
     def _sample(self, many: int) -> tuple[Any, Any]:
@@ -65,12 +65,13 @@ class Rollouts(ActedDataset):
             return self._sample(len(index))
         played = []
         for number in index.tolist():
-            if self._made.get(number, (-1, None))[0] != step:
+            key = self.worker, number
+            if self._made.get(key, (-1, None))[0] != step:
                 rollout = self._actor(number).play(self._way[1], self._steps, step)
                 self.scores += rollout.scores
                 self.frames += int(rollout.counts.sum())
-                self._made[number] = step, rollout
-            played.append(self._made[number][1])
+                self._made[key] = step, rollout
+            played.append(self._made[key][1])
         return _inputs(played), _targets(played)
 
 
