@@ -94,8 +94,23 @@ class NumpyActing:
         return x
 
 
-def acting(network: nn.Module) -> TorchActing | NumpyActing:
-    """The way in which a network acts."""
+@final
+class Acting:
+    """The way in which a network acts, found when it first does, and its weights wherever they are now."""
+
+    def __init__(self) -> None:
+        self._network: nn.Module | None = None
+
+    def by(self, network: nn.Module) -> Callable[[Array], Array]:
+        """The function from observations to the policy's numbers, until the weights are moved."""
+        if network is not self._network:
+            self._network, self._way = network, _way(network)
+        if isinstance(self._way, NumpyActing):
+            self._way.refresh()
+        return self._way
+
+
+def _way(network: nn.Module) -> TorchActing | NumpyActing:
     try:
         return NumpyActing(network)
     except Exception:  # it cannot be traced, or is no multilayer perceptron

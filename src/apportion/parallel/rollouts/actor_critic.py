@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from apportion.core.workload import Parameters, Workload
+from apportion.core.workload import Evaluation, Parameters, Workload
 from apportion.parallel.rollouts.environments import Factory, open_environments
+from apportion.parallel.rollouts.episodes import Episodes, score
 from apportion.parallel.rollouts.loss import ActorCriticLoss, Unrolled, terms
 from apportion.parallel.rollouts.policy import policy_of
 from apportion.parallel.rollouts.rollouts import Rollouts
@@ -30,6 +31,8 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     value: float = 0.5,
     entropy: float = 0.01,
     anneal: bool = True,
+    episodes: int = 20,
+    evaluate_every: int | None = None,
     seed: int = 0,
     **more: Any,
 ) -> Workload:
@@ -54,6 +57,13 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         loss=ActorCriticLoss(policy, gamma=gamma, gae=gae, value=value, entropy=entropy),
         count=terms,
         steps=max(1, frames // (actors * environments * steps)),
+        evaluation=Evaluation(
+            data=lambda: Episodes(environment, episodes, seed=seed + 1),  # type: ignore[arg-type,return-value]
+            metrics={"score": score},
+            every=None if evaluate_every is None else max(1, evaluate_every // (actors * environments * steps)),
+            best="max score",
+            batch_size=episodes,
+        ),
         schedule=annealed if anneal else None,
         seed=seed,
         **more,

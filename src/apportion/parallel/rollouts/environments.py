@@ -129,6 +129,19 @@ class VectorOfEnvironments:
         self._vector.close()
 
 
+def opened_one_by_one(environment: str | Factory) -> Factory:
+    """The function that opens one environment."""
+    if callable(environment):
+        return environment
+
+    def make() -> Any:
+        import gymnasium
+
+        return gymnasium.make(environment)
+
+    return make
+
+
 def open_environments(environment: str | Factory, width: int, wrappers: Sequence[Any] = ()) -> Environments:
     """Open so many environments: as a vector where gymnasium knows one of them and nothing wraps it, else one by one."""
     import gymnasium
@@ -141,4 +154,4 @@ def open_environments(environment: str | Factory, width: int, wrappers: Sequence
         return EnvironmentLoop(environment, width)
     if not wrappers and gymnasium.spec(environment).vector_entry_point is not None:
         return VectorOfEnvironments(gymnasium.make_vec(environment, width, vectorization_mode="vector_entry_point"))
-    return EnvironmentLoop(lambda: gymnasium.make(environment), width)
+    return EnvironmentLoop(opened_one_by_one(environment), width)

@@ -10,7 +10,7 @@ import torch
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import Index
-from apportion.parallel.rollouts.acting import NumpyActing, acting
+from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of
@@ -25,7 +25,7 @@ class Rollouts(ActedDataset):
         self._seed = seed
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
-        self._way: Any = None
+        self._acting = Acting()
         self.scores: list[float] = []
         """The sums of rewards of the episodes that have come to an end so far."""
         self.frames = 0
@@ -57,17 +57,14 @@ class Rollouts(ActedDataset):
         return _inputs([rollout] * many), _targets([rollout] * many)
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
-        if self.network is not None and (self._way is None or self._way[0] is not self.network):
-            self._way = self.network, acting(self.network)
-        if self._way is not None and isinstance(self._way[1], NumpyActing):
-            self._way[1].refresh()
         if self.network is None:  # of the right shape, and nothing that the actors have done
             return self._sample(len(index))
+        act = self._acting.by(self.network)
         played = []
         for number in index.tolist():
             key = self.worker, number
             if self._made.get(key, (-1, None))[0] != step:
-                rollout = self._actor(number).play(self._way[1], self._steps, step)
+                rollout = self._actor(number).play(act, self._steps, step)
                 self.scores += rollout.scores
                 self.frames += int(rollout.counts.sum())
                 self._made[key] = step, rollout

@@ -25,6 +25,7 @@ class RunEvaluations:
             rank = 0 if step.whole else rank  # who loads the same batch draws the same numbers for it
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
+            self._source.acts(step.model)
 
     @collective
     def attempt(self, group: Group) -> None:
