@@ -22,8 +22,8 @@ Discrete = type("Discrete", (SimpleNamespace,), {})
 
 
 class Walk:
-    """An episode of environment k ends after 3 + 2 k steps, and is cut short after 5; the observation says the episode, and
-    the step in it."""
+    """An episode of environment k ends after 3 + 2 k steps, and is cut short after 5; the observation says the episode,
+    and the step in it."""
 
     observation_space = None
     action_space = Discrete(n=CHOICES)
@@ -118,7 +118,9 @@ def step_by_step(net: nn.Module, rollout: Rollout, gamma: float, gae: float, val
     """The loss as the paper writes it: each step by itself, each episode by itself."""
     terms = []
     for k in range(WIDTH):
-        policies, values = zip(*(net(torch.from_numpy(o[None].astype(np.float64))) for o in rollout.observations[:, k]), strict=True)
+        policies, values = zip(
+            *(net(torch.from_numpy(o[None].astype(np.float64))) for o in rollout.observations[:, k]), strict=True
+        )
         for t in range(STEPS):
             if not rollout.counts[t, k]:
                 continue
@@ -185,7 +187,10 @@ def test_a_way_of_beginning_again_that_nobody_knows_is_refused() -> None:
     ("policy", "exact"),
     [
         (Categorical(4), lambda n: torch.distributions.Categorical(logits=n)),
-        (Gaussian(3), lambda n: torch.distributions.Independent(torch.distributions.Normal(n[..., :3], n[..., 3:].exp()), 1)),
+        (
+            Gaussian(3),
+            lambda n: torch.distributions.Independent(torch.distributions.Normal(n[..., :3], n[..., 3:].exp()), 1),
+        ),
     ],
 )
 def test_probabilities_and_entropies_are_those_of_torchs_distributions(policy: Policy, exact: Any) -> None:

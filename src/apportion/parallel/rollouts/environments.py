@@ -1,7 +1,7 @@
 """Environments of gymnasium's, K of them at once, in whichever of its three ways they begin again.
 
-``next step``: the step after the end of an episode resets it, whatever the action. ``same step``: the step that ends an
-episode gives the first observation of the next one, and the last one beside it. ``disabled``: whoever plays resets those
+``next step``: the step after the end of an episode resets it, whatever the action. ``same step``: the step that ends
+an episode gives the first observation of the next one, and the last one beside it. ``disabled``: whoever plays resets those
 that have ended. Which of them it is stands in the environment's metadata.
 """
 
@@ -143,7 +143,7 @@ def opened_one_by_one(environment: str | Factory) -> Factory:
 
 
 def open_environments(environment: str | Factory, width: int, wrappers: Sequence[Any] = ()) -> Environments:
-    """Open so many environments: as a vector where gymnasium knows one of them and nothing wraps it, else one by one."""
+    """Open so many environments: as a vector where gymnasium has one of them and nothing wraps it, else one by one."""
     import gymnasium
 
     if callable(environment):

@@ -1,5 +1,5 @@
-"""Policies over the action spaces that there are: what the network's numbers mean, how an action is drawn from them, and
-how probable one was.
+"""Policies over the action spaces that there are: what the network's numbers mean, how an action is drawn from them,
+and how probable one was.
 
 A policy is the last dimension of what the network gives: for ``Discrete(n)`` n logits; for ``MultiDiscrete`` the logits
 of each action, one after the other; for ``Box(d)`` d means and d logarithms of standard deviations.
