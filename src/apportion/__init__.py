@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from apportion.parallel.compression.methods.int8 import Int8 as int8  # noqa: F401
     from apportion.parallel.compression.methods.power_sgd import PowerSgd as power_sgd  # noqa: F401
     from apportion.parallel.compression.methods.top_k import TopK as top_k  # noqa: F401
+    from apportion.parallel.rollouts.actor_critic import actor_critic as actor_critic
     from apportion.planner.plan import Plan as Plan
     from apportion.profiler.measure_cluster import measure as measure
     from apportion.runtime.checkpoint.load import load as load
@@ -85,6 +86,7 @@ _HOMES = {
     "Workload": "core.workload",
     "World": "comm.world",
     "accuracy": "core.workload",
+    "actor_critic": "parallel.rollouts.actor_critic",
     "batches": "core.strategy",
     "check": "api.check",
     "compare": "api.compare",

@@ -14,7 +14,7 @@ from apportion.parallel.rollouts.acting import NumpyActing, TorchActing
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
 from apportion.parallel.rollouts.loss import ActorCriticLoss, Unrolled
-from apportion.parallel.rollouts.policy import Categorical, Gaussian, MultiCategorical, Policy
+from apportion.parallel.rollouts.policy import ActionPolicy, Categorical, Gaussian, MultiCategorical
 from apportion.parallel.rollouts.rollouts import _inputs, _targets
 
 WIDTH, STEPS, CHOICES, NUMBERS = 3, 12, 3, 2
@@ -193,7 +193,7 @@ def test_a_way_of_beginning_again_that_nobody_knows_is_refused() -> None:
         ),
     ],
 )
-def test_probabilities_and_entropies_are_those_of_torchs_distributions(policy: Policy, exact: Any) -> None:
+def test_probabilities_and_entropies_are_those_of_torchs_distributions(policy: ActionPolicy, exact: Any) -> None:
     numbers = torch.randn(5, policy.numbers, dtype=torch.float64)
     noise = policy.noise(np.random.default_rng(0), (5,))
     actions = torch.from_numpy(policy.act(numbers.numpy(), noise))

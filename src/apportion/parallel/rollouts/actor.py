@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from apportion.core.sampling.sampler import mix
 from apportion.parallel.rollouts.environments import Environments
-from apportion.parallel.rollouts.policy import Policy
+from apportion.parallel.rollouts.policy import ActionPolicy
 
 Array = NDArray[Any]
 Act = Callable[[Array], Array]
@@ -41,7 +41,7 @@ class Rollout:
 class Actor:
     """Environments, and where they are. ``key``: the number of this actor among all."""
 
-    def __init__(self, environments: Environments, policy: Policy, *, seed: int, key: int) -> None:
+    def __init__(self, environments: Environments, policy: ActionPolicy, *, seed: int, key: int) -> None:
         self._environments, self._policy, self._seed, self._key = environments, policy, seed, key
         self._observations: Array | None = None
         self._resets: Array | None = None
@@ -60,7 +60,8 @@ class Actor:
         rewards, counts = np.empty((steps, width)), np.ones((steps, width), dtype=bool)
         ended, cut = np.zeros((steps, width), dtype=bool), np.zeros((steps, width), dtype=bool)
         actions: Array | None = None
-        last_at, last = np.full((steps, width), -1, dtype=np.int64), []
+        last_at = np.full((steps, width), -1, dtype=np.int64)
+        last: list[Array] = []
         scores: list[float] = []
         for t in range(steps):
             seen[t] = now

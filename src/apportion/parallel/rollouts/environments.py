@@ -1,8 +1,8 @@
 """Environments of gymnasium's, K of them at once, in whichever of its three ways they begin again.
 
 ``next step``: the step after the end of an episode resets it, whatever the action. ``same step``: the step that ends
-an episode gives the first observation of the next one, and the last one beside it. ``disabled``: whoever plays resets those
-that have ended. Which of them it is stands in the environment's metadata.
+an episode gives the first observation of the next one, and the last one beside it. ``disabled``: whoever plays resets
+those that have ended. Which of them it is stands in the environment's metadata.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 Factory = Callable[[], Any]
 
 
-class Moved(NamedTuple):
+class Transition(NamedTuple):
     """What one step of K environments gave."""
 
     observations: Array
@@ -42,7 +42,7 @@ class Environments(Protocol):
     def reset(self, seed: int) -> Array:
         """Begin new episodes everywhere, whose draws depend on the seed alone; returns the observations (K, ...)."""
 
-    def step(self, actions: Array) -> Moved:
+    def step(self, actions: Array) -> Transition:
         """Do one action in each environment."""
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class EnvironmentLoop:
         observation: Array = np.asarray(self._all[k].reset(seed=int(seed))[0])
         return observation
 
-    def step(self, actions: Array) -> Moved:
+    def step(self, actions: Array) -> Transition:
         rewards = np.empty(self.width)
         ended, cut = np.zeros(self.width, dtype=bool), np.zeros(self.width, dtype=bool)
         observations = np.empty_like(self._observations)
@@ -83,7 +83,7 @@ class EnvironmentLoop:
                 last = np.zeros_like(observations) if last is None else last
                 last[k] = observations[k]
                 observations[k] = self._begin(k)
-        return Moved(observations, rewards, ended, cut, last, None)
+        return Transition(observations, rewards, ended, cut, last, None)
 
     def close(self) -> None:
         for one in self._all:
@@ -109,7 +109,7 @@ class VectorOfEnvironments:
         observations: Array = np.asarray(self._vector.reset(seed=seed)[0])
         return observations
 
-    def step(self, actions: Array) -> Moved:
+    def step(self, actions: Array) -> Transition:
         observations, rewards, ended, cut, told = self._vector.step(actions)
         over = ended | cut
         last, resets = None, None
@@ -123,7 +123,7 @@ class VectorOfEnvironments:
             else:
                 last = observations
                 observations = np.asarray(self._vector.reset(options={"reset_mask": over})[0])
-        return Moved(observations, np.asarray(rewards), ended, cut, last, resets)
+        return Transition(observations, np.asarray(rewards), ended, cut, last, resets)
 
     def close(self) -> None:
         self._vector.close()

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from apportion.parallel.rollouts.policy import Policy
+from apportion.parallel.rollouts.policy import ActionPolicy
 from apportion.parallel.rollouts.returns import Steps, advantages
 
 
@@ -42,7 +42,7 @@ class Unrolled(nn.Module):
 class ActorCriticLoss:
     """The mean over the steps that count of policy gradient, value error and entropy (Mnih et al. 2016, section 4)."""
 
-    policy: Policy
+    policy: ActionPolicy
     gamma: float = 0.99
     gae: float = 1.0
     value: float = 0.5
@@ -64,8 +64,9 @@ class ActorCriticLoss:
         counts = steps.counts.to(values.dtype)
         chosen = -self.policy.log_probability(numbers, targets["actions"]) * gain
         error = (worth - values[:, :-1]).square()
-        loss = chosen + self.value * error - self.entropy * self.policy.entropy(numbers)
-        return (loss * counts).sum() / counts.sum()
+        loss: Tensor = chosen + self.value * error - self.entropy * self.policy.entropy(numbers)
+        mean: Tensor = (loss * counts).sum() / counts.sum()
+        return mean
 
 
 def terms(targets: dict[str, Tensor]) -> float:

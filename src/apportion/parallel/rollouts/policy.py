@@ -20,7 +20,7 @@ from torch import Tensor
 Array = NDArray[Any]
 
 
-class Policy(ABC):
+class ActionPolicy(ABC):
     """The distribution of actions, given the numbers that the network gives for it."""
 
     numbers: int
@@ -49,7 +49,7 @@ class Policy(ABC):
 
 @final
 @dataclass(frozen=True)
-class Categorical(Policy):
+class Categorical(ActionPolicy):
     """One of some actions, by logits."""
 
     numbers: int
@@ -77,7 +77,7 @@ class Categorical(Policy):
 
 @final
 @dataclass(frozen=True)
-class MultiCategorical(Policy):
+class MultiCategorical(ActionPolicy):
     """Several choices at once, independent of each other given the observation."""
 
     sizes: tuple[int, ...]
@@ -109,7 +109,7 @@ class MultiCategorical(Policy):
 
 @final
 @dataclass(frozen=True)
-class Gaussian(Policy):
+class Gaussian(ActionPolicy):
     """Real numbers, each with a mean and the logarithm of a standard deviation, independent given the observation."""
 
     size: int
@@ -138,7 +138,7 @@ class Gaussian(Policy):
         return (numbers[..., self.size :] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 
-def policy_of(space: Any) -> Policy:
+def policy_of(space: Any) -> ActionPolicy:
     """The policy over an action space of gymnasium's. ValueError for a space that has none."""
     kind = type(space).__name__
     if kind == "Discrete":
