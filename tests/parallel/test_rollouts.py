@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from apportion.core import tree
 from apportion.parallel.rollouts.acting import NumpyActing, TorchActing
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
-from apportion.parallel.rollouts.loss import ActorCriticLoss, Unrolled
+from apportion.parallel.rollouts.loss import ActorCriticLoss
 from apportion.parallel.rollouts.policy import ActionPolicy, Categorical, Gaussian, MultiCategorical
 from apportion.parallel.rollouts.rollouts import _inputs, _targets
+from apportion.parallel.rollouts.unrolled import Unrolled
 
 WIDTH, STEPS, CHOICES, NUMBERS = 3, 12, 3, 2
 Discrete = type("Discrete", (SimpleNamespace,), {})
@@ -88,7 +90,7 @@ def walks() -> list[Walk]:
 
 def opened(how: str) -> Any:
     if how != "loop":
-        return VectorOfEnvironments(Vector(how))
+        return VectorOfEnvironments(Vector(how), WIDTH)
     made = iter(walks())
     return EnvironmentLoop(lambda: next(made), WIDTH)
 
@@ -109,8 +111,8 @@ def network(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def rollouts(how: str, many: int = 1) -> list[Rollout]:
-    actor = Actor(opened(how), Categorical(CHOICES), seed=0, key=0)
-    act = TorchActing(network())
+    actor = Actor(opened(how), Categorical(CHOICES), seed=0, key=0, gamma=0.9)
+    act = TorchActing(Unrolled(network()))
     return [actor.play(act, STEPS, number) for number in range(many)]
 
 
@@ -153,8 +155,8 @@ def test_the_batched_gradient_is_that_of_the_loss_step_by_step(how: str, gae: fl
     assert not (rollout.ended & rollout.cut).any()
     net = network()
     loss = ActorCriticLoss(Categorical(CHOICES), gamma=0.9, gae=gae, value=0.5, entropy=0.02)
-    observations, last = (x.double() for x in _inputs([rollout]))
-    found = loss(Unrolled(net)(observations, last), _targets([rollout]))
+    given = tree.cast(_inputs([rollout]), torch.device("cpu"), torch.float64)
+    found = loss(Unrolled(net)(*given), _targets([rollout]))
     expected = step_by_step(net, rollout, 0.9, gae, 0.5, 0.02)
     assert abs(float((found - expected).detach())) < 1e-10
     gradients = torch.autograd.grad(found, net.parameters())
@@ -180,7 +182,7 @@ def test_the_step_that_only_resets_does_not_count() -> None:
 
 def test_a_way_of_beginning_again_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="must be one of gymnasium's AutoresetMode"):
-        VectorOfEnvironments(Vector("Sometimes"))
+        VectorOfEnvironments(Vector("Sometimes"), WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -221,15 +223,17 @@ def test_actions_are_as_frequent_as_they_are_probable() -> None:
 
 def test_a_perceptron_acts_by_numpy_as_it_does_by_torch() -> None:
     net = network(torch.float32)
-    by_numpy, by_torch = NumpyActing(net), TorchActing(net)
+    by_numpy, by_torch = NumpyActing(Unrolled(net)), TorchActing(Unrolled(net))
+    begins = np.zeros(6, dtype=bool)
     observations = np.random.default_rng(0).standard_normal((6, NUMBERS)).astype(np.float32)
     for _ in range(2):
         by_numpy.refresh()
-        assert np.abs(by_numpy(observations) - by_torch(observations)).max() < 1e-6
+        found = by_numpy(observations, (), begins)[0]
+        assert np.abs(found - by_torch(observations, (), begins)[0]).max() < 1e-6
         for parameter in net.parameters():  # other weights, in another place
             parameter.data = torch.randn_like(parameter)
 
 
 def test_what_is_no_perceptron_does_not_act_by_numpy() -> None:
     with pytest.raises(ValueError, match="which is no layer of a multilayer perceptron"):
-        NumpyActing(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+        NumpyActing(Unrolled(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))

@@ -36,6 +36,7 @@ NAMES = [
     "Workload",
     "World",
     "accuracy",
+    "actor_critic",
     "batches",
     "check",
     "compare",
@@ -52,7 +53,7 @@ VALUES = [
     "layer_placement", "local", "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "power_sgd",
     "ray", "single_device", "slurm", "ssh", "tensor_parallel", "top_k", "wavefront_parallel",
 ]  # fmt: skip
-HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime", "ray"]
+HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime", "ray", "gymnasium"]
 LIMIT_SHARE = 0.15
 """Of the time that torch itself takes: processors differ, and so does one from minute to minute."""
 

@@ -18,6 +18,7 @@ class PlainLines:
     def __init__(self) -> None:
         self._next = 0.0
         self._start: Event | None = None
+        self._scores: dict[int, float] = {}
 
     def open(self) -> None:
         """Begins to show."""
@@ -40,15 +41,21 @@ class PlainLines:
             self._start = event
             self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:
-            self.say(step_line(event, self._start))
+            self.say(step_line(event, self._start, self._score()))
             self._next = now + LINE_SECONDS
         elif event.kind == "evaluation":
             metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.data["metrics"].items())
-            self.say(f"epoch {event.epoch:.2f}  test {metrics}")
+            self.say(f"{place_text(event, self._start)}  test {metrics}")
+        elif event.kind == "rollouts" and event.data["score"] is not None:
+            self._scores[event.data["rank"]] = event.data["score"]
         elif event.kind == "drift":
             self.say(f"step {event.step}: {event.data['cause']}")
         elif event.kind == "fault" and event.data["action"] != "stops":  # that is told as the error that it ends with
             self.say(f"fault: {event.data['cause']} ({event.data['action']})")
+
+    def _score(self) -> float | None:
+        """Returns the mean of what each worker's last episodes have scored, where there are episodes."""
+        return sum(self._scores.values()) / len(self._scores) if self._scores else None
 
 
 def plan_line(event: Event) -> str:
@@ -74,18 +81,42 @@ def start_line(event: Event) -> str:
     """Returns a line on what is about to run."""
     data = event.data
     resumed = f", resumed at step {data['first_step']}" if data["resumed"] else ""
+    frames = frames_of(event)
+    if frames:
+        resumed += ", its environments begin new episodes" if resumed else ""
+        trained = f"{frames:,} frames a step"
+    else:
+        trained = f"{data['examples']:,} examples, batches of {data['batch_size']}"
     return (
         f"{data['strategy']} on {data['launcher']} ({data['device']}): {data['parameters']:,} parameters, "
-        f"{data['examples']:,} examples, batches of {data['batch_size']}, {data['steps']:,} steps{resumed}"
+        f"{trained}, {data['steps']:,} steps{resumed}"
     )
 
 
-def step_line(event: Event, start: Event | None) -> str:
-    """Returns a line on how far the run is."""
+def frames_of(start: Event | None) -> int:
+    """Returns the steps of environments in a step of the training; 0 where it has none."""
+    return 0 if start is None else int(start.data.get("frames", 0)) * int(start.data["batch_size"])
+
+
+def place_text(event: Event, start: Event | None) -> str:
+    """Returns how far the run is: in epochs, or in frames."""
+    frames = frames_of(start)
+    return f"frames {event.step * frames:,}" if frames else f"epoch {event.epoch:.2f}"
+
+
+def speed_text(examples_per_second: float, start: Event | None) -> str:
+    """Returns the examples a second, or the frames."""
+    frames = 0 if start is None else int(start.data.get("frames", 0))
+    return f"{examples_per_second * (frames or 1):,.0f} {'frames' if frames else 'examples'}/s"
+
+
+def step_line(event: Event, start: Event | None, score: float | None = None) -> str:
+    """Returns a line on how far the run is. ``score``: of the last episodes, where there are any."""
     total = f"/{start.data['steps']}" if start is not None else ""
+    scored = "" if score is None else f"  score {score:.2f}"
     return (
-        f"epoch {event.epoch:.2f}  step {event.step}{total}  {values_text(event)}  "
-        f"{event.data['examples_per_second']:,.0f} examples/s"
+        f"{place_text(event, start)}  step {event.step}{total}  {values_text(event)}{scored}  "
+        f"{speed_text(event.data['examples_per_second'], start)}"
     )
 
 

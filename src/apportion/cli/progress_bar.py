@@ -7,7 +7,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from apportion.cli.plain_lines import PlainLines, values_text
+from apportion.cli.plain_lines import PlainLines, place_text, speed_text, values_text
 from apportion.cli.tables import FrankConsole
 from apportion.core.event import Event
 
@@ -19,11 +19,11 @@ class ProgressBar(PlainLines):
         super().__init__()
         console = self._console = FrankConsole()
         self._progress = Progress(
-            TextColumn("epoch {task.fields[epoch]:.2f}"),
+            TextColumn("{task.fields[place]}"),
             BarColumn(),
             TextColumn("{task.completed}/{task.total} steps"),
             TextColumn("{task.fields[values]}"),
-            TextColumn("{task.fields[speed]:,.0f} examples/s"),
+            TextColumn("{task.fields[speed]}"),
             TimeRemainingColumn(),
             console=console,
         )
@@ -52,21 +52,25 @@ class ProgressBar(PlainLines):
         data = event.data
         if event.kind == "start":
             self._task = self._progress.add_task(
-                "train", total=data["steps"], completed=event.step, epoch=event.epoch, values="", speed=0.0
+                "train",
+                total=data["steps"],
+                completed=event.step,
+                place=place_text(event, event),
+                values="",
+                speed=speed_text(0.0, event),
             )
         if event.kind == "step" and self._task is not None:
             self._progress.update(
                 self._task,
                 completed=event.step,
-                epoch=event.epoch,
-                values=values_text(event),
-                speed=data["examples_per_second"],
+                place=place_text(event, self._start),
+                values=values_text(event) + ("" if (score := self._score()) is None else f"  score {score:.2f}"),
+                speed=speed_text(data["examples_per_second"], self._start),
             )
         elif event.kind == "speed":
             total = sum(data[part] for part in ("loading", "computing", "waiting", "updating")) or 1.0
-            self._workers[data["rank"]] = (
-                f"{data['examples_per_second']:,.0f} examples/s, waiting {data['waiting'] / total:.0%} of the time"
-            )
+            speed = speed_text(data["examples_per_second"], self._start)
+            self._workers[data["rank"]] = f"{speed}, waiting {data['waiting'] / total:.0%} of the time"
         else:
             if event.kind == "fault":
                 self._workers.clear()  # there may be fewer from now on

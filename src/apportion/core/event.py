@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-EventKind = Literal["plan", "proof", "start", "step", "speed", "drift", "evaluation", "checkpoint", "fault", "end"]
+EventKind = Literal[
+    "plan", "proof", "start", "step", "speed", "rollouts", "drift", "evaluation", "checkpoint", "fault", "end"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +27,17 @@ class Event:
     - ``start``: ``strategy``, ``launcher`` (as they are typed), ``workers``, ``threads``, ``device``, ``parameters``
       (how many), ``examples`` (in the training set), ``batch_size``, ``steps`` (planned in all),
       ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool),
-      ``proof`` (what a ``proof`` event has, or None: one rank, or it was not asked for)
+      ``proof`` (what a ``proof`` event has, or None: one rank, or it was not asked for), ``frames`` (steps of
+      environments in an example; 0: its examples are not made by what it does)
     - ``step``: sampled, a few a second at most. ``values``: every named value since the previous event of this kind,
       one list a name, the last belonging to ``step``: ``{"loss": [2.30, 2.28, ...]}``; ``examples_per_second``
       (global, since the previous one), ``learning_rate``
     - ``speed``: sampled, one a rank. ``rank``, ``examples_per_second`` (its own), and seconds a step since the
       previous one: ``loading``, ``computing``, ``waiting`` (in collectives), ``updating``
+    - ``rollouts``: sampled, one a rank, where the network makes its examples by what it does. ``rank``, ``frames``
+      (steps of environments, its own, of this sitting), and since the previous one: ``frames_per_second`` (its own),
+      ``environment`` and ``acting`` (seconds an example, in the environments and in the network; both are parts of
+      ``loading``), ``episodes`` (that ended), ``score`` and ``length`` (their means; None: none ended)
     - ``drift``: steps take 20 % more or less than they should, or again what they should. ``cause`` (one line),
       ``ratio``, ``step_seconds``, ``expected_seconds``
     - ``evaluation``: ``metrics`` (``{"accuracy": 0.97}``), ``final`` (bool), ``best`` (bool: the best so far)

@@ -284,6 +284,7 @@ def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterato
     ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
     ``loaders``: the number of processes that load what comes next.
     """
+    step.source.must_act(step)
     step.source.load_ahead(loaders)
     try:
         while (stop is None or step.done < stop) and (batch := step.take()) is not None:

@@ -251,6 +251,9 @@ def _scalars(event: Event) -> dict[str, float]:
         scalars |= {name: data.get(name) for name in ("learning_rate", "examples_per_second")}
     elif event.kind == "speed":
         scalars = {f"worker/{data['rank']}/examples_per_second": data.get("examples_per_second")}
+    elif event.kind == "rollouts":
+        names = "frames_per_second", "score", "length", "environment", "acting"
+        scalars = {f"worker/{data['rank']}/{name}": data.get(name) for name in names}
     elif event.kind == "evaluation":
         scalars = {f"evaluation/{name}": value for name, value in data.get("metrics", {}).items()}
     else:
@@ -296,13 +299,17 @@ def _progress(last: Mapping[str, Event], clock: RunClock) -> list[TableRow]:
     steps, planned = clock.step, last["start"].data.get("steps") if "start" in last else None
     of_planned = f" of {planned:,}" if planned and planned != steps else ""
     sittings = f" in {clock.sittings} sittings" if clock.sittings > 1 else ""
+    start = last["start"].data if "start" in last else {}
+    of_example = int(start.get("frames") or 0)
+    frames = steps * of_example * int(start.get("batch_size") or 0)
     rows = [
         TableRow("steps", steps, f"{steps:,}{of_planned}"),
-        TableRow("epochs", clock.epoch, number(clock.epoch)),
+        TableRow("frames", frames, f"{frames:,}") if frames else TableRow("epochs", clock.epoch, number(clock.epoch)),
         TableRow("time", clock.seconds, duration(clock.seconds) + sittings),
     ]
     speeds = [last[kind].data.get("examples_per_second") for kind in ("end", "step") if kind in last]
-    return rows + [TableRow("examples/s", speed, number(speed)) for speed in speeds if speed][:1]
+    what, per = ("frames/s", of_example) if frames else ("examples/s", 1)
+    return rows + [TableRow(what, speed * per, number(speed * per)) for speed in speeds if speed][:1]
 
 
 def _written(last: Mapping[str, Event]) -> list[TableRow]:

@@ -53,6 +53,7 @@ from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, he
 from apportion.core.value import NESTED
 from apportion.core.workload import Workload
 from apportion.parallel.compression.compression import METHODS, Compression, compression
+from apportion.parallel.ops.running_statistics import RunningStatistics
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
@@ -237,7 +238,8 @@ class DataParallelStep(ReplicaStep, Recoverable):
             refuse_renormalising(model, "each rank would rescale what its own examples look up")
             normalised = use_whole_batch(model, self._attendance)
         else:
-            normalised = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            kinds = nn.modules.batchnorm._BatchNorm, RunningStatistics
+            normalised = [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
         if normalised and self._microbatches > 1:
             raise ValueError(
                 f"microbatches={self._microbatches} would give {normalised[0]} the statistics of a part of the batch: "

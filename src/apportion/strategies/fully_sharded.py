@@ -38,6 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.world import World
+from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.sampler import DataShard
@@ -188,6 +189,11 @@ class FullyShardedStep(ReplicaStep):
             refuse_optimizer(optimizer, searches=name in self._replica.optimizers.searching, alone=world.size == 1)
 
     def prepare(self, model: nn.Module) -> None:
+        if isinstance(self.source.dataset, ActedDataset) and self._world.size > 1:
+            raise ValueError(
+                "fully_sharded cannot train on what its network does: each rank keeps a part of the network, and "
+                "acting takes all of it; use data_parallel, parameter_server or hogwild"
+            )
         refuse_layers(model, self._settings.microbatches)
         functions = self._functions(model)
         if self._world.size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,16 @@ class ActedDataset(ABC):
     def __len__(self) -> int:
         """The number of examples that are made at once."""
 
+    @property
+    @abstractmethod
+    def frames(self) -> int:
+        """The number of observations that an example has."""
+
     @abstractmethod
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         """The inputs and targets of these examples at a step, dimension 0 the example: made once, and the same where
         they are asked for again."""
+
+    @abstractmethod
+    def told(self) -> Mapping[str, Any]:
+        """What a ``rollouts`` event tells: of the examples that were made since this was last asked."""

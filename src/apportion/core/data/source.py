@@ -81,6 +81,10 @@ class BatchSource:
         needs no such process. Where the batches go to a GPU, augment runs in this process, as it would without
         loaders."""
         self.close()
+        if processes and isinstance(self.dataset, ActedDataset):
+            raise ValueError(
+                f"loaders={processes}: the network makes these examples as it is at each step: use loaders=0"
+            )
         if processes and (not self._fetcher.indexed or self._fetcher.augment is not None):
             from apportion.core.data.loader import Ahead
 
@@ -106,6 +110,14 @@ class BatchSource:
         """Have the examples made by this network, where the network makes them."""
         if isinstance(self.dataset, ActedDataset):
             self.dataset.network = network
+
+    def must_act(self, step: object) -> None:
+        """Raise ValueError where the network is to make the examples, and the strategy has not said which network."""
+        if isinstance(self.dataset, ActedDataset) and self.dataset.network is None:
+            raise ValueError(
+                f"{type(step).__name__} cannot train on what its network does: no worker has a whole network that "
+                "acts; use single_device, data_parallel, parameter_server or hogwild"
+            )
 
     def act_as(self, worker: int) -> None:
         """Have the examples made that this worker makes, where the network makes them and each worker has its own."""

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
+from apportion.parallel.ops.running_statistics import RunningStatistics
 
 
 @dataclass
@@ -31,7 +32,8 @@ class NonEmptyRanks:
 
 
 def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
-    """Make every batch normalisation of the model take its statistics over all ranks of the group; returns their names.
+    """Make every batch normalisation of the model, and all running statistics, take in what all ranks of the group
+    have; returns their names.
 
     In place, by class: names, parameters, buffers and hooks stay. A layer with a ``forward`` of its own is left alone:
     see ``batch_coupling/sync_batch_functions.py``.
@@ -39,6 +41,9 @@ def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
     changed = []
     forward: Any = None
     for name, layer in model.named_modules():
+        if isinstance(layer, RunningStatistics):
+            layer.whole = attendance
+            changed.append(name)
         if isinstance(layer, nn.SyncBatchNorm) or (
             isinstance(layer, BatchNormBase) and type(layer).forward is BatchNormBase.forward
         ):

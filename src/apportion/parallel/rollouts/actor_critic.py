@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from apportion.core.workload import Evaluation, Parameters, Workload
 from apportion.parallel.rollouts.environments import Factory, open_environments
-from apportion.parallel.rollouts.episodes import Episodes, score
-from apportion.parallel.rollouts.loss import ActorCriticLoss, Unrolled, terms
+from apportion.parallel.rollouts.episodes import Episodes, judged, lasted
+from apportion.parallel.rollouts.loss import ActorCriticLoss, terms
 from apportion.parallel.rollouts.policy import policy_of
 from apportion.parallel.rollouts.rollouts import Rollouts
+from apportion.parallel.rollouts.unrolled import Unrolled
 
 
 def actor_critic(  # noqa: PLR0913 (the settings of the papers)
@@ -30,6 +32,10 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     gae: float = 1.0,
     value: float = 0.5,
     entropy: float = 0.01,
+    normalise_observations: bool = False,
+    normalise_rewards: bool = False,
+    normalise_advantages: bool = False,
+    state: Callable[[int], Any] | None = None,
     anneal: bool = True,
     episodes: int = 20,
     evaluate_every: int | None = None,
@@ -38,33 +44,76 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
 ) -> Workload:
     """A workload that trains a policy and its value on what they do themselves.
 
-    An example is a rollout: ``steps`` steps (the papers' t_max) of ``environments`` environments that an actor plays.
-    A batch is one of each of ``actors`` actors. ``model()(observations (n, ...)) -> (policy, value)``.
-    """
-    one = open_environments(environment, 1)
-    policy = policy_of(one.action_space)
-    one.close()
+    An example is a rollout: ``steps`` steps (the papers' t_max) of ``environments`` environments that an actor plays
+    with the network as it is; a batch is one rollout of each of ``actors`` actors. ``data_parallel`` deals the actors
+    to its workers (A2C); each worker of ``parameter_server`` and ``hogwild`` has actors of its own (A3C).
 
-    def annealed(optimizer: Optimizer, total: int) -> LRScheduler:
-        return LambdaLR(optimizer, lambda done: 1.0 - done / total)
+    ``environment``: the id of one of gymnasium's, with ``package:`` before it where a package registers it; or a
+    function that makes one environment, or one that is given their number and makes a vector of them. ``model()`` is
+    called with observations (n, ...) and returns the policy (n, numbers) and the value (n, 1) or (n,); what the numbers
+    are is in ``policy.py``. ``frames``: the steps of environments in the whole training, over all workers; ``anneal``
+    takes the learning rate to 0 over them. ``gae``: the lambda of generalised advantage estimation, of which 1 is the
+    n-step return of A3C. ``value`` and ``entropy`` weigh the value's error and the entropy in the loss.
+    ``normalise_observations`` and ``normalise_rewards`` use running statistics that all workers share.
+    ``state``: the factory of a recurrent state for n environments (dimension 0, float tensors): the model is then
+    called with observations and state, and returns policy, value, and state. ``episodes``: how many the evaluation
+    plays, each with the most probable actions, every ``evaluate_every`` frames. ``more``: fields of ``Workload``.
+
+    Raises ValueError for settings out of range, and for spaces without a policy. Mnih et al., "Asynchronous Methods for
+    Deep Reinforcement Learning", ICML 2016.
+    """
+    _check(frames=frames, actors=actors, environments=environments, steps=steps, episodes=episodes)
+    for name, share in (("gamma", gamma), ("gae", gae)):
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name}={share} must be from 0 to 1: it weighs what comes later")
+    one = open_environments(environment, 1)
+    policy, size = policy_of(one.action_space), math.prod(one.observation_space.shape)
+    one.close()
+    a_step = actors * environments * steps
+
+    def make() -> nn.Module:
+        seen = size if normalise_observations else 0
+        return Unrolled(model(), state=state, observations=seen, rewards=normalise_rewards)
+
+    def rollouts() -> Any:
+        return Rollouts(
+            environment,
+            actors=actors,
+            environments=environments,
+            steps=steps,
+            seed=seed,
+            gamma=gamma,
+            state=state,
+        )
 
     return Workload(
-        model=lambda: Unrolled(model()),
-        data=lambda: Rollouts(environment, actors=actors, environments=environments, steps=steps, seed=seed),  # type: ignore[arg-type,return-value]
+        model=make,
+        data=rollouts,
         optimizer=optimizer,
         batch_size=actors,
         order="sequential",
-        loss=ActorCriticLoss(policy, gamma=gamma, gae=gae, value=value, entropy=entropy),
+        loss=ActorCriticLoss(policy, gamma, gae, value, entropy, normalise_advantages),
         count=terms,
-        steps=max(1, frames // (actors * environments * steps)),
+        steps=max(1, frames // a_step),
         evaluation=Evaluation(
-            data=lambda: Episodes(environment, episodes, seed=seed + 1),  # type: ignore[arg-type,return-value]
-            metrics={"score": score},
-            every=None if evaluate_every is None else max(1, evaluate_every // (actors * environments * steps)),
+            data=lambda: Episodes(environment, episodes, seed=seed + 1, state=state),  # type: ignore[arg-type,return-value]
+            metrics={"score": judged, "length": lasted},
+            every=None if evaluate_every is None else max(1, evaluate_every // a_step),
             best="max score",
             batch_size=episodes,
         ),
-        schedule=annealed if anneal else None,
+        schedule=_annealed if anneal else None,
         seed=seed,
         **more,
     )
+
+
+def _annealed(optimizer: Optimizer, total: int) -> LRScheduler:
+    """The learning rate falls in a straight line to 0 with the frames."""
+    return LambdaLR(optimizer, lambda done: 1.0 - done / total)
+
+
+def _check(**settings: int) -> None:
+    for name, count in settings.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}={count!r} must be a whole number of at least 1")

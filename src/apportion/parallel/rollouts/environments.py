@@ -7,14 +7,15 @@ those that have ended. Which of them it is stands in the environment's metadata.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-Factory = Callable[[], Any]
+Factory = Callable[..., Any]
 
 
 class Transition(NamedTuple):
@@ -54,8 +55,9 @@ class EnvironmentLoop:
     """Single environments, one after the other, each with a generator of its own: episode e of environment k draws what
     (seed, k, e) says."""
 
-    def __init__(self, make: Factory, width: int) -> None:
-        self._all = [make() for _ in range(width)]
+    def __init__(self, make: Factory, width: int, first: Any = None) -> None:
+        """``first``: one that is open already."""
+        self._all = [make() if k or first is None else first for k in range(width)]
         self.width = width
         self.observation_space, self.action_space = self._all[0].observation_space, self._all[0].action_space
         self._whole = type(self.action_space).__name__ == "Discrete"
@@ -94,8 +96,14 @@ class EnvironmentLoop:
 class VectorOfEnvironments:
     """A vector environment of gymnasium's, whose environments share what they draw from."""
 
-    def __init__(self, vector: Any) -> None:
+    def __init__(self, vector: Any, width: int) -> None:
         self._vector, self.width = vector, int(vector.num_envs)
+        if self.width != width:
+            vector.close()
+            raise ValueError(
+                f"{vector} has {self.width} environments where {width} are asked for: the function that makes it is to "
+                "take their number, environment=lambda n: ..."
+            )
         self.observation_space, self.action_space = vector.single_observation_space, vector.single_action_space
         mode = vector.metadata.get("autoreset_mode")
         self._mode = str(getattr(mode, "value", mode))
@@ -129,29 +137,38 @@ class VectorOfEnvironments:
         self._vector.close()
 
 
-def opened_one_by_one(environment: str | Factory) -> Factory:
-    """The function that opens one environment."""
-    if callable(environment):
-        return environment
+def open_environments(environment: str | Factory, width: int) -> Environments:
+    """Open so many environments: by the vector that gymnasium, or the package, has of them, else one by one.
 
-    def make() -> Any:
-        import gymnasium
-
-        return gymnasium.make(environment)
-
-    return make
-
-
-def open_environments(environment: str | Factory, width: int, wrappers: Sequence[Any] = ()) -> Environments:
-    """Open so many environments: as a vector where gymnasium has one of them and nothing wraps it, else one by one."""
+    environment: an id, with ``package:`` before it where a package registers it; or a function that makes one; or a
+    function that is given their number, and makes a vector of them. Raises ValueError for anything else.
+    """
     import gymnasium
 
-    if callable(environment):
-        made = environment()
-        if isinstance(made, gymnasium.vector.VectorEnv):
-            return VectorOfEnvironments(made)
-        made.close()
-        return EnvironmentLoop(environment, width)
-    if not wrappers and gymnasium.spec(environment).vector_entry_point is not None:
-        return VectorOfEnvironments(gymnasium.make_vec(environment, width, vectorization_mode="vector_entry_point"))
-    return EnvironmentLoop(opened_one_by_one(environment), width)
+    if isinstance(environment, str):
+        try:
+            has_vector = gymnasium.spec(environment).vector_entry_point is not None
+        except gymnasium.error.Error as error:
+            raise ValueError(f"environment={environment!r}: gymnasium has none of that id ({error})") from error
+        if not has_vector:
+            return EnvironmentLoop(lambda: gymnasium.make(environment), width)
+        return VectorOfEnvironments(
+            gymnasium.make_vec(environment, width, vectorization_mode="vector_entry_point"), width
+        )
+    if not callable(environment):
+        raise ValueError(f"environment={environment!r} must be the id of an environment, or a function that makes it")
+    if _takes_a_number(environment):
+        return VectorOfEnvironments(environment(width), width)
+    made = environment()
+    if not hasattr(made, "num_envs"):
+        return EnvironmentLoop(environment, width, made)
+    return VectorOfEnvironments(made, width)
+
+
+def _takes_a_number(make: Callable[..., Any]) -> bool:
+    """Does a function need an argument?"""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # some are written in C
+        return False
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)

@@ -2,66 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
 import torch
 
-from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import Index, mix
 from apportion.parallel.rollouts.acting import Acting
-from apportion.parallel.rollouts.environments import Factory, opened_one_by_one
+from apportion.parallel.rollouts.environments import Environments, Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of
+
+MOST_AT_ONCE = 32
 
 
 @final
 class Episodes(ActedDataset):
-    """So many episodes, each with a seed of its own: example i is the last observation of episode i, and its score."""
+    """A data set of whole episodes, some at once: example i is the first episode of each of ``width`` environments that
+    begin with a seed of their own, so that the episodes are the same whenever they are played, and by whomever."""
 
-    def __init__(self, environment: str | Factory, episodes: int, *, seed: int) -> None:
-        self._make, self._many, self._seed = opened_one_by_one(environment), episodes, seed
+    def __init__(
+        self, environment: str | Factory, episodes: int, *, seed: int, state: Callable[[int], Any] | None = None
+    ) -> None:
+        self.width = max(n for n in range(1, MOST_AT_ONCE + 1) if episodes % n == 0)
+        self._environment, self._many, self._seed, self._state = environment, episodes // self.width, seed, state
         self._acting = Acting()
+        self._opened: Environments | None = None
+        self._made: dict[int, tuple[int, dict[str, float]]] = {}
 
     def __len__(self) -> int:
         return self._many
 
+    @property
+    def frames(self) -> int:
+        """How many there are is known when they have been played."""
+        return 0
+
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         """An example as it may be, made without the network."""
-        environment = self._make()
-        observation = np.asarray(environment.reset(seed=0)[0])
-        environment.close()
-        pair = torch.from_numpy(observation), {"score": torch.tensor(0.0), "steps": torch.tensor(0.0)}
-        return pair
+        return torch.from_numpy(self._environments().reset(0)[0]), {
+            "score": torch.tensor(0.0),
+            "length": torch.tensor(0.0),
+        }
+
+    def _environments(self) -> Environments:
+        if self._opened is None:
+            self._opened = open_environments(self._environment, self.width)
+        return self._opened
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
-        if self.network is None:
-            inputs, targets = self[0]
-            return tree.map_tensors(lambda t: t[None].expand(len(index), *t.shape), (inputs, targets))  # type: ignore[no-any-return]
-        act = self._acting.by(self.network)
-        environments = [self._make() for _ in index]
-        policy = policy_of(environments[0].action_space)
-        whole = type(environments[0].action_space).__name__ == "Discrete"
-        seeds = [mix(self._seed, number, 0xE9A1) & 0x7FFFFFFF for number in index.tolist()]
-        seen = np.stack([np.asarray(e.reset(seed=s)[0]) for e, s in zip(environments, seeds, strict=True)])
-        score, steps = np.zeros(len(index)), np.zeros(len(index))
-        going = np.arange(len(index))
-        while len(going):
-            chosen = policy.best(act(seen[going]))
-            over = np.zeros(len(going), dtype=bool)
-            for at, number in enumerate(going):
-                action = int(chosen[at]) if whole else chosen[at]
-                seen[number], reward, ended, cut, _ = environments[number].step(action)
-                score[number] += float(reward)
-                steps[number] += 1
-                over[at] = ended or cut
-            going = going[~over]
-        for environment in environments:
-            environment.close()
-        told = {"score": torch.from_numpy(score).float(), "steps": torch.from_numpy(steps).float()}
-        return torch.from_numpy(seen), told
+        seen = torch.from_numpy(self._environments().reset(0)[0])
+        found = [{"score": 0.0, "length": 0.0} if self.network is None else self._played(n) for n in index.tolist()]
+        told = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
+        return seen.expand(len(index), *seen.shape), told
+
+    def _played(self, number: int) -> dict[str, float]:
+        """The mean score and length of the first episodes."""
+        environments = self._environments()
+        policy = policy_of(environments.action_space)
+        assert self.network is not None
+        seen = environments.reset(mix(self._seed, number, 0xE9A1) & 0x7FFFFFFF)
+        act = self._acting.by(self.network, seen)
+        width = self.width
+        score, length, over = np.zeros(width), np.zeros(width), np.zeros(width, dtype=bool)
+        state = () if self._state is None else self._state(width)
+        begins = np.ones(width, dtype=bool)
+        while not over.all():
+            numbers, state = act(seen, state, begins)
+            moved = environments.step(policy.bounded(policy.best(numbers)))
+            score += np.where(over, 0.0, moved.rewards)
+            length += ~over
+            over |= moved.ended | moved.cut
+            seen, begins = moved.observations, moved.ended | moved.cut  # those that are over do not matter any more
+        return {"score": float(score.mean()), "length": float(length.mean())}
+
+    def told(self) -> Mapping[str, Any]:
+        return {}
 
 
-def score(outputs: Any, targets: dict[str, torch.Tensor]) -> torch.Tensor:
+def judged(outputs: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The mean of the sums of the rewards of an episode."""
     return targets["score"].double().mean()
+
+
+def lasted(outputs: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The mean number of steps of an episode."""
+    return targets["length"].double().mean()

@@ -1,4 +1,4 @@
-"""The loss of an actor-critic on rollouts, and the network that is called on whole rollouts at once."""
+"""The loss of an actor-critic on rollouts."""
 
 from __future__ import annotations
 
@@ -6,35 +6,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from apportion.parallel.rollouts.policy import ActionPolicy
 from apportion.parallel.rollouts.returns import Steps, advantages
-
-
-@final
-class Unrolled(nn.Module):
-    """An actor-critic called on the observations of whole rollouts.
-
-    ``network(observations (n, ...)) -> (policy (n, numbers), value (n,) or (n, 1))``. Called with observations (A, T +
-    1, K, ...), the last of which was not acted on, and with those with which episodes were cut short, (A, F, ...), it
-    gives the policies (A, T, K, numbers), and the values of both. Called with anything else it is the network.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, observations: Tensor, last: Tensor | None = None) -> Any:
-        if last is None:
-            return self.network(observations)
-        many, steps, width = observations.shape[:3]
-        flat, cut = observations.flatten(0, 2), last.flatten(0, 1)
-        policy, value = self.network(torch.cat([flat, cut]) if len(cut) else flat)
-        value = value.flatten()
-        policies = policy[: len(flat)].unflatten(0, (many, steps, width))[:, :-1]
-        values = value[: len(flat)].unflatten(0, (many, steps, width))
-        return policies, values, value[len(flat) :].unflatten(0, (many, last.shape[1]))
+from apportion.parallel.rollouts.unrolled import Judged
 
 
 @final
@@ -47,28 +23,40 @@ class ActorCriticLoss:
     gae: float = 1.0
     value: float = 0.5
     entropy: float = 0.01
+    normalise_advantages: bool = False
+    """Are the advantages of a batch brought to a mean of 0 and a deviation of 1? Each actor's by themselves."""
 
-    def __call__(self, outputs: Any, targets: dict[str, Tensor]) -> Tensor:
-        """outputs: what ``Unrolled`` gives; targets: what ``Rollouts`` gives."""
-        numbers, values, last = outputs
+    def __call__(self, outputs: Judged, targets: dict[str, Tensor]) -> Tensor:
+        """The loss of what ``Unrolled`` says of the rollouts that ``Rollouts`` gives."""
         steps = Steps(*(targets[name] for name in Steps._fields))
-        with torch.no_grad():
-            found = values.detach()
-            after = found[:, 1:]
-            if last.shape[1]:
-                at = targets["last_at"]
-                there = last.detach().gather(1, at.clamp_min(0).flatten(1)).view_as(at)
-                after = torch.where(at >= 0, there, after)
-            gain = advantages(steps, found[:, :-1], after, gamma=self.gamma, gae=self.gae)
-            worth = gain + found[:, :-1]
-        counts = steps.counts.to(values.dtype)
-        chosen = -self.policy.log_probability(numbers, targets["actions"]) * gain
-        error = (worth - values[:, :-1]).square()
-        loss: Tensor = chosen + self.value * error - self.entropy * self.policy.entropy(numbers)
+        counts = steps.counts.to(outputs.values.dtype)
+        gain, worth = self._gains(outputs, steps)
+        if self.normalise_advantages:
+            gain = _normalised(gain, counts)
+        numbers = outputs.policies
+        chosen = self.policy.log_probability(numbers, targets["actions"]) * gain
+        error = (worth - outputs.values[:, :-1]).square()
+        loss: Tensor = self.value * error - chosen
+        if self.entropy:
+            loss = loss - self.entropy * self.policy.entropy(numbers)
         mean: Tensor = (loss * counts).sum() / counts.sum()
         return mean
 
+    @torch.no_grad()
+    def _gains(self, outputs: Judged, steps: Steps) -> tuple[Tensor, Tensor]:
+        """The advantages, and what the values should have been. (A, T, K) each."""
+        values = outputs.values.detach()[:, :-1]
+        scaled = steps._replace(rewards=steps.rewards / outputs.scale)
+        gain = advantages(scaled, values, outputs.after.detach(), gamma=self.gamma, gae=self.gae)
+        return gain, gain + values
 
-def terms(targets: dict[str, Tensor]) -> float:
+
+def _normalised(gain: Tensor, counts: Tensor) -> Tensor:
+    many = counts.sum((1, 2), keepdim=True)
+    centred = (gain - (gain * counts).sum((1, 2), keepdim=True) / many) * counts
+    return centred / ((centred.square().sum((1, 2), keepdim=True) / many).sqrt() + 1e-8)
+
+
+def terms(targets: Any) -> float:
     """The number of steps that count."""
     return float(targets["counts"].sum())

@@ -38,6 +38,10 @@ class ActionPolicy(ABC):
     def best(self, numbers: Array) -> Array:
         """The most probable actions. numbers (n, numbers)."""
 
+    def bounded(self, actions: Array) -> Array:
+        """The actions as the environment takes them."""
+        return actions
+
     @abstractmethod
     def log_probability(self, numbers: Tensor, actions: Tensor) -> Tensor:
         """The logarithm of the probability, or density, of each action. numbers (..., numbers) -> (...)."""
@@ -110,9 +114,12 @@ class MultiCategorical(ActionPolicy):
 @final
 @dataclass(frozen=True)
 class Gaussian(ActionPolicy):
-    """Real numbers, each with a mean and the logarithm of a standard deviation, independent given the observation."""
+    """Real numbers, each with a mean and the logarithm of a standard deviation, independent given the observation.
+    What lies outside of the bounds is cut to them when it is done, and learnt of as it was drawn."""
 
     size: int
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
 
     @property
     def numbers(self) -> int:  # type: ignore[override] # two for each
@@ -128,6 +135,9 @@ class Gaussian(ActionPolicy):
 
     def best(self, numbers: Array) -> Array:
         return numbers[..., : self.size]
+
+    def bounded(self, actions: Array) -> Array:
+        return actions if self.low is None else np.clip(actions, self.low, self.high).astype(actions.dtype, copy=False)
 
     def log_probability(self, numbers: Tensor, actions: Tensor) -> Tensor:
         mean, log_deviation = numbers[..., : self.size], numbers[..., self.size :]
@@ -146,7 +156,7 @@ def policy_of(space: Any) -> ActionPolicy:
     if kind == "MultiDiscrete" and space.nvec.ndim == 1:
         return MultiCategorical(tuple(map(int, space.nvec)))
     if kind == "Box" and len(space.shape) == 1:
-        return Gaussian(int(space.shape[0]))
+        return Gaussian(int(space.shape[0]), tuple(map(float, space.low)), tuple(map(float, space.high)))
     raise ValueError(
         f"an action space {space} has no policy: Discrete, MultiDiscrete of one dimension and Box of one dimension do; "
         "wrap the environment so that it has one of them"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -14,24 +16,44 @@ from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of
+from apportion.parallel.rollouts.unrolled import Played
+
+_TARGETS = "actions", "rewards", "ended", "cut", "counts"
 
 
 @final
 class Rollouts(ActedDataset):
-    """``actors`` actors, each of which plays ``environments`` environments for ``steps`` steps an example."""
+    """``actors`` actors, each of which plays ``environments`` environments for ``steps`` steps an example.
 
-    def __init__(self, environment: str | Factory, *, actors: int, environments: int, steps: int, seed: int) -> None:
+    ``gamma``: the discount of the returns that are kept; ``state``: the factory of a recurrent state.
+    """
+
+    def __init__(  # noqa: PLR0913 (what makes a rollout)
+        self,
+        environment: str | Factory,
+        *,
+        actors: int,
+        environments: int,
+        steps: int,
+        seed: int,
+        gamma: float = 0.99,
+        state: Callable[[int], Any] | None = None,
+    ) -> None:
         self._environment, self._many, self._width, self._steps = environment, actors, environments, steps
-        self._seed = seed
+        self._seed, self._gamma, self._state = seed, gamma, state
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._acting = Acting()
-        self.scores: list[float] = []
-        """The sums of rewards of the episodes that have come to an end so far."""
-        self.frames = 0
+        self._told = _Told()
+        self._example: Rollout | None = None
 
     def __len__(self) -> int:
         return self._many
+
+    @property
+    def frames(self) -> int:
+        """The steps of environments in an example."""
+        return self._width * self._steps
 
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         """An example as it may be, made without the network."""
@@ -41,51 +63,107 @@ class Rollouts(ActedDataset):
     def _actor(self, number: int) -> Actor:
         key = self.worker, number
         if key not in self._actors:
-            environments = open_environments(self._environment, self._width)
-            policy = policy_of(environments.action_space)
-            self._actors[key] = Actor(environments, policy, seed=self._seed, key=self.worker * self._many + number)
+            self._actors[key] = self._new_actor(self.worker * self._many + number)
         return self._actors[key]
 
-    def _sample(self, many: int) -> tuple[Any, Any]:
+    def _new_actor(self, key: int) -> Actor:
         environments = open_environments(self._environment, self._width)
-        try:
-            policy = policy_of(environments.action_space)
-            actor = Actor(environments, policy, seed=self._seed, key=0)
-            rollout = actor.play(lambda seen: np.zeros((len(seen), policy.numbers)), self._steps, 0)
-        finally:
-            environments.close()
-        return _inputs([rollout] * many), _targets([rollout] * many)
+        policy = policy_of(environments.action_space)
+        state = () if self._state is None else self._state(self._width)
+        return Actor(environments, policy, seed=self._seed, key=key, gamma=self._gamma, state=state)
+
+    def _sample(self, many: int) -> tuple[Any, Any]:
+        if self._example is None:
+            actor = self._new_actor(0)
+            try:
+                numbers = actor.policy.numbers
+
+                def nothing(observations: Any, state: Any, begins: Any) -> tuple[Any, Any]:
+                    return np.zeros((len(observations), numbers), dtype=np.float32), state
+
+                self._example = actor.play(nothing, self._steps, 0)
+            finally:
+                actor.close()
+        return _inputs([self._example] * many), _targets([self._example] * many)
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         if self.network is None:  # of the right shape, and nothing that the actors have done
             return self._sample(len(index))
-        act = self._acting.by(self.network)
+        act = self._acting.by(self.network, self._sample(1)[0].observations[0, 0].numpy())
         played = []
         for number in index.tolist():
             key = self.worker, number
             if self._made.get(key, (-1, None))[0] != step:
                 rollout = self._actor(number).play(act, self._steps, step)
-                self.scores += rollout.scores
-                self.frames += int(rollout.counts.sum())
                 self._made[key] = step, rollout
+                self._told.take(rollout)
             played.append(self._made[key][1])
         return _inputs(played), _targets(played)
 
+    def told(self) -> Mapping[str, Any]:
+        return self._told.flush()
 
-def _inputs(played: list[Rollout]) -> Any:
+
+class _Told:
+    """What is to be told of the rollouts since it was last asked."""
+
+    def __init__(self) -> None:
+        self._frames, self._since = 0, time.perf_counter()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._new, self._rollouts, self._acting, self._moving = 0, 0, 0.0, 0.0
+        self._scores: list[float] = []
+        self._lengths: list[int] = []
+
+    def take(self, rollout: Rollout) -> None:
+        self._new += int(rollout.counts.sum())
+        self._rollouts += 1
+        self._acting += rollout.acting
+        self._moving += rollout.moving
+        self._scores += rollout.scores
+        self._lengths += rollout.lengths
+
+    def flush(self) -> dict[str, Any]:
+        now = time.perf_counter()
+        self._frames += self._new
+        told = {
+            "frames": self._frames,
+            "frames_per_second": self._new / max(now - self._since, 1e-9),
+            "environment": self._moving / max(1, self._rollouts),
+            "acting": self._acting / max(1, self._rollouts),
+            "episodes": len(self._scores),
+            "score": float(np.mean(self._scores)) if self._scores else None,
+            "length": float(np.mean(self._lengths)) if self._lengths else None,
+        }
+        self._since = now
+        self._begin()
+        return told
+
+
+def _inputs(played: list[Rollout]) -> Played:
     most = max(len(rollout.last) for rollout in played)
     last = np.zeros((len(played), most, *played[0].observations.shape[2:]), dtype=played[0].observations.dtype)
     for at, rollout in enumerate(played):
         last[at, : len(rollout.last)] = rollout.last
-    return _stacked([rollout.observations for rollout in played]), torch.from_numpy(last)
+    states = [tree.tensors(rollout.state) for rollout in played]
+    stacked = iter([torch.stack(tensors) for tensors in zip(*states, strict=True)])
+    return Played(
+        observations=_stacked(played, "observations"),
+        last=torch.from_numpy(last),
+        last_at=_stacked(played, "last_at"),
+        returns=_stacked(played, "returns"),
+        begins=_stacked(played, "begins"),
+        state=tree.map_tensors(lambda _: next(stacked), played[0].state),
+    )
 
 
 def _targets(played: list[Rollout]) -> dict[str, torch.Tensor]:
-    names = "actions", "rewards", "ended", "cut", "counts", "last_at"
-    found = {name: _stacked([getattr(rollout, name) for rollout in played]) for name in names}
+    found = {name: _stacked(played, name) for name in _TARGETS}
     found["rewards"] = found["rewards"].float()
     return found
 
 
-def _stacked(arrays: list[Any]) -> torch.Tensor:
+def _stacked(played: list[Rollout], name: str) -> torch.Tensor:
+    arrays = [getattr(rollout, name) for rollout in played]
     return torch.from_numpy(arrays[0][None] if len(arrays) == 1 else np.stack(arrays))

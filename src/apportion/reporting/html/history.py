@@ -70,6 +70,7 @@ class History:
     plans: list[Moment]
     drifts: list[Moment]
     starts: list[Moment]
+    rollouts: list[Moment]
     evaluations: list[Moment]
     checkpoints: list[Moment]
     faults: list[Moment]
@@ -85,6 +86,11 @@ class History:
     def start(self) -> Mapping[str, Any]:
         """The data that the latest sitting started with."""
         return self.starts[-1].event.data if self.starts else {}
+
+    @property
+    def frames(self) -> int:
+        """The steps of environments in a step of the training; 0 where its examples are not made by what it does."""
+        return int(self.start.get("frames") or 0) * int(self.start.get("batch_size") or 0)
 
 
 def read_history(run_dir: str | Path) -> History:
@@ -234,6 +240,7 @@ class _Reader:
             plans=self._moments.get("plan", []),
             drifts=self._moments.get("drift", []),
             starts=self._moments.get("start", []),
+            rollouts=self._moments.get("rollouts", []),
             evaluations=_without_repeats(self._moments.get("evaluation", [])),
             checkpoints=self._moments.get("checkpoint", []),
             faults=self._moments.get("fault", []),

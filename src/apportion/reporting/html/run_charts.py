@@ -119,6 +119,27 @@ def metric_picture(name: str, curve: Curve, best: int | None) -> Picture | None:
     return Picture(_slim(one_plot(draw), f"{name} against the epoch", 280))
 
 
+def scores_picture(curves: Sequence[tuple[str, Curve]], unit: str) -> Picture | None:
+    """Draw scores against frames, or against time: the first curve faint, as what is drawn from it is. None where there
+    is nothing to be drawn."""
+    drawn = [(name, finite(curve)) for name, curve in curves if len(finite(curve).x)]
+    if not drawn:
+        return None
+    colours = {name: f"series-{n}" for n, (name, _) in enumerate(curves, 1)}
+
+    def draw(axes: Axes) -> None:
+        for name, curve in drawn:
+            first = name == curves[0][0]
+            look: dict[str, Any] = {"alpha": 0.6, "linewidth": 1} if first else {"marker": "o", "markersize": 4}
+            points = thinned(curve)
+            axes.plot(points.x, points.y, color=MARKS[colours[name]], **look)
+        axes.set_xlabel(unit)
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+
+    return Picture(_slim(one_plot(draw), f"score against {unit}", 280), [(name, colours[name]) for name, _ in drawn])
+
+
 def learning_rate_picture(curve: Curve) -> Picture | None:
     """Draw the learning rate against the step; None where it does not change."""
     if len(finite(curve).x) < 2 or np.ptp(finite(curve).y) == 0:

@@ -11,6 +11,7 @@ from typing import Any
 from apportion.reporting.html import tables
 from apportion.reporting.html.document import document, drawing, figure, numbers, pair, section, without_pictures
 from apportion.reporting.html.history import Curve, History, Moment
+from apportion.reporting.html.rollouts_section import rollouts_section
 from apportion.reporting.journal import duration, number
 
 STATES = {"finished": "good", "stopped": "warn", "interrupted": "warn", "failed": "bad"}
@@ -23,6 +24,7 @@ def page(history: History) -> str:
     sections = [
         _facts(history),
         without_pictures(pictures),
+        rollouts_section(history, pictures),
         _metrics(history, pictures),
         _values(history, pictures),
         _speed(history, pictures),
@@ -74,7 +76,7 @@ def _tiles(history: History) -> str:
     wanted = [row for row in history.rows if row.name.startswith(("test ", "final "))][:4]
     if not wanted:
         return ""
-    wanted += [row for row in history.rows if row.name in ("examples/s", "epochs")]
+    wanted += [row for row in history.rows if row.name in ("examples/s", "epochs", "frames/s", "frames")]
     wanted.sort(key=lambda row: not row.name.startswith("test "))
     cells = "".join(f"<div><dt>{escape(row.name)}</dt><dd>{escape(row.text)}</dd></div>\n" for row in wanted)
     return f'<dl class="tiles">\n{cells}</dl>'

@@ -234,7 +234,7 @@ class _TrainingLoop:
                 yield self.reporter.step()
                 next_report = now + REPORT_SECONDS
             if now >= next_speed:
-                yield self.reporter.speed(self.world.rank)
+                yield from self.reporter.speed(self.world.rank)
                 next_speed = now + SPEED_SECONDS
             if self._evaluation_due(before):
                 self.meter.pause()
@@ -298,7 +298,7 @@ class _TrainingLoop:
         if self.world.rank == 0 and self.meter.pending:
             yield self.reporter.step()
         if self.meter.steps:
-            yield self.reporter.speed(self.world.rank)
+            yield from self.reporter.speed(self.world.rank)
         yield from self.reporter.warnings(self.world.rank)
         if not self.step.lockstep and self.step.ends_together:  # until everyone's last update has been made
             self.world.group().barrier()

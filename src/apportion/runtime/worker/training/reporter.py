@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from apportion.core.data.acted import ActedDataset
 from apportion.core.event import Event
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
@@ -52,6 +53,7 @@ class RunReporter:
             first_step=self._step.done,
             resumed=self._job.resume,
             proof=proof,
+            frames=source.dataset.frames if isinstance(source.dataset, ActedDataset) else 0,
         )
 
     def step(self) -> Event:
@@ -65,9 +67,11 @@ class RunReporter:
             return float(optimizer.param_groups[0]["lr"]) if "lr" in optimizer.param_groups[0] else 0.0
         return 0.0
 
-    def speed(self, rank: int) -> Event:
-        """Returns the event of this rank's speed since the last one."""
-        return self.event("speed", rank=rank, **self.meter.speed())
+    def speed(self, rank: int) -> Iterator[Event]:
+        """Yields the events of this rank's speed since the last ones."""
+        yield self.event("speed", rank=rank, **self.meter.speed())
+        if isinstance(dataset := self._step.source.dataset, ActedDataset):
+            yield self.event("rollouts", rank=rank, **dataset.told())
 
     def warnings(self, rank: int) -> Iterator[Event]:
         """Yields the faults that do not end the run."""

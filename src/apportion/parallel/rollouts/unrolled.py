@@ -1,0 +1,157 @@
+"""The network of an actor-critic as the training calls it: on whole rollouts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from apportion.core import tree
+from apportion.parallel.ops.running_statistics import RunningStatistics
+
+MOST_DEVIATIONS = 10.0
+"""Observations that are normalised are clipped to so many standard deviations, as most implementations do."""
+
+
+class Played(NamedTuple):
+    """What a rollout gives the network: A actors, T steps, K environments."""
+
+    observations: Tensor
+    """(A, T + 1, K, ...): the last ones were not acted on."""
+    last: Tensor
+    """(A, F, ...): the observations with which episodes were cut short."""
+    last_at: Tensor
+    """(A, T, K): the number in ``last`` of the observation that a step led to; -1 where no episode was cut."""
+    returns: Tensor
+    """(A, T, K): the discounted sum of an episode's rewards so far, after each step."""
+    begins: Tensor
+    """(A, T + 1, K): True where the observation begins an episode."""
+    state: Any
+    """The recurrent state with which the rollout began, each tensor (A, K, ...); () where there is none."""
+
+
+class Judged(NamedTuple):
+    """What the network says of a rollout."""
+
+    policies: Tensor
+    """(A, T, K, numbers)."""
+    values: Tensor
+    """(A, T + 1, K)."""
+    after: Tensor
+    """(A, T, K): the value of the observation that each step led to; where an episode was cut, of its last one."""
+    scale: Tensor
+    """(1,): what rewards are divided by."""
+
+
+@final
+class Unrolled(nn.Module):
+    """An actor-critic, called on rollouts: ``Played`` -> ``Judged``. Called on observations alone, and the recurrent
+    state where there is one, it gives what the network does.
+
+    ``network(observations (n, ...)) -> (policy (n, numbers), value (n,) or (n, 1))``; with ``state``, a factory of the
+    recurrent state of n environments (dimension 0), ``network(observations, state) -> (policy, value, state)``.
+    ``observations``: the number of an observation's numbers where they are normalised; 0: they are not.
+    ``rewards``: are rewards divided by the deviation of the returns?
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        state: Callable[[int], Any] | None = None,
+        observations: int = 0,
+        rewards: bool = False,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.begin = state
+        self.observation_statistics = RunningStatistics(observations) if observations else None
+        self.return_statistics = RunningStatistics(1) if rewards else None
+
+    def normalised(self, observations: Tensor) -> Tensor:
+        """The observations as the network is given them. (n, ...)."""
+        known = self.observation_statistics
+        if known is None:
+            return observations
+        centred = observations.flatten(1).to(torch.float64) - known.mean
+        found = (centred / known.deviation).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
+        return found.to(observations.dtype).view_as(observations)
+
+    def forward(self, *played: Any) -> Any:
+        if len(played) < len(Played._fields):
+            return self._observed(*played)
+        found = Played(*played)
+        judged = self._at_once(found) if self.begin is None else self._step_by_step(found)
+        if self.training:  # after they were used: the rollout was played with those that were before it
+            self._take_in(found)
+        return judged
+
+    def _observed(self, observations: Tensor, state: Any = None) -> Any:
+        if self.begin is None:
+            return self.network(self.normalised(observations))
+        return self.network(self.normalised(observations), self.begin(len(observations)) if state is None else state)
+
+    def _at_once(self, played: Played) -> Judged:
+        """All steps by one call."""
+        observations, last = played.observations, played.last
+        many, steps, width = observations.shape[:3]
+        flat = self.normalised(torch.cat([observations.flatten(0, 2), last.flatten(0, 1)]))
+        policy, value = self.network(flat)
+        value, steps_in_all = value.flatten(), many * steps * width
+        policies = policy[:steps_in_all].unflatten(0, (many, steps, width))[:, :-1]
+        values = value[:steps_in_all].unflatten(0, (many, steps, width))
+        after = values[:, 1:]
+        if last.shape[1]:
+            found = value[steps_in_all:].unflatten(0, (many, last.shape[1]))
+            there = found.gather(1, played.last_at.clamp_min(0).flatten(1)).view_as(after)
+            after = torch.where(played.last_at >= 0, there, after)
+        return Judged(policies, values, after, self._scale(values))
+
+    def _step_by_step(self, played: Played) -> Judged:
+        """One step after the other, each with the state that the one before it has left."""
+        observations, last, last_at = played.observations, played.last, played.last_at
+        many, steps, width = observations.shape[:3]
+        state = tree.map_tensors(lambda t: t.flatten(0, 1), played.state)
+        policies, values, last_values = [], [], {}
+        for t in range(steps):
+            state = self.begun_again(state, played.begins[:, t].flatten())
+            policy, value, state = self.network(self.normalised(observations[:, t].flatten(0, 1)), state)
+            policies.append(policy.unflatten(0, (many, width)))
+            values.append(value.view(many, width))
+            if t < steps - 1 and last.shape[1] and (last_at[:, t] >= 0).any():
+                last_values[t] = self._last_values(last, last_at[:, t], state)
+        found = torch.stack(values, 1)
+        led_to = [
+            torch.where(last_at[:, t] >= 0, last_values[t].view_as(value), value) if t in last_values else value
+            for t, value in enumerate(values[1:])
+        ]
+        return Judged(torch.stack(policies[:-1], 1), found, torch.stack(led_to, 1), self._scale(found))
+
+    def begun_again(self, state: Any, begins: Tensor) -> Any:
+        """The state with a fresh one in the place of those of episodes that begin. begins: (n,)."""
+        if self.begin is None or not begins.any():
+            return state
+        fresh = tree.tensors(self.begin(len(begins)))
+        new = iter(fresh)
+        return tree.map_tensors(lambda t: torch.where(begins.view(-1, *[1] * (t.dim() - 1)), next(new).to(t), t), state)
+
+    def _last_values(self, last: Tensor, at: Tensor, state: Any) -> Tensor:
+        """The values of the observations with which episodes were cut at this step, of others at other places. at: (A,
+        K)."""
+        actors = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
+        seen = last[actors, at.clamp_min(0)].flatten(0, 1)
+        value: Tensor = self.network(self.normalised(seen), state)[1]
+        return value
+
+    def _scale(self, like: Tensor) -> Tensor:
+        if self.return_statistics is None:
+            return like.new_ones(1)
+        return self.return_statistics.deviation.to(like.dtype)
+
+    def _take_in(self, played: Played) -> None:
+        if self.observation_statistics is not None:
+            self.observation_statistics.take(played.observations[:, :-1].flatten(0, 2).flatten(1))
+        if self.return_statistics is not None:
+            self.return_statistics.take(played.returns.reshape(-1, 1))
