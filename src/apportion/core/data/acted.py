@@ -19,6 +19,9 @@ class ActedDataset(ABC):
     worker: int = 0
     """The number of the worker that acts, where each has examples of its own."""
 
+    seed: int = 0
+    """The seed of the workload, on which everything depends that is drawn."""
+
     @abstractmethod
     def __len__(self) -> int:
         """The number of examples that are made at once."""

@@ -109,7 +109,7 @@ class BatchSource:
     def acts(self, network: nn.Module) -> None:
         """Have the examples made by this network, where the network makes them."""
         if isinstance(self.dataset, ActedDataset):
-            self.dataset.network = network
+            self.dataset.network, self.dataset.seed = network, self.seed
 
     def must_act(self, step: object) -> None:
         """Raise ValueError where the network is to make the examples, and the strategy has not said which network."""

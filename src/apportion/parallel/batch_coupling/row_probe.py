@@ -8,7 +8,7 @@ what no strategy that divides a batch would compute.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from apportion.core.sampling.rng import seed_everything
 from apportion.core.torch_private import DropoutBase
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.sync_batch_functions import normalisation
+from apportion.parallel.ops.running_statistics import RunningStatistics
 from apportion.parallel.tracing.side_effects import Before, draws
 
 SMALL = 20_000_000
@@ -71,6 +72,7 @@ class Copied:
         self.model = _copied(model, shared, workload)
         if self.double:
             self.model.double()
+        self._combined = tuple(_taken_apart(model, self.model))
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
@@ -136,9 +138,14 @@ class Copied:
         return self._ended(Ran(torch.stack(told).sum() if told else None, outputs, {}, {}, drew))
 
     def _buffers_now(self) -> dict[str, Tensor]:
-        """The buffers now, but for the counters of normalisations, which count a batch once, whatever the rows."""
+        """The buffers now, but for the counters of normalisations, which count a batch once, whatever the rows, and for
+        statistics that the ranks combine."""
         names = dict(self.model.named_buffers())
-        return {name: b.detach().clone() for name, b in names.items() if not name.endswith("num_batches_tracked")}
+        return {
+            name: b.detach().clone()
+            for name, b in names.items()
+            if not name.endswith("num_batches_tracked") and not name.startswith(self._combined)
+        }
 
     def forward(self, inputs: Any) -> dict[str, Tensor]:
         """Run the forward alone, to see what it calls, and what it makes of the buffers."""
@@ -266,6 +273,14 @@ def _copied(model: nn.Module, shared: dict[int, Any], workload: Workload) -> nn.
         seed_everything(workload.seed)
         first = next(model.parameters(), torch.empty(0))
         return workload.model().to(first.device, first.dtype)
+
+
+def _taken_apart(model: nn.Module, copied: nn.Module) -> Iterator[str]:
+    """Yield how the buffers of the running statistics are called that the ranks combine; in the copy they do not."""
+    for name, module in model.named_modules():
+        if isinstance(module, RunningStatistics) and module.whole is not None:
+            copied.get_submodule(name).whole = None  # type: ignore[assignment]
+            yield f"{name}."
 
 
 def joined(parts: Sequence[Any]) -> Any:

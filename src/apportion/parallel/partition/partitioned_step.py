@@ -64,6 +64,7 @@ class SplitStep(Step, Recoverable):
         dtype = torch.float64 if workload.precision == "float64" else None
         # Rank 0's draws everywhere: whoever loads a batch loads the same one.
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=0)
+        self.source.must_act(self)  # no rank has the whole network
         self.data_shard = DataShard()
         self.rows = slice(0, workload.batch_size)
         """The rows of a carried state that are here; fewer than the batch where this is one of several replicas."""

@@ -81,7 +81,6 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
             actors=actors,
             environments=environments,
             steps=steps,
-            seed=seed,
             gamma=gamma,
             state=state,
         )
@@ -96,7 +95,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         count=terms,
         steps=max(1, frames // a_step),
         evaluation=Evaluation(
-            data=lambda: Episodes(environment, episodes, seed=seed + 1, state=state),  # type: ignore[arg-type,return-value]
+            data=lambda: Episodes(environment, episodes, state=state),  # type: ignore[arg-type,return-value]
             metrics={"score": judged, "length": lasted},
             every=None if evaluate_every is None else max(1, evaluate_every // a_step),
             best="max score",

@@ -22,11 +22,9 @@ class Episodes(ActedDataset):
     """A data set of whole episodes, some at once: example i is the first episode of each of ``width`` environments that
     begin with a seed of their own, so that the episodes are the same whenever they are played, and by whomever."""
 
-    def __init__(
-        self, environment: str | Factory, episodes: int, *, seed: int, state: Callable[[int], Any] | None = None
-    ) -> None:
+    def __init__(self, environment: str | Factory, episodes: int, *, state: Callable[[int], Any] | None = None) -> None:
         self.width = max(n for n in range(1, MOST_AT_ONCE + 1) if episodes % n == 0)
-        self._environment, self._many, self._seed, self._state = environment, episodes // self.width, seed, state
+        self._environment, self._many, self._state = environment, episodes // self.width, state
         self._acting = Acting()
         self._opened: Environments | None = None
         self._made: dict[int, tuple[int, dict[str, float]]] = {}
@@ -62,7 +60,7 @@ class Episodes(ActedDataset):
         environments = self._environments()
         policy = policy_of(environments.action_space)
         assert self.network is not None
-        seen = environments.reset(mix(self._seed, number, 0xE9A1) & 0x7FFFFFFF)
+        seen = environments.reset(mix(self.seed, number, 0xE9A1) & 0x7FFFFFFF)
         act = self._acting.by(self.network, seen)
         width = self.width
         score, length, over = np.zeros(width), np.zeros(width), np.zeros(width, dtype=bool)

@@ -28,19 +28,18 @@ class Rollouts(ActedDataset):
     ``gamma``: the discount of the returns that are kept; ``state``: the factory of a recurrent state.
     """
 
-    def __init__(  # noqa: PLR0913 (what makes a rollout)
+    def __init__(
         self,
         environment: str | Factory,
         *,
         actors: int,
         environments: int,
         steps: int,
-        seed: int,
         gamma: float = 0.99,
         state: Callable[[int], Any] | None = None,
     ) -> None:
         self._environment, self._many, self._width, self._steps = environment, actors, environments, steps
-        self._seed, self._gamma, self._state = seed, gamma, state
+        self._gamma, self._state = gamma, state
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._acting = Acting()
@@ -70,7 +69,7 @@ class Rollouts(ActedDataset):
         environments = open_environments(self._environment, self._width)
         policy = policy_of(environments.action_space)
         state = () if self._state is None else self._state(self._width)
-        return Actor(environments, policy, seed=self._seed, key=key, gamma=self._gamma, state=state)
+        return Actor(environments, policy, seed=self.seed, key=key, gamma=self._gamma, state=state)
 
     def _sample(self, many: int) -> tuple[Any, Any]:
         if self._example is None:
