@@ -199,8 +199,9 @@ def test_probabilities_and_entropies_are_those_of_torchs_distributions(policy: A
     numbers = torch.randn(5, policy.numbers, dtype=torch.float64)
     noise = policy.noise(np.random.default_rng(0), (5,))
     actions = torch.from_numpy(policy.act(numbers.numpy(), noise))
-    assert torch.allclose(policy.log_probability(numbers, actions), exact(numbers).log_prob(actions), atol=1e-12)
-    assert torch.allclose(policy.entropy(numbers), exact(numbers).entropy(), atol=1e-12)
+    chosen, entropy = policy.judge(numbers, actions)
+    assert torch.allclose(chosen, exact(numbers).log_prob(actions), atol=1e-12)
+    assert torch.allclose(entropy, exact(numbers).entropy(), atol=1e-12)
 
 
 def test_several_choices_at_once_are_drawn_apart() -> None:
@@ -208,9 +209,9 @@ def test_several_choices_at_once_are_drawn_apart() -> None:
     noise = policy.noise(np.random.default_rng(0), (7,))
     actions = torch.from_numpy(policy.act(numbers.numpy(), noise))
     parts = [torch.distributions.Categorical(logits=piece) for piece in (numbers[:, :2], numbers[:, 2:])]
-    found = policy.log_probability(numbers, actions)
+    found, entropy = policy.judge(numbers, actions)
     assert torch.allclose(found, sum(p.log_prob(actions[:, i]) for i, p in enumerate(parts)), atol=1e-12)
-    assert torch.allclose(policy.entropy(numbers), sum(p.entropy() for p in parts), atol=1e-12)
+    assert torch.allclose(entropy, sum(p.entropy() for p in parts), atol=1e-12)
     assert (policy.best(numbers.numpy()) == np.stack([p.probs.argmax(-1).numpy() for p in parts], -1)).all()
 
 

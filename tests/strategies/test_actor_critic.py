@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import played
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ranks import by_value, on_ranks
 import apportion
 from apportion import State, Workload
 from apportion.comm.world import World
+from apportion.core.sampling.sampler import mix
 from apportion.core.strategy import batches
 from apportion.core.value import parse
 
@@ -29,7 +31,7 @@ def checked(name: str, strategy: str, workers: int) -> Any:
 @pytest.mark.parametrize("strategy", ["data_parallel", 'parameter_server(mode="ordered")', "map_reduce"])
 def test_two_workers_train_the_network_of_one_process(name: str, strategy: str) -> None:
     if strategy == "map_reduce" and "normalised" in name:
-        with pytest.raises(ValueError, match="the buffer observation_statistics.count takes in what the rows"):
+        with pytest.raises(ValueError, match="takes in what the rows of a batch give"):
             checked(name, strategy, 2)
         return
     proof = checked(name, strategy, 2)
@@ -111,3 +113,73 @@ def test_it_learns() -> None:
         if step.done in (5, step.source.total - 100, step.source.total):
             told.append(step.source.dataset.told()["score"])  # type: ignore[attr-defined]
     assert told[-1] > told[0] + 0.5
+
+
+def plain_a2c(updates: int) -> dict[str, torch.Tensor]:
+    """A2C as it is written by hand: environments in a list, a rollout as lists, torch's optimizer and clipping."""
+    torch.manual_seed(3)
+    net = played.Normed()
+    optimizer = torch.optim.RMSprop(net.parameters(), lr=0.01, alpha=0.99, eps=1e-5)
+    games = [played.Drift() for _ in range(4)]
+    begun, gamma = [0] * 4, 0.9
+
+    def begin(k: int) -> np.ndarray:
+        number = np.random.SeedSequence((mix(3, 0, 0, 0xE27) & 0x7FFFFFFF, k, begun[k])).generate_state(1)[0]
+        begun[k] += 1
+        return games[k].reset(seed=int(number))[0]
+
+    seen = np.stack([begin(k) for k in range(4)])
+    for update in range(updates):
+        draws = np.random.Generator(np.random.Philox(key=mix(3, 0, update, 0xAC7))).random((6, 4))
+        observations, actions, rewards, ended, cut, last = [seen], [], [], [], [], []
+        for t in range(6):
+            with torch.no_grad():
+                weights = np.exp(
+                    (logits := net(torch.from_numpy(seen))[0].numpy()) - logits.max(1, keepdims=True), dtype=np.float64
+                )
+            actions.append(
+                [int((w.cumsum() <= d * w.cumsum()[-1]).sum()) for w, d in zip(weights, draws[t], strict=True)]
+            )
+            moved = [game.step(action) for game, action in zip(games, actions[-1], strict=True)]
+            rewards.append([m[1] for m in moved])
+            ended.append([m[2] for m in moved])
+            cut.append([m[3] and not m[2] for m in moved])
+            last += [m[0] for m, c in zip(moved, cut[-1], strict=True) if c]
+            seen = np.stack([begin(k) if m[2] or m[3] else m[0] for k, m in enumerate(moved)])
+            observations.append(seen)
+        flat = torch.from_numpy(np.concatenate([*observations, *(x[None] for x in last)]))
+        logits, values = net(flat)
+        of_last = iter(values[28:, 0].tolist())
+        values = values[:28].view(7, 4)
+        known = values.detach()
+        gain, later = torch.zeros(6, 4), torch.zeros(4)
+        after = known[1:].clone()
+        for t in range(6):
+            for k in range(4):
+                if cut[t][k]:
+                    after[t, k] = next(of_last)
+        for t in reversed(range(6)):
+            going = torch.tensor([not (e or c) for e, c in zip(ended[t], cut[t], strict=True)]).float()
+            alive = torch.tensor([not e for e in ended[t]]).float()
+            later = torch.tensor(rewards[t]) + gamma * after[t] * alive - known[t] + gamma * going * later
+            gain[t] = later
+        logs = logits[:24].view(6, 4, 2).log_softmax(-1)
+        chosen = logs.gather(-1, torch.tensor(actions)[..., None]).squeeze(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        loss = (0.5 * (gain + known[:-1] - values[:-1]).square() - chosen * gain - 0.01 * entropy).sum() / 24
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+    return {f"network.{name}": p.detach() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["single_device", 'parameter_server(mode="ordered")'])
+def test_one_worker_is_the_loop_that_is_written_by_hand_to_the_bit(strategy: str) -> None:
+    workload = played.workload(model=played.Normed, actors=1, frames=200 * 4 * 6, anneal=False, clip_grad_norm=0.5)
+    value = parse(strategy, "apportion.strategies")
+    with by_value(played):
+        (state,) = on_ranks(trained, 1, value, workload)
+    by_hand = plain_a2c(200)
+    assert by_hand.keys() == state.model.keys()
+    assert all(torch.equal(state.model[name], weights) for name, weights in by_hand.items())

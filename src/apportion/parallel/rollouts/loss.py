@@ -33,12 +33,11 @@ class ActorCriticLoss:
         gain, worth = self._gains(outputs, steps)
         if self.normalise_advantages:
             gain = _normalised(gain, counts)
-        numbers = outputs.policies
-        chosen = self.policy.log_probability(numbers, targets["actions"]) * gain
+        chosen, entropy = self.policy.judge(outputs.policies, targets["actions"])
         error = (worth - outputs.values[:, :-1]).square()
-        loss: Tensor = self.value * error - chosen
+        loss: Tensor = self.value * error - chosen * gain
         if self.entropy:
-            loss = loss - self.entropy * self.policy.entropy(numbers)
+            loss = loss - self.entropy * entropy
         mean: Tensor = (loss * counts).sum() / counts.sum()
         return mean
 

@@ -43,12 +43,9 @@ class ActionPolicy(ABC):
         return actions
 
     @abstractmethod
-    def log_probability(self, numbers: Tensor, actions: Tensor) -> Tensor:
-        """The logarithm of the probability, or density, of each action. numbers (..., numbers) -> (...)."""
-
-    @abstractmethod
-    def entropy(self, numbers: Tensor) -> Tensor:
-        """The entropy of each distribution, in nats. numbers (..., numbers) -> (...)."""
+    def judge(self, numbers: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the probability, or density, of each action, and the entropy of each distribution in nats.
+        numbers (..., numbers) -> (...)."""
 
 
 @final
@@ -71,12 +68,9 @@ class Categorical(ActionPolicy):
         found: Array = numbers.argmax(-1)
         return found
 
-    def log_probability(self, numbers: Tensor, actions: Tensor) -> Tensor:
-        return numbers.log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
-
-    def entropy(self, numbers: Tensor) -> Tensor:
+    def judge(self, numbers: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         logs = numbers.log_softmax(-1)
-        return -(logs.exp() * logs).sum(-1)
+        return logs.gather(-1, actions[..., None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
 
 
 @final
@@ -103,12 +97,10 @@ class MultiCategorical(ActionPolicy):
     def best(self, numbers: Array) -> Array:
         return np.stack([p.best(piece) for p, piece in self._pieces(numbers)], -1)
 
-    def log_probability(self, numbers: Tensor, actions: Tensor) -> Tensor:
-        found = [p.log_probability(piece, actions[..., i]) for i, (p, piece) in enumerate(self._pieces(numbers))]
-        return torch.stack(found, -1).sum(-1)
-
-    def entropy(self, numbers: Tensor) -> Tensor:
-        return torch.stack([p.entropy(piece) for p, piece in self._pieces(numbers)], -1).sum(-1)
+    def judge(self, numbers: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        found = [p.judge(piece, actions[..., i]) for i, (p, piece) in enumerate(self._pieces(numbers))]
+        chosen, entropies = zip(*found, strict=True)
+        return torch.stack(chosen, -1).sum(-1), torch.stack(entropies, -1).sum(-1)
 
 
 @final
@@ -139,13 +131,11 @@ class Gaussian(ActionPolicy):
     def bounded(self, actions: Array) -> Array:
         return actions if self.low is None else np.clip(actions, self.low, self.high).astype(actions.dtype, copy=False)
 
-    def log_probability(self, numbers: Tensor, actions: Tensor) -> Tensor:
+    def judge(self, numbers: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_deviation = numbers[..., : self.size], numbers[..., self.size :]
         z = (actions - mean) * (-log_deviation).exp()
-        return (-0.5 * z * z - log_deviation - 0.5 * math.log(2 * math.pi)).sum(-1)
-
-    def entropy(self, numbers: Tensor) -> Tensor:
-        return (numbers[..., self.size :] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+        chosen = (-0.5 * z * z - log_deviation - 0.5 * math.log(2 * math.pi)).sum(-1)
+        return chosen, (log_deviation + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 
 def policy_of(space: Any) -> ActionPolicy:
