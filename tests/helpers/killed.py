@@ -23,7 +23,12 @@ from apportion.runtime.supervisor.worker_pool import WorkerPool
 
 
 def faults_of(
-    workload: Workload, strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[int] = (), **options: Any
+    workload: Workload | str,
+    strategy: Strategy | str,
+    workers: int,
+    run_dir: Path,
+    doomed: Sequence[int] = (),
+    **options: Any,
 ) -> list[apportion.Event]:
     """``doomed``: ranks to be killed, each once the one before has been replaced; what was told of them."""
     pools: list[WorkerPool] = []

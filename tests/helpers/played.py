@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -51,15 +52,6 @@ class Broken(Drift):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         if self.steps == 40:
             raise RuntimeError("the game has crashed")
-        return super().step(action)
-
-
-class Hanging(Drift):
-    """An environment that does not come back from its 40th step."""
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        if self.steps == 40:
-            time.sleep(3600)
         return super().step(action)
 
 
@@ -124,3 +116,19 @@ cases = {
     "recurrent": {"model": Remembering, "state": fresh},
     "recurrent_normalised": {"model": Remembering, "state": fresh, "normalise_observations": True, "gae": 0.9},
 }
+
+
+class Late(Drift):
+    """An environment that hangs after 40 steps where RANK is 1."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.steps == 40 and os.environ.get("RANK") == "1":
+            time.sleep(3600)
+        return super().step(action)
+
+
+good = workload(evaluate_every=480)
+broken = workload(environment=Broken)
+late = workload(environment=Late)
+longer = workload(frames=400 * 2 * 4 * 6)
+endless = workload(frames=12_000 * 2 * 4 * 6)
