@@ -132,6 +132,12 @@ class Profile(JsonFile):
     """The seconds to gather one example's row."""
     examples: int | None = None
     """The number of examples in the training set."""
+    frames: int = 0
+    """The number of steps of environments in an example; 0: the network does not make its examples by what it does."""
+    environment_seconds: float = 0.0
+    """The seconds of an example in the environments; with ``acting_seconds`` they are ``loading_seconds``, nearly."""
+    acting_seconds: float = 0.0
+    """The seconds of an example in which the network acts."""
     batch_norm: bool = False
     """Does a layer look at the whole batch?"""
     cut_by_rows: bool = True

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from apportion.cost_model.cost import TERMS
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced, family, tied
-from apportion.planner.units import milliseconds, size
+from apportion.planner.units import microseconds, milliseconds, size
 from apportion.runtime.worker.cpu_wait import noted
 
 _SAVES = {
@@ -41,6 +41,8 @@ def why_first(candidates: Sequence[Priced], profile: Profile) -> tuple[str, ...]
         f"{first}: {milliseconds(first.step_seconds)} a step, {how}, {first.examples_per_second:,.0f} examples/s "
         f"(within {first.error:.0%})"
     ]
+    if profile.frames:
+        lines.append(_of_frames(first, profile))
     if first.layout.ranks == 1:
         lines.append("do not distribute: one process is fastest" + _no_other(candidates))
     rivals = [p for p in candidates[1:] if p.cost is not None and p.strategy.exact]
@@ -49,6 +51,20 @@ def why_first(candidates: Sequence[Priced], profile: Profile) -> tuple[str, ...]
     if busy := noted(profile.without_core if first.tried is None else first.tried.without_core):
         lines.append(busy)
     return tuple(lines)
+
+
+def _of_frames(first: Priced, profile: Profile) -> str:
+    """Describe how many frames a second that is, where the time of one goes, and what that says of cores."""
+    whole = first.seconds_per_example * first.layout.ranks
+    played = profile.environment_seconds + profile.acting_seconds
+    parts = (("in the environment", profile.environment_seconds), ("acting", profile.acting_seconds))
+    told = ", ".join(f"{microseconds(seconds / profile.frames)} {where}" for where, seconds in parts)
+    learning = microseconds(max(0.0, whole - played) / profile.frames)
+    return (
+        f"{first.examples_per_second * profile.frames:,.0f} frames/s: of a frame {told} and {learning} learning, on a "
+        f"worker's core; {min(1.0, played / whole):.0%} of it is played step by step, which more cores divide and a "
+        "GPU does not hasten"
+    )
 
 
 def _no_other(candidates: Sequence[Priced]) -> str:

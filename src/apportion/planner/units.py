@@ -17,6 +17,11 @@ def milliseconds(seconds: float) -> str:
     return f"{number(seconds * 1e3)} ms" if seconds < 0.9995 else f"{number(seconds)} s"
 
 
+def microseconds(seconds: float) -> str:
+    """Format seconds: 3.12 us, 590 us."""
+    return f"{number(seconds * 1e6)} us"
+
+
 def gibibytes(size: float) -> str:
     """Format a size in memory: 31 GiB, 532 MiB, 1 KiB."""
     return _in(size, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))

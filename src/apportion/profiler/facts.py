@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from apportion.comm.channel import Message
 from apportion.core import tree
+from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.optim.elementwise import rule_of
@@ -42,6 +43,7 @@ def facts(own: TimedStep) -> Message:
         "slots": round(slots / max(1, numel)),
         "buffer_bytes": sum(b.nbytes for b in model.buffers()),
         "examples": len(own.step.source.dataset),  # type: ignore[arg-type]
+        "frames": dataset.frames if isinstance(dataset := own.step.source.dataset, ActedDataset) else 0,
         "batch_norm": batch_norm,
         "cut_by_rows": workload.count is not None,
         "own_update": workload.update is not None,
@@ -54,10 +56,14 @@ def facts(own: TimedStep) -> Message:
     }
 
 
-def loading(own: TimedStep) -> float:
-    """Measure the seconds of loading an example, once the data are open: several batches may be gathered at once."""
+def loading(own: TimedStep) -> Message:
+    """Measure the seconds of loading an example, once the data are open: several batches may be gathered at once. Where
+    the network makes it by what it does, also those in the environments, and of acting."""
     source, rows = own.step.source, 0
     own.batch.inputs  # noqa: B018 (the first takes longer)
+    dataset = source.dataset
+    if isinstance(dataset, ActedDataset):
+        dataset.told()
     before = source.seconds
     for step in range(source.deal.batches, min(source.total, source.deal.batches + LOADED)):
         batch = source.at(step, DataShard())
@@ -65,7 +71,12 @@ def loading(own: TimedStep) -> float:
         rows += len(batch)
         if source.seconds - before > LOADING_SECONDS:
             break
-    return (source.seconds - before) / max(1, rows)
+    told = dataset.told() if isinstance(dataset, ActedDataset) else {}
+    return {
+        "seconds": (source.seconds - before) / max(1, rows),
+        "environment": told.get("environment", 0.0),
+        "acting": told.get("acting", 0.0),
+    }
 
 
 def _layers(own: TimedStep) -> tuple[list[dict[str, Any]], str | None]:

@@ -155,7 +155,8 @@ class _Measuring:
 
     def measure(self, facts: Message, seconds: float) -> Found:
         """Measure whole steps, layers and parts, each in its share of the time."""
-        found = Found(self._ask({"kind": "loading"})[0]["seconds"])
+        told = self._ask({"kind": "loading"})[0]
+        found = Found(told["seconds"], told["environment"], told["acting"])
         end = time.monotonic() + seconds
         rows = self._rows(facts)
         for at in rows:
@@ -275,6 +276,10 @@ class Found:
 
     loading: float
     """The seconds of loading an example."""
+    environment: float = 0.0
+    """The seconds of an example in the environments."""
+    acting: float = 0.0
+    """The seconds of an example in which the network acts."""
     passes: list[Pass] = field(default_factory=list)
     timings: dict[str, list[Timing]] = field(default_factory=dict)
     """The timings of the layers, by their names."""
@@ -295,6 +300,8 @@ def made(name: str | None, device: str, facts: Message, found: Sequence[Found]) 
         layers=tuple(layers),
         passes=passes,
         loading_seconds=statistics.median(f.loading for f in found),
+        environment_seconds=statistics.median(f.environment for f in found),
+        acting_seconds=statistics.median(f.acting for f in found),
     )
 
 

@@ -83,7 +83,7 @@ class StepProfiler:
                 return self.part(order)
         if self._world.rank:
             return {}
-        return facts(self._own) if order["kind"] == "facts" else {"seconds": loading(self._own)}
+        return facts(self._own) if order["kind"] == "facts" else loading(self._own)
 
     def _fused_update(self) -> Callable[[], None] | None:
         """Return an update by torch's fused kernels, as the strategies make it that divide the weights; None where the
