@@ -83,7 +83,7 @@ def test_the_fields_of_events(run: tuple[Path, list[Event]]) -> None:
     fields = {event.kind: " ".join(sorted(event.data)) for event in run[1]}
     assert fields == {kind: EVENTS[kind] for kind in fields}
     assert set(fields) >= set(EVENTS) - {"plan"}
-    assert set(get_args(EventKind)) == {*EVENTS, "drift", "fault"}
+    assert set(get_args(EventKind)) == {*EVENTS, "rollouts", "drift", "fault"}
     assert [field.name for field in dataclasses.fields(Event)] == ["kind", "step", "epoch", "seconds", "data"]
 
 

@@ -28,7 +28,7 @@ class Event:
       (how many), ``examples`` (in the training set), ``batch_size``, ``steps`` (planned in all),
       ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool),
       ``proof`` (what a ``proof`` event has, or None: one rank, or it was not asked for), ``frames`` (steps of
-      environments in an example; 0: its examples are not made by what it does)
+      environments in an example, where the network makes its examples by what it does)
     - ``step``: sampled, a few a second at most. ``values``: every named value since the previous event of this kind,
       one list a name, the last belonging to ``step``: ``{"loss": [2.30, 2.28, ...]}``; ``examples_per_second``
       (global, since the previous one), ``learning_rate``

@@ -53,8 +53,9 @@ from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, he
 from apportion.core.value import NESTED
 from apportion.core.workload import Workload
 from apportion.parallel.compression.compression import METHODS, Compression, compression
+from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 from apportion.parallel.ops.running_statistics import RunningStatistics
-from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
 from apportion.parallel.replica.bucket_update import BucketUpdate

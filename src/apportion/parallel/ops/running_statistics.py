@@ -7,13 +7,12 @@ variance would have to be weighted. Values of the size of observations lose noth
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks
+from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 
 LEAST_VARIANCE = 1e-8
 

@@ -9,7 +9,6 @@ for computing sample variances", 1979.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
+from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 from apportion.parallel.ops.running_statistics import RunningStatistics
-
-
-@dataclass
-class NonEmptyRanks:
-    """The group of ranks over which statistics are taken, and whether this rank takes part with its rows."""
-
-    group: Group
-    present: bool = True
-    """Tells whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
 
 
 def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:

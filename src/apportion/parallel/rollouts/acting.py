@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from apportion.core import tree
+from apportion.core.torch_private import hooked
 from apportion.parallel.rollouts.unrolled import MOST_DEVIATIONS, Unrolled
 
 Array = NDArray[Any]
 MOST_WEIGHTS = 1 << 16
-"""Of a layer: above, the products take longer than the calls, and torch's are as fast as numpy's."""
+"""The most weights of a layer that numpy multiplies by: above, the products take longer than the calls, and torch's are
+as fast as numpy's."""
 
 
 @final
@@ -92,7 +94,7 @@ class NumpyActing:
         layer = self._network.get_submodule(str(node.target))
         if type(layer) is not nn.Linear and type(layer) not in _ELEMENTWISE:
             raise ValueError(f"{node.target} is a {type(layer).__name__}, which is no layer of a multilayer perceptron")
-        if layer._forward_hooks or layer._forward_pre_hooks:
+        if hooked(layer, forward_only=True):
             raise ValueError(f"{node.target} has hooks, which numpy would not call")
         self._follow(node.args[0])
         self._order.append(node)

@@ -76,14 +76,8 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         return Unrolled(model(), state=state, observations=seen, rewards=normalise_rewards)
 
     def rollouts() -> Any:
-        return Rollouts(
-            environment,
-            actors=actors,
-            environments=environments,
-            steps=steps,
-            gamma=gamma,
-            state=state,
-        )
+        sizes = {"actors": actors, "environments": environments, "steps": steps}
+        return Rollouts(environment, **sizes, gamma=gamma, state=state)
 
     return Workload(
         model=make,
@@ -94,17 +88,21 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         loss=ActorCriticLoss(policy, gamma, gae, value, entropy, normalise_advantages),
         count=terms,
         steps=max(1, frames // a_step),
-        evaluation=Evaluation(
-            data=lambda: Episodes(environment, episodes, state=state),  # type: ignore[arg-type,return-value]
-            metrics={"score": judged, "length": lasted},
-            every=None if evaluate_every is None else max(1, evaluate_every // a_step),
-            best="max score",
-            batch_size=episodes,
+        evaluation=_evaluation(
+            lambda: Episodes(environment, episodes, state=state),
+            None if evaluate_every is None else max(1, evaluate_every // a_step),
+            episodes,
         ),
         schedule=_annealed if anneal else None,
         seed=seed,
         **more,
     )
+
+
+def _evaluation(data: Callable[[], Any], every: int | None, episodes: int) -> Evaluation:
+    """The evaluation by whole episodes, every so many steps."""
+    metrics = {"score": judged, "length": lasted}
+    return Evaluation(data=data, metrics=metrics, every=every, best="max score", batch_size=episodes)
 
 
 def _annealed(optimizer: Optimizer, total: int) -> LRScheduler:

@@ -40,7 +40,7 @@ def advantages(steps: Steps, values: Tensor, after: Tensor, *, gamma: float, gae
 
 
 def _gather_back(deltas: Any, passed_on: Any, counts: Any, found: Any) -> None:
-    """From the last step to the first, each gets what the next one has. Tensors or arrays, (..., T, K)."""
+    """Give each step, from the last to the first, what the next one has. Tensors or arrays, (..., T, K)."""
     later: Any = 0.0
     for t in range(deltas.shape[-2] - 1, -1, -1):
         later = (deltas[..., t, :] + passed_on[..., t, :] * later) * counts[..., t, :]

@@ -43,7 +43,7 @@ class Rollouts(ActedDataset):
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._acting = Acting()
-        self._told = _Told()
+        self._told = _Tally()
         self._example: Rollout | None = None
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Rollouts(ActedDataset):
         return self._told.flush()
 
 
-class _Told:
+class _Tally:
     """What is to be told of the rollouts since it was last asked."""
 
     def __init__(self) -> None:

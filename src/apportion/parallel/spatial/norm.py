@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, Normalize, use_whole_batch
+from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
+from apportion.parallel.ops.sync_batch_norm import Normalize, use_whole_batch
 from apportion.parallel.spatial import channels
 from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard

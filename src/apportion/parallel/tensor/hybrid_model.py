@@ -30,7 +30,8 @@ from apportion.core.sampling.sampler import DataShard
 from apportion.core.workload import Workload, examples
 from apportion.parallel.batch_coupling import sync_batch_functions
 from apportion.parallel.ops.channels_last import channels_last
-from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
+from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
+from apportion.parallel.ops.sync_batch_norm import use_whole_batch
 from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tensor.linear import OwnDraws

@@ -53,7 +53,7 @@ class RunReporter:
             first_step=self._step.done,
             resumed=self._job.resume,
             proof=proof,
-            frames=source.dataset.frames if isinstance(source.dataset, ActedDataset) else 0,
+            **({"frames": source.dataset.frames} if isinstance(source.dataset, ActedDataset) else {}),
         )
 
     def step(self) -> Event:

@@ -1,0 +1,16 @@
+"""The ranks over which the statistics of a batch are taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from apportion.comm.group import Group
+
+
+@dataclass
+class NonEmptyRanks:
+    """The group of ranks over which statistics are taken, and whether this rank takes part with its rows."""
+
+    group: Group
+    present: bool = True
+    """Tells whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
