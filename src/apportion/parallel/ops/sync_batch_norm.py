@@ -29,6 +29,10 @@ class NonEmptyRanks:
     present: bool = True
     """Tells whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
 
+    def __deepcopy__(self, memo: Any) -> NonEmptyRanks:
+        """Whoever copies a model gets no layers that ask the other ranks, not even where there are none just now."""
+        raise TypeError("a group of ranks is not copied with a model: make another model")
+
 
 def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
     """Make every batch normalisation of the model take its statistics over all ranks of the group; returns their names.
