@@ -94,6 +94,17 @@ def test_a_loss_before_all_have_begun_makes_all_begin_again(hosts: SshHosts, tmp
     assert from_one_device(tmp_path, 120) < 1e-10
 
 
+def test_a_host_that_is_lost_before_all_have_begun_takes_part_later(hosts: SshHosts, tmp_path: Path) -> None:
+    """The worker that is left begins alone, and goes on with another: batch normalisation takes both their rows."""
+    with driven(hosts, tmp_path, *TWO, steps=500, pause=0.05, dropout=0.0) as run:
+        run.until(lambda: 1 in run.pids.get("c", {}))
+        hosts.wipe("c")
+        run.until(lambda: any("takes part again" in fault["cause"] for fault in run.faults()))
+        assert any(fault["action"] == AGAIN for fault in run.faults()), run.faults()
+        assert run.end()["step"] == 500
+    assert from_one_device(tmp_path, 500) < 1e-10
+
+
 def test_a_copy_of_the_checkpoints_is_gone_on_from_where_the_first_host_is_lost(
     hosts: SshHosts, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -25,12 +26,12 @@ def ended(process: subprocess.Popen[str], status: int = 0, *, seconds: float = S
 
 
 def await_steps(run: Path, process: subprocess.Popen[str], eventually: Eventually) -> None:
-    """Waits until a run makes steps."""
+    """Waits until a run has made some steps, so that every rank is known to have begun."""
     events = run / "events.jsonl"
 
     def steps() -> bool:
         assert process.poll() is None, process.communicate()
-        return events.exists() and '"step"' in events.read_text()
+        return events.exists() and bool(re.search(r'"kind":"step","step":([5-9]|\d\d)', events.read_text()))
 
     eventually(steps, within=SECONDS, what="it trains")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import apportion
@@ -53,15 +54,17 @@ def losses(run: Path) -> list[float]:
     return [loss for event in events if event["kind"] == "step" for loss in event["data"]["values"]["loss"]]
 
 
-def assert_losses_of_one_device(run: Path, mine: Path) -> None:
-    """Holds the losses of a run against those of one process, which trains the same file's workload here."""
+def assert_losses_of_one_device(run: Path, mine: Path, steps: int = STEPS) -> None:
+    """Holds the losses of a run against those of one process, which trains the same file's workload here, for so many
+    steps."""
     alone: list[float] = []
     one = apportion.local(workers=1)
-    for event in apportion.run(load_workload(f"{mine}:workload"), "single_device", launcher=one, run_dir="alone"):
+    workload = replace(load_workload(f"{mine}:workload"), steps=steps)
+    for event in apportion.run(workload, "single_device", launcher=one, run_dir="alone"):
         if event.kind == "step":
             alone += event.data["values"]["loss"]
     found = losses(run)
-    assert len(found) == len(alone) == STEPS
+    assert len(found) == len(alone) == steps
     assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) <= 1e-10
 
 

@@ -9,8 +9,11 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+Train = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def train(cluster: RayCluster, project: Path) -> Iterator[Train]:
+    """``train("mine.py:endless", "workers=1", "--steps", "9")`` starts a training; none goes on after its test."""
+    with ExitStack() as stack:
+
+        def start(*words: str) -> subprocess.Popen[str]:
+            process = stack.enter_context(cluster.train(project, *words))
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
 def assert_nothing_is_left(cluster: RayCluster, eventually: Eventually) -> None:
     """No process of a run stays on any node, and no file of its."""
     eventually(lambda: cluster.left() == [], within=10, what=f"nothing is left on the nodes, not {cluster.left()}")
@@ -87,35 +106,90 @@ def test_a_program_of_rays_own_trains_on_the_nodes_and_nothing_comes_into_the_ob
     assert_nothing_is_left(cluster, eventually)
 
 
-VICTIMS = {
-    "rank": "rank 1 on host node2 was killed by SIGKILL",
-    "agent": "host node2: its agent was ended by SIGKILL, by hand or by the system, and its ranks ended with it",
-    "actor": "host node2: Ray has lost the actor that held its agent",
-}
+def told(process: subprocess.Popen[str], words: str) -> str:
+    """Waits for a line on the output of a command that begins with these words, and returns it."""
+    assert process.stdout is not None
+    late = threading.Timer(SECONDS, process.kill)
+    late.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(words):
+                return line
+    finally:
+        late.cancel()
+        late.join()
+    raise AssertionError(f"{words!r} was not said: {process.communicate(timeout=SECONDS)}")
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-def test_what_is_killed_on_a_node_is_one_clear_message(
-    cluster: RayCluster, project: Path, within: Within, eventually: Eventually, victim: str
-) -> None:
-    process = cluster.train(project, "mine.py:endless")
-    await_steps(project / "run", process, eventually)
+def kill_on_node2(cluster: RayCluster, victim: str) -> None:
+    """Kills the rank, the agent or the actor on the second node."""
     pids = {
-        "rank": lambda: forked_ranks(list(cluster.processes(1))),
+        "rank": lambda: sorted(forked_ranks(list(cluster.processes(1))))[:1],  # the spare is forked after it
         "agent": lambda: [
             pid for pid in found(cluster, 1, "-m apportion.runtime.hosts.agent") if pid not in found(cluster, 1, " -c ")
         ],
         "actor": lambda: found(cluster, 1, "ray::_Carrier"),
     }[victim]()
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+    (pid,) = pids
+    os.kill(pid, signal.SIGKILL)
+
+
+CAUSES = {
+    "rank": "rank 1 on host node2 was killed by SIGKILL",
+    "agent": "host node2 is lost with rank 1: its agent was ended by SIGKILL, by hand or by the system, and its ranks",
+    "actor": "host node2 is lost with rank 1: Ray has lost the actor that held its agent (",
+}
+"""What is said of each of these that is killed."""
+
+
+def test_a_rank_that_is_killed_is_replaced_and_the_losses_are_those_of_one_device(
+    cluster: RayCluster, project: Path, train: Train, eventually: Eventually
+) -> None:
+    process = train("mine.py:endless", "workers=1", "--steps", "100")
+    await_steps(project / "run", process, eventually)
+    kill_on_node2(cluster, "rank")
+    out, err = ended(process)
+    assert own_lines(err) == []
+    (fault,) = (line for line in out.splitlines() if line.startswith("fault: "))
+    assert fault.startswith(f"fault: {CAUSES['rank']}"), fault
+    assert re.search(r" \(replaced in [\d.]+ s\)$", fault), fault
+    assert_losses_of_one_device(project / "run", project / "mine.py", 100)
+    assert_nothing_is_left(cluster, eventually)
+
+
+@pytest.mark.parametrize("victim", ["agent", "actor"])
+def test_the_others_go_on_without_a_node_that_is_lost_and_then_with_another_actor_on_it(
+    cluster: RayCluster, project: Path, train: Train, within: Within, eventually: Eventually, victim: str
+) -> None:
+    process = train("mine.py:endless")
+    await_steps(project / "run", process, eventually)
+    with within(15, "the others go on"):
+        kill_on_node2(cluster, victim)
+        fault = told(process, "fault: ")
+    assert fault.startswith(f"fault: {CAUSES[victim]}"), fault
+    assert fault.endswith("(goes on with 1 worker)\n"), fault
+    assert told(process, "fault: ") == "fault: host node2 takes part again, with rank 1 (goes on with 2 workers)\n"
+    told(process, "epoch ")
+    told(process, "epoch ")
+    (driver,) = found(cluster, 0, "-m apportion train")
+    os.kill(driver, signal.SIGINT)
+    _, err = ended(process, 130)
+    assert "is saved" in err
+    assert_nothing_is_left(cluster, eventually)
+
+
+@pytest.mark.parametrize("victim", CAUSES)
+def test_what_is_killed_on_a_node_of_a_run_that_may_lose_nothing_is_one_clear_message(
+    cluster: RayCluster, project: Path, train: Train, within: Within, eventually: Eventually, victim: str
+) -> None:
+    process = train("mine.py:endless", "workers=1", "--policy", "policy(max_restarts=0)")
+    await_steps(project / "run", process, eventually)
     with within(15, "the end"):
+        kill_on_node2(cluster, victim)
         _, err = ended(process, 3)
-    assert len(own_lines(err)) == 1, err
     (error,) = own_lines(err)
-    assert error.startswith(f"error: {VICTIMS[victim]}"), err
-    assert error.endswith("--resume goes on"), err
+    assert error.startswith(f"error: {CAUSES[victim]}"), err
+    assert error.endswith("the run may lose no more workers (max_restarts=0); --resume goes on"), err
     assert_nothing_is_left(cluster, eventually)
 
 

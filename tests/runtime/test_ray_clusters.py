@@ -72,7 +72,7 @@ def test_a_cluster_with_a_token_is_joined_with_it_alone_and_a_node_that_is_lost_
             assert err.startswith("error: the Ray cluster at address='auto' does not let this process in (Invalid"), err
             assert "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token" in err
             assert len(err.splitlines()) == 1, err
-        process = cluster.train(project, "mine.py:endless")
+        process = cluster.train(project, "mine.py:endless", "workers=1", "--policy", "policy(max_restarts=0)")
         await_steps(project / "run", process, eventually)
         for pid in cluster.all_processes(1):
             if "raylet" in told_of(pid, "cmdline").decode().partition("\0")[0]:
@@ -80,7 +80,7 @@ def test_a_cluster_with_a_token_is_joined_with_it_alone_and_a_node_that_is_lost_
         with within(40, "the end"):
             _, err = ended(process, 3)
         (error,) = own_lines(err)
-        assert error.startswith("error: host node2: Ray has lost the actor that held its agent"), err
+        assert error.startswith("error: host node2 is lost with rank 1: Ray has lost the actor that held its"), err
         eventually(lambda: cluster.left() == [], within=10, what=f"nothing is left, not {cluster.left()}")
 
 

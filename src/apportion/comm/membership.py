@@ -64,10 +64,11 @@ class HostShare:
 
 
 class Membership:
-    """The page, as the supervisor or a worker sees it. ``memory``: ``nbytes(seats)`` bytes, zeros at first."""
+    """The page, as the supervisor or a worker sees it. ``memory``: ``nbytes(seats)`` bytes, zeros at first; ``ranks``:
+    the number of ranks of the run while none is lost, on all hosts, where it is known."""
 
-    def __init__(self, memory: memoryview, seats: int) -> None:
-        self.seats = seats
+    def __init__(self, memory: memoryview, seats: int, ranks: int = 1) -> None:
+        self.seats, self.ranks = seats, ranks
         self._address = memoryview(memory)[CACHE_LINE * (seats + 1) :]
         self._words = (Word * (_WORDS * (seats + 1))).from_buffer(memory)
         self._generation = Word.from_buffer(memory, 4 * _GENERATION)

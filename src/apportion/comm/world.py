@@ -145,6 +145,11 @@ class World:
         return self.place is not None and self.place.generation > self.place.began
 
     @property
+    def most(self) -> int:
+        """The number of ranks of this world while none is lost."""
+        return self.size if self.members is None or self.outer is not None else max(self.size, self.members.ranks)
+
+    @property
     def meeting(self) -> tuple[str, int] | None:
         """The address and the port where the ranks of several supervised hosts meet; None: there are none."""
         return None if self.place is None else self.place.meeting
@@ -153,7 +158,7 @@ class World:
         """Take this process's seat among workers that may be replaced, and return the world as it is when it may
         begin."""
         assert self.channel is not None
-        members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats)
+        members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats, self.size)
         members.sit(self.seat)
         return replace(self, members=members).rejoin()
 

@@ -221,6 +221,8 @@ class DataParallelStep(ReplicaStep, Recoverable):
         compress: Compression | None = None,
     ) -> None:
         self._microbatches, self._again = microbatches, world.under_way
+        # Whoever is alone since a host was lost is so until it is back, with the layers that it is built with now.
+        self._divides = world.most > 1
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
         if microbatches > 1:
@@ -231,11 +233,11 @@ class DataParallelStep(ReplicaStep, Recoverable):
         if world.seats > 1 and unsuited(self._replica, world) is None:
             self.gradient_update = SharedUpdate(self._replica, world)
         else:
-            divides = world.size > 1 or microbatches > 1
+            divides = self._divides or microbatches > 1
             self.gradient_update = BucketUpdate(self._replica, world, divides=divides, compress=compress)
 
     def prepare(self, model: nn.Module) -> None:
-        if self._group.size > 1:
+        if self._divides:
             refuse_renormalising(model, "each rank would rescale what its own examples look up")
             normalised = use_whole_batch(model, self._attendance)
         else:
@@ -254,7 +256,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         if self._microbatches > 1:
             strategy = f"data_parallel(microbatches={self._microbatches})"
             refuse_coupling(model, self._workload, self.source.sample, strategy=strategy)
-        elif self._group.size > 1:
+        elif self._divides:
             own = whole_batch_functions(
                 model, self._workload, self.source.sample, strategy="data_parallel", again=self._again
             )

@@ -318,6 +318,7 @@ class _CarriedAgent:
             with contextlib.suppress(OSError):
                 _write_all(err, f"{_SAYS}{why_lost_actor(error)}\n".encode())
         finally:
+            self._give_back()
             os.close(out)
             os.close(err)
             self._ended.set()
@@ -335,9 +336,13 @@ class _CarriedAgent:
 
     def kill(self) -> None:
         """Ends the actor, and the agent with it."""
+        self._give_back()
+        self._threads[1].join(_JOIN_SECONDS)
+
+    def _give_back(self) -> None:
+        """Ends the actor: another one, with another agent, needs the cores that it has."""
         with contextlib.suppress(Exception):  # it is gone already, or the cluster is
             self._ray.kill(self._actor)
-        self._threads[1].join(_JOIN_SECONDS)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
