@@ -21,10 +21,6 @@ from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 from apportion.parallel.ops.running_statistics import RunningStatistics
 
-    def __deepcopy__(self, memo: Any) -> NonEmptyRanks:
-        """Whoever copies a model gets no layers that ask the other ranks, not even where there are none just now."""
-        raise TypeError("a group of ranks is not copied with a model: make another model")
-
 
 def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:
     """Make every batch normalisation of the model, and all running statistics, take in what all ranks of the group
