@@ -25,20 +25,16 @@ from apportion.process import keep_what_is_freed
 
 def pong(environments):
     """Pong by ale-py's own vector of environments, with the preprocessing of Mnih et al. 2015 inside."""
+    from ale_py.vector_env import AtariVectorEnv
 
-    def make():
-        from ale_py.vector_env import AtariVectorEnv
-
-        return AtariVectorEnv("pong", num_envs=environments, num_threads=1)
-
-    return make
+    return AtariVectorEnv("pong", num_envs=environments, num_threads=1)
 
 
 def workload(environment, *, environments, frames=None, lr, optimizer="RMSprop", clip=0.5, **settings):
     """The actor-critic of an order. frames=None: without end."""
     rule = {"alpha": 0.99, "eps": 1e-5} if optimizer == "RMSprop" else {"eps": 1e-5}
     made = apportion.actor_critic(
-        pong(environments) if environment == "pong" else environment,
+        pong if environment == "pong" else environment,
         model=NETWORKS[environment],
         optimizer=lambda parameters: getattr(torch.optim, optimizer)(parameters, lr=lr, **rule),
         frames=STEPS * environments * settings["steps"] if frames is None else frames,

@@ -2,9 +2,9 @@
 
 ORDER is JSON: `environment`, `environments` of a collector, `steps`, `collectors` (processes that play beside the one
 that learns) and `lr`. Each collector has a vector of environments and plays with the weights that it was last sent; the
-learner takes a batch of whichever is ready, estimates advantages, makes one update of A2CLoss, and sends the weights. It
-learns from as many batches as each line says, and answers as `rollout_side.py` does. A collector blocks once its next
-batch is ready, so it does not disturb what runs while the side is parked.
+learner takes a batch of whichever is ready, estimates advantages, makes one update of A2CLoss, and sends the weights.
+It learns from as many batches as each line says, and answers as `rollout_side.py` does. A collector blocks once its
+next batch is ready, so it does not disturb what runs while the side is parked.
 """
 
 import json
