@@ -8,6 +8,7 @@ next batch is ready, so it does not disturb what runs while the side is parked.
 """
 
 import json
+import os
 import sys
 import warnings
 from functools import partial
@@ -56,6 +57,8 @@ def modules(order):
 
 def main(order):
     settle()
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what it logs while it starts is no answer
     order = json.loads(order)
     actor, critic = modules(order)
     frames = order["environments"] * order["steps"]
@@ -87,6 +90,7 @@ def main(order):
         stretch = Stretch()
         return stretch.said(sum(update() for _ in range(batches)))
 
+    os.dup2(answers, 1)
     serve(run)
     collector.shutdown()
 
