@@ -12,6 +12,7 @@ from statistics import median
 
 from own_environment import in_front_of_ours
 from parked import KEPT, Side
+from sessions import SessionSide
 
 HERE = Path(__file__).resolve().parent
 ROUNDS, ROUND_SECONDS, TRIAL_SECONDS = 9, 2.0, 3.0
@@ -71,7 +72,7 @@ class Player:
         if self.kind == "ours":
             return Side([str(HERE / "rollout_side.py"), json.dumps(self.order)], ranks=self.ranks)
         script, more = HERE / "peers" / SCRIPTS[self.kind], in_front_of_ours(PACKAGES[self.kind])
-        return Side([str(script), json.dumps(self.order)], ranks=1, more=KEPT | more)
+        return SessionSide([str(script), json.dumps(self.order)], ranks=1, more=KEPT | more)
 
 
 def played(side, calls):

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cpu_clock import Stretch
 from parked import serve, settle
 from rollout_networks import NETWORKS, rmsprop
+from sessions import lead_a_session
 
 GAMMA, VALUE, ENTROPY, CLIP = 0.99, 0.5, 0.0, 0.5
 
@@ -102,6 +103,7 @@ def work(order, shared, optimizer, seed, pipe):
 
 
 def main(order):
+    lead_a_session()
     settle()
     order = json.loads(order)
     shared = NETWORKS[order["environment"]]().share_memory()

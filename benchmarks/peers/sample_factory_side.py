@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cpu_clock import Stretch, descendants
 from parked import settle
+from sessions import lead_a_session
 
 NEVER = 10**6
 """Seconds between two signs of life that it asks of its processes: they are parked in between."""
@@ -98,6 +99,7 @@ def signal_all(number):
 
 
 def main(order):
+    lead_a_session()
     settle()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no answer

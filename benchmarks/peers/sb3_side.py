@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cpu_clock import Stretch
 from judge import judged
 from parked import serve, settle
+from sessions import lead_a_session
 
 ENDLESS = 10**12
 
@@ -61,6 +62,7 @@ def setting(value):
 
 
 def main(order):
+    lead_a_session()
     settle()
     order = json.loads(order)
     settings = {name: setting(value) for name, value in order["settings"].items()}

@@ -24,6 +24,7 @@ warnings.filterwarnings("ignore")
 from cpu_clock import Stretch  # noqa: E402
 from parked import serve, settle  # noqa: E402
 from rollout_networks import NETWORKS, rmsprop  # noqa: E402
+from sessions import lead_a_session  # noqa: E402
 from tensordict.nn import TensorDictModule  # noqa: E402
 from torchrl.collectors import MultiAsyncCollector  # noqa: E402
 from torchrl.envs import GymWrapper  # noqa: E402
@@ -56,6 +57,7 @@ def modules(order):
 
 
 def main(order):
+    lead_a_session()
     settle()
     answers = os.dup(1)
     os.dup2(2, 1)  # what it logs while it starts is no answer
