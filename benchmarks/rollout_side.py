@@ -1,0 +1,79 @@
+"""Our side of `reinforcement.py`: one rank of an actor-critic, parked. python rollout_side.py ORDER
+
+ORDER is JSON: the environment, the strategy, and what `workload` takes. The rank makes as many steps as each line says,
+and answers with the frames that it has played in them, the seconds and the seconds of processor time; with `judge`,
+also with the greedy score of the network then, for which the clocks stand still.
+"""
+
+import itertools
+import json
+import sys
+from dataclasses import replace
+
+import torch
+from cpu_clock import Stretch
+from endless import STEPS
+from judge import judged
+from parked import serve, settle
+from rollout_networks import NETWORKS
+
+import apportion
+from apportion import World, batches
+from apportion.core.value import parse
+from apportion.process import keep_what_is_freed
+
+
+def pong(environments):
+    """Pong by ale-py's own vector of environments, with the preprocessing of Mnih et al. 2015 inside."""
+    from ale_py.vector_env import AtariVectorEnv
+
+    return AtariVectorEnv("pong", num_envs=environments, num_threads=1)
+
+
+def workload(environment, *, environments, frames=None, lr, optimizer="RMSprop", clip=0.5, **settings):
+    """The actor-critic of an order. frames=None: without end."""
+    rule = {"alpha": 0.99, "eps": 1e-5} if optimizer == "RMSprop" else {"eps": 1e-5}
+    made = apportion.actor_critic(
+        pong if environment == "pong" else environment,
+        model=NETWORKS[environment],
+        optimizer=lambda parameters: getattr(torch.optim, optimizer)(parameters, lr=lr, **rule),
+        frames=STEPS * environments * settings["steps"] if frames is None else frames,
+        environments=environments,
+        clip_grad_norm=clip,
+        **settings,
+    )
+    return replace(made, evaluation=None)
+
+
+def main(order):
+    settle()
+    keep_what_is_freed()  # as its workers do
+    order = json.loads(order)
+    strategy, judge = order.pop("strategy"), order.pop("judge", False)
+    environment = order["environment"]
+    given, world = workload(**order), World.from_env(device="cpu")
+    step = parse(strategy, "apportion.strategies").build(given, world)
+    taken, network = batches(step), NETWORKS[environment]()
+
+    def run(calls):
+        stretch, frames = Stretch(), 0.0
+        for batch in itertools.islice(taken, calls):
+            step(batch)
+            frames += given.count(batch.targets)
+        said = stretch.said(frames)
+        return f"{said} {score()}" if judge else said
+
+    def score():
+        """By rank 0; the others are asked for their part of the state."""
+        state = step.state_dict().model
+        if world.rank:
+            return 0.0
+        network.load_state_dict({name.removeprefix("network."): value for name, value in state.items()})
+        with torch.inference_mode():
+            return judged(environment, lambda seen: network(torch.from_numpy(seen))[0].argmax(-1).numpy())
+
+    serve(run)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
