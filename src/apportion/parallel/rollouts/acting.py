@@ -59,14 +59,22 @@ class _Layers(fx.Tracer):
 
 def _linear(layer: nn.Linear) -> Callable[[Array], Array]:
     weight, bias = layer.weight.detach().numpy().T, None if layer.bias is None else layer.bias.detach().numpy()
-    return (lambda x: x @ weight) if bias is None else (lambda x: x @ weight + bias)
+
+    def call(x: Array) -> Array:
+        y: Array = np.dot(x, weight)
+        if bias is not None:
+            y += bias
+        return y
+
+    return call
 
 
 _ELEMENTWISE: dict[type[nn.Module], Callable[[Array], Array]] = {
-    nn.Tanh: np.tanh,
-    nn.ReLU: lambda x: np.maximum(x, 0),
+    nn.Tanh: lambda x: np.tanh(x, out=x),
+    nn.ReLU: lambda x: np.maximum(x, 0, out=x),
     nn.Identity: lambda x: x,
 }
+"""What is done to the outcome of another layer, in place."""
 
 
 @final
@@ -82,6 +90,8 @@ class NumpyActing:
         result = output.args[0]
         self._order: list[fx.Node] = []
         self._follow(result[0] if isinstance(result, tuple) else result)
+        if not self._order or not isinstance(self._network.get_submodule(str(self._order[0].target)), nn.Linear):
+            raise ValueError("a multilayer perceptron begins with a linear layer")
         self._weights: tuple[int, ...] = ()
 
     def _follow(self, node: Any) -> None:
@@ -133,12 +143,12 @@ class Acting:
     def __init__(self) -> None:
         self._unrolled: nn.Module | None = None
 
-    def by(self, unrolled: nn.Module, observations: Array) -> NumpyActing | TorchActing:
-        """The way in which it acts, until the weights are moved. ``observations``: some, to hold the ways against each
-        other."""
+    def by(self, unrolled: nn.Module, observations: Callable[[], Array]) -> NumpyActing | TorchActing:
+        """The way in which it acts, until the weights are moved. ``observations``: makes some, to hold the ways against
+        each other."""
         if unrolled is not self._unrolled:
             assert isinstance(unrolled, Unrolled), "the network of an actor-critic is unrolled"
-            self._unrolled, self._way = unrolled, fastest(unrolled, observations)
+            self._unrolled, self._way = unrolled, fastest(unrolled, observations())
         self._way.refresh()
         return self._way
 

@@ -66,9 +66,11 @@ class Actor:
     ) -> None:
         self._environments, self.policy, self._seed, self._key = environments, policy, seed, key
         self._gamma, self._state = gamma, state
+        self._remembers = bool(tree.tensors(state))
         self._observations: Array | None = None
         width = environments.width
-        self._resets: Array | None = None
+        self._resets = np.zeros(width, dtype=bool)
+        """True where the next step only resets."""
         self._begins = np.ones(width, dtype=bool)
         self._score, self._return = np.zeros(width), np.zeros(width)
         self._length = np.zeros(width, dtype=np.int64)
@@ -81,71 +83,77 @@ class Actor:
         generator = np.random.Generator(np.random.Philox(key=mix(self._seed, self._key, number, 0xAC7)))
         noise = self.policy.noise(generator, (steps, self._environments.width))
         found = self._empty(steps)
-        last: list[Array] = []
-        for t in range(steps):
-            found.observations[t], found.begins[t] = self._observations, self._begins
-            before = time.perf_counter()
-            numbers, self._state = act(self._observations, self._state, self._begins)
-            found.actions[t] = chosen = self.policy.act(numbers, noise[t])
-            acted = time.perf_counter()
-            moved = self._environments.step(self.policy.bounded(chosen))
-            found.acting += acted - before
-            found.moving += time.perf_counter() - acted
-            if self._resets is not None:
-                found.counts[t] = ~self._resets
-            over = moved.ended | moved.cut
-            self._begins = over if moved.resets is None else np.zeros_like(over)
-            if self._resets is not None:
-                self._begins = self._begins | self._resets
-            self._observations, found.rewards[t], self._resets = moved.observations, moved.rewards, moved.resets
-            self._count(found, t)
-            if over.any():
-                found.ended[t], found.cut[t] = moved.ended, moved.cut & ~moved.ended
-                self._end(found, over)
-                if moved.last is not None:
-                    for k in np.flatnonzero(found.cut[t]):
-                        found.last_at[t, k] = len(last)
-                        last.append(moved.last[k])
-        found.observations[steps], found.begins[steps] = self._observations, self._begins
+        last = self._step_by_step(act, noise, found)
         if last:
             found.last = np.stack(last)
+        over = found.ended | found.cut
+        if over.any():
+            found.cut &= ~found.ended
+        self._count(found, over)
         return found
+
+    def _step_by_step(self, act: Act, noise: Array, found: Rollout) -> list[Array]:
+        """Fill the rollout in; returns the last observations of episodes that were cut."""
+        policy, step, clock = self.policy, self._environments.step, time.perf_counter
+        seen, state, begins, resets = self._observations, self._state, self._begins, self._resets
+        assert seen is not None
+        last: list[Array] = []
+        acting = moving = 0.0
+        for t in range(len(noise)):
+            found.observations[t], found.begins[t] = seen, begins
+            before = clock()
+            numbers, state = act(seen, state, begins)
+            found.actions[t] = chosen = policy.act(numbers, noise[t])
+            acted = clock()
+            moved = step(policy.bounded(chosen))
+            acting += acted - before
+            moving += clock() - acted
+            seen, found.rewards[t], found.ended[t], found.cut[t] = moved[:4]
+            if moved.last is not None:
+                for k in np.flatnonzero(moved.cut & ~moved.ended):
+                    found.last_at[t, k] = len(last)
+                    last.append(moved.last[k])
+            if moved.resets is None:
+                begins = moved.ended | moved.cut
+            else:  # the observation after a step that only resets begins an episode
+                found.counts[t] = ~resets
+                begins, resets = resets, moved.resets
+        found.observations[-1], found.begins[-1] = seen, begins
+        found.acting, found.moving = acting, moving
+        self._observations, self._state, self._begins, self._resets = seen, state, begins, resets
+        return last
 
     def _empty(self, steps: int) -> Rollout:
         """A rollout to be filled, with the state that it begins with."""
         assert self._observations is not None
         now, width = self._observations, self._environments.width
-        chosen = self.policy.act(np.zeros((width, self.policy.numbers), np.float32), self._nothing())
         return Rollout(
             observations=np.empty((steps + 1, *now.shape), dtype=now.dtype),
-            actions=np.empty((steps, *chosen.shape), dtype=chosen.dtype),
+            actions=np.empty((steps, width, *self.policy.shape), dtype=self.policy.dtype),
             rewards=np.empty((steps, width)),
-            ended=np.zeros((steps, width), dtype=bool),
-            cut=np.zeros((steps, width), dtype=bool),
+            ended=np.empty((steps, width), dtype=bool),
+            cut=np.empty((steps, width), dtype=bool),
             counts=np.ones((steps, width), dtype=bool),
             last_at=np.full((steps, width), -1, dtype=np.int64),
             last=np.empty((0, *now.shape[1:]), dtype=now.dtype),
             returns=np.empty((steps, width)),
             begins=np.empty((steps + 1, width), dtype=bool),
-            state=tree.map_tensors(lambda t: t.clone(), self._state),
+            state=tree.map_tensors(lambda t: t.clone(), self._state) if self._remembers else (),
         )
 
-    def _nothing(self) -> Array:
-        return self.policy.noise(np.random.default_rng(0), (self._environments.width,))
-
-    def _count(self, found: Rollout, t: int) -> None:
-        """Add the rewards of a step to what its episodes have had so far."""
-        counted = found.counts[t]
-        self._score += found.rewards[t]
-        self._length += counted
-        self._return = self._return * self._gamma + found.rewards[t]
-        found.returns[t] = self._return
-
-    def _end(self, found: Rollout, over: Array) -> None:
-        found.scores += self._score[over].tolist()
-        found.lengths += self._length[over].tolist()
-        self._score[over] = self._return[over] = 0.0
-        self._length[over] = 0
+    def _count(self, found: Rollout, over: Array) -> None:
+        """Add the rewards to what the episodes have had so far, and tell of those that came to an end."""
+        for t, rewards in enumerate(found.rewards):
+            found.returns[t] = self._return = self._return * self._gamma + rewards
+            if over[t].any():
+                self._return = np.where(over[t], 0.0, self._return)
+        scores, lengths = found.rewards.cumsum(0) + self._score, found.counts.cumsum(0) + self._length
+        ended_score, ended_length = np.zeros(over.shape[1]), np.zeros(over.shape[1], dtype=np.int64)
+        for t, k in np.argwhere(over):
+            found.scores.append(float(scores[t, k] - ended_score[k]))
+            found.lengths.append(int(lengths[t, k] - ended_length[k]))
+            ended_score[k], ended_length[k] = scores[t, k], lengths[t, k]
+        self._score, self._length = scores[-1] - ended_score, lengths[-1] - ended_length
 
     def close(self) -> None:
         """Let go of the environments."""

@@ -30,7 +30,7 @@ class Transition(NamedTuple):
     """(K, ...): the last observations of the episodes that are over; None where none is, or where ``observations`` has
     them."""
     resets: Array | None
-    """(K,): True where the next step only resets; None where none does."""
+    """(K,): True where the next step only resets; None where no step ever does."""
 
 
 class Environments(Protocol):
@@ -120,18 +120,18 @@ class VectorOfEnvironments:
     def step(self, actions: Array) -> Transition:
         observations, rewards, ended, cut, told = self._vector.step(actions)
         over = ended | cut
-        last, resets = None, None
+        if self._mode == "NextStep":
+            return Transition(observations, np.asarray(rewards), ended, cut, None, over)
+        last = None
         if over.any():
-            if self._mode == "NextStep":
-                resets = over
-            elif self._mode == "SameStep":
+            if self._mode == "SameStep":
                 last = np.zeros_like(observations)
                 for k in np.flatnonzero(over):
                     last[k] = told["final_obs"][k]
             else:
                 last = observations
                 observations = np.asarray(self._vector.reset(options={"reset_mask": over})[0])
-        return Transition(observations, np.asarray(rewards), ended, cut, last, resets)
+        return Transition(observations, np.asarray(rewards), ended, cut, last, None)
 
     def close(self) -> None:
         self._vector.close()

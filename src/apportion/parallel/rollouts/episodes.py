@@ -61,7 +61,7 @@ class Episodes(ActedDataset):
         policy = policy_of(environments.action_space)
         assert self.network is not None
         seen = environments.reset(mix(self.seed, number, 0xE9A1) & 0x7FFFFFFF)
-        act = self._acting.by(self.network, seen)
+        act = self._acting.by(self.network, lambda: seen)
         width = self.width
         score, length, over = np.zeros(width), np.zeros(width), np.zeros(width, dtype=bool)
         state = () if self._state is None else self._state(width)

@@ -88,7 +88,7 @@ class Rollouts(ActedDataset):
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         if self.network is None:  # of the right shape, and nothing that the actors have done
             return self._sample(len(index))
-        act = self._acting.by(self.network, self._sample(1)[0].observations[0, 0].numpy())
+        act = self._acting.by(self.network, lambda: self._sample(1)[0].observations[0, 0].numpy())
         played = []
         for number in index.tolist():
             key = self.worker, number
