@@ -58,8 +58,8 @@ class Rollout:
 
 @final
 class Actor:
-    """Environments, and where they are. ``key``: the number of this actor among all; ``state``: the recurrent state
-    with which episodes begin."""
+    """Environments, and where they are. ``key``: the number of this actor among all; ``gamma``: the discount of the
+    returns that are kept, 0 where they are not; ``state``: the recurrent state with which episodes begin."""
 
     def __init__(
         self, environments: Environments, policy: ActionPolicy, *, seed: int, key: int, gamma: float, state: Any = ()
@@ -136,14 +136,14 @@ class Actor:
             counts=np.ones((steps, width), dtype=bool),
             last_at=np.full((steps, width), -1, dtype=np.int64),
             last=np.empty((0, *now.shape[1:]), dtype=now.dtype),
-            returns=np.empty((steps, width)),
+            returns=np.zeros((steps, width)),
             begins=np.empty((steps + 1, width), dtype=bool),
             state=tree.map_tensors(lambda t: t.clone(), self._state) if self._remembers else (),
         )
 
     def _count(self, found: Rollout, over: Array) -> None:
         """Add the rewards to what the episodes have had so far, and tell of those that came to an end."""
-        for t, rewards in enumerate(found.rewards):
+        for t, rewards in enumerate(found.rewards) if self._gamma else ():
             found.returns[t] = self._return = self._return * self._gamma + rewards
             if over[t].any():
                 self._return = np.where(over[t], 0.0, self._return)

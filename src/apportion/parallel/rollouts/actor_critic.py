@@ -77,7 +77,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
 
     def rollouts() -> Any:
         sizes = {"actors": actors, "environments": environments, "steps": steps}
-        return Rollouts(environment, **sizes, gamma=gamma, state=state)
+        return Rollouts(environment, **sizes, gamma=gamma if normalise_rewards else 0.0, state=state)
 
     return Workload(
         model=make,

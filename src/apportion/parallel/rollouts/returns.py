@@ -28,20 +28,21 @@ def advantages(steps: Steps, values: Tensor, after: Tensor, *, gamma: float, gae
     """The advantage of each step, (..., T, K). ``values`` (..., T, K): of the observations that were acted on;
     ``after``: of those that each step led to, the last ones of an episode where it was cut. No gradient passes."""
     dtype = values.dtype
-    deltas = steps.rewards.to(dtype) + gamma * after * ~steps.ended - values
-    passed_on = gamma * gae * (~(steps.ended | steps.cut)).to(dtype)
-    counts = steps.counts.to(dtype)
+    alive, going_on = (~steps.ended).to(dtype), (~(steps.ended | steps.cut)).to(dtype)
     found = torch.empty_like(values)
+    given: Any = steps.rewards.to(dtype), alive, going_on, steps.counts.to(dtype), values, after, found
     if values.device.type == "cpu":  # by numpy, whose small operations cost a fifth of torch's
-        _gather_back(deltas.numpy(), passed_on.numpy(), counts.numpy(), found.numpy())
-    else:
-        _gather_back(deltas, passed_on, counts, found)
+        given = tuple(t.numpy() for t in given)
+    _gather_back(*given, gamma=gamma, gae=gae)
     return found
 
 
-def _gather_back(deltas: Any, passed_on: Any, counts: Any, found: Any) -> None:
+def _gather_back(*given: Any, gamma: float, gae: float) -> None:
     """Give each step, from the last to the first, what the next one has. Tensors or arrays, (..., T, K)."""
-    later: Any = 0.0
+    rewards, alive, going_on, counts, values, after, found = given
+    deltas = rewards + gamma * after * alive - values
+    passed_on, later = gamma * gae * going_on, 0.0
     for t in range(deltas.shape[-2] - 1, -1, -1):
-        later = (deltas[..., t, :] + passed_on[..., t, :] * later) * counts[..., t, :]
-        found[..., t, :] = later
+        at = (..., t, slice(None))
+        later = (deltas[at] + passed_on[at] * later) * counts[at]
+        found[at] = later

@@ -25,7 +25,8 @@ _TARGETS = "actions", "rewards", "ended", "cut", "counts"
 class Rollouts(ActedDataset):
     """``actors`` actors, each of which plays ``environments`` environments for ``steps`` steps an example.
 
-    ``gamma``: the discount of the returns that are kept; ``state``: the factory of a recurrent state.
+    ``gamma``: the discount of the returns that are kept, 0 where they are not; ``state``: the factory of a recurrent
+    state.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Rollouts(ActedDataset):
         actors: int,
         environments: int,
         steps: int,
-        gamma: float = 0.99,
+        gamma: float = 0.0,
         state: Callable[[int], Any] | None = None,
     ) -> None:
         self._environment, self._many, self._width, self._steps = environment, actors, environments, steps
