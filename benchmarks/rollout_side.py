@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from cpu_clock import Stretch
@@ -19,8 +20,11 @@ from rollout_networks import NETWORKS
 
 import apportion
 from apportion import World, batches
+from apportion.core.address import load_workload
 from apportion.core.value import parse
 from apportion.process import keep_what_is_freed
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def pong(environments):
@@ -32,7 +36,7 @@ def pong(environments):
 
 def workload(environment, *, environments, frames=None, lr, optimizer="RMSprop", clip=0.5, **settings):
     """The actor-critic of an order. frames=None: without end."""
-    rule = {"alpha": 0.99, "eps": 1e-5} if optimizer == "RMSprop" else {"eps": 1e-5}
+    rule = {"foreach": True, "alpha": 0.99, "eps": 1e-5} if optimizer == "RMSprop" else {"eps": 1e-5}
     made = apportion.actor_critic(
         pong if environment == "pong" else environment,
         model=NETWORKS[environment],
@@ -45,15 +49,23 @@ def workload(environment, *, environments, frames=None, lr, optimizer="RMSprop",
     return replace(made, evaluation=None)
 
 
+def preset(example, seed):
+    """The actor-critic of one of the examples, as it is, without its evaluation."""
+    made = load_workload(f"{EXAMPLES / example}.py:workload")
+    return replace(made, evaluation=None, seed=seed)
+
+
 def main(order):
     settle()
     keep_what_is_freed()  # as its workers do
     order = json.loads(order)
     strategy, judge = order.pop("strategy"), order.pop("judge", False)
     environment = order["environment"]
-    given, world = workload(**order), World.from_env(device="cpu")
+    example = order.get("example")
+    given = workload(**order) if example is None else preset(example, order.get("seed", 0))
+    world = World.from_env(device="cpu")
     step = parse(strategy, "apportion.strategies").build(given, world)
-    taken, network = batches(step), NETWORKS[environment]()
+    taken, network = batches(step), NETWORKS[environment]() if example is None else given.model().network
 
     def run(calls):
         stretch, frames = Stretch(), 0.0

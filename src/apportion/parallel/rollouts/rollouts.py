@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -63,25 +64,26 @@ class Rollouts(ActedDataset):
     def _actor(self, number: int) -> Actor:
         key = self.worker, number
         if key not in self._actors:
-            self._actors[key] = self._new_actor(self.worker * self._many + number)
+            self._actors[key] = self._new_actor(self.worker * self._many + number, self._width)
         return self._actors[key]
 
-    def _new_actor(self, key: int) -> Actor:
-        environments = open_environments(self._environment, self._width)
+    def _new_actor(self, key: int, width: int) -> Actor:
+        environments = open_environments(self._environment, width)
         policy = policy_of(environments.action_space)
-        state = () if self._state is None else self._state(self._width)
+        state = () if self._state is None else self._state(width)
         return Actor(environments, policy, seed=self.seed, key=key, gamma=self._gamma, state=state)
 
     def _sample(self, many: int) -> tuple[Any, Any]:
+        """Examples that one environment has made: some take seconds to open all of theirs."""
         if self._example is None:
-            actor = self._new_actor(0)
+            actor = self._new_actor(0, 1)
             try:
                 numbers = actor.policy.numbers
 
                 def nothing(observations: Any, state: Any, begins: Any) -> tuple[Any, Any]:
                     return np.zeros((len(observations), numbers), dtype=np.float32), state
 
-                self._example = actor.play(nothing, self._steps, 0)
+                self._example = _widened(actor.play(nothing, self._steps, 0), self._width)
             finally:
                 actor.close()
         return _inputs([self._example] * many), _targets([self._example] * many)
@@ -139,6 +141,14 @@ class _Tally:
         self._since = now
         self._begin()
         return told
+
+
+def _widened(rollout: Rollout, width: int) -> Rollout:
+    """The rollout of one environment, as if so many had done the same."""
+    names = "observations", *_TARGETS, "last_at", "returns", "begins"
+    found: dict[str, Any] = {name: np.repeat(getattr(rollout, name), width, axis=1) for name in names}
+    state = tree.map_tensors(lambda t: t.repeat_interleave(width, dim=0), rollout.state)
+    return replace(rollout, **found, state=state)
 
 
 def _inputs(played: list[Rollout]) -> Played:
