@@ -171,7 +171,8 @@ def test_what_is_killed_on_a_node_is_one_clear_message(  # noqa: PLR0913 (the fi
     eventually: Eventually,
     victim: str,
 ) -> None:
-    process = started("mine.py:endless")
+    """Of a run that may lose nothing: others go on."""
+    process = started("mine.py:endless", "--policy", "policy(max_restarts=0)")
     await_steps(project / "run", process, eventually)
     if victim == "step":
         (step,) = re.findall(

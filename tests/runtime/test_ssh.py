@@ -88,6 +88,8 @@ from apportion.core.value import parse
 
 launcher, address, options = parse(sys.argv[1], "apportion.runtime.launch"), sys.argv[2], json.loads(sys.argv[3])
 until, rest, strategy = options.pop("until", None), options.pop("rest", 0), options.pop("strategy", "data_parallel")
+if "max_restarts" in options:
+    options["policy"] = apportion.Policy(max_restarts=options.pop("max_restarts"))
 if options.pop("imported", False):
     import work
     address = getattr(work, address.partition(":")[2])
@@ -336,10 +338,10 @@ def agents_on(hosts: SshHosts, name: str) -> list[int]:
         ("sshd", "host b is lost with rank 1: the connection was lost"),
     ],
 )
-def test_what_is_killed_on_a_host_ends_a_run_that_cannot_go_on_without_it_and_leaves_nothing(
+def test_what_is_killed_on_a_host_ends_a_run_that_may_lose_nothing_and_leaves_nothing(
     hosts: SshHosts, drive: Drive, project: Path, within: Within, victim: str, told: str
 ) -> None:
-    process = drive(hosts.launcher("a", "b", workers=1), "endless", strategy="local_sgd(every=2)")
+    process = drive(hosts.launcher("a", "b", workers=1), "endless", strategy="local_sgd(every=2)", max_restarts=0)
     stepping(process)
     if victim == "sshd":
         pids = [pid for pid, words in hosts.processes("b").items() if words.startswith("sshd: ")]
@@ -421,7 +423,7 @@ def test_a_host_that_does_not_answer_is_named(hosts: SshHosts, drive: Drive, pro
 
 @pytest.mark.slow
 def test_an_agent_that_is_stopped_is_named(hosts: SshHosts, drive: Drive, project: Path, within: Within) -> None:
-    process = drive(hosts.launcher("a", "b", workers=1), "endless", strategy="local_sgd(every=2)")
+    process = drive(hosts.launcher("a", "b", workers=1), "endless", strategy="local_sgd(every=2)", max_restarts=0)
     stepping(process)
     (agent,) = agents_on(hosts, "b")
     os.kill(agent, signal.SIGSTOP)
@@ -430,7 +432,7 @@ def test_an_agent_that_is_stopped_is_named(hosts: SshHosts, drive: Drive, projec
             _, err = ended(process, 1)
     finally:
         os.kill(agent, signal.SIGCONT)
-    assert "host b is lost with rank 1: it has said nothing for 30." in err
+    assert "host b is lost with rank 1: it has said nothing for " in err
 
 
 @pytest.mark.slow

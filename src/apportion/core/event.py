@@ -11,6 +11,9 @@ EventKind = Literal[
     "plan", "proof", "start", "step", "speed", "rollouts", "drift", "evaluation", "checkpoint", "fault", "end"
 ]
 
+EPISODE = "episode.gif"
+"""The file in the directory of a run that shows an episode, where the network plays some."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Event:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,14 @@ class ActedDataset(ABC):
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         """The inputs and targets of these examples at a step, dimension 0 the example: made once, and the same where
         they are asked for again."""
+
+    beat: Callable[[], None] = staticmethod(lambda: None)
+    """Called now and then while examples are made that take long, by which others see that nothing hangs."""
+
+    def record(self, folder: Path) -> Path | None:
+        """Keep in a file of this folder what the network does, for people to look at; None where there is nothing to
+        be seen."""
+        return None
 
     @abstractmethod
     def told(self) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         evaluation=_evaluation(
             lambda: Episodes(environment, episodes, state=state),
             None if evaluate_every is None else max(1, evaluate_every // a_step),
-            episodes,
+            actors,
         ),
         schedule=_annealed if anneal else None,
         seed=seed,
@@ -99,10 +99,10 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     )
 
 
-def _evaluation(data: Callable[[], Any], every: int | None, episodes: int) -> Evaluation:
-    """The evaluation by whole episodes, every so many steps."""
+def _evaluation(data: Callable[[], Any], every: int | None, at_once: int) -> Evaluation:
+    """The evaluation by whole episodes, every so many steps, of which ``at_once`` workers each play some."""
     metrics = {"score": judged, "length": lasted}
-    return Evaluation(data=data, metrics=metrics, every=every, best="max score", batch_size=episodes)
+    return Evaluation(data=data, metrics=metrics, every=every, best="max score", batch_size=at_once)
 
 
 def _annealed(optimizer: Optimizer, total: int) -> LRScheduler:

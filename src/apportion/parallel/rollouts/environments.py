@@ -177,6 +177,29 @@ def open_environments(environment: str | Factory, width: int) -> Environments:
     return VectorOfEnvironments(made, width)
 
 
+def one_that_is_seen(environment: str | Factory) -> Any | None:
+    """Open one environment that renders pictures; None where there is none whose observations are those that the
+    network is given, or it cannot draw."""
+    import gymnasium
+
+    if not isinstance(environment, str):
+        made = None if _takes_a_number(environment) else environment()
+        return made if getattr(made, "render_mode", None) == "rgb_array" else None
+    spec = gymnasium.spec(environment)
+    try:
+        one = gymnasium.make(environment, render_mode="rgb_array", disable_env_checker=True)
+    except Exception:  # what it draws with is not installed
+        return None
+    if spec.vector_entry_point is not None:
+        several = open_environments(environment, 1)
+        alike = several.observation_space == one.observation_space
+        several.close()
+        if not alike:
+            one.close()
+            return None
+    return one
+
+
 def _takes_a_number(make: Callable[..., Any]) -> bool:
     """Does a function need an argument?"""
     try:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
 
 from apportion.core.data.acted import ActedDataset
+from apportion.core.event import EPISODE
 from apportion.core.sampling.sampler import Index, mix
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.environments import Environments, Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of
+from apportion.parallel.rollouts.recording import as_gif, filmed
 
 MOST_AT_ONCE = 32
 
@@ -67,6 +70,7 @@ class Episodes(ActedDataset):
         state = () if self._state is None else self._state(width)
         begins = np.ones(width, dtype=bool)
         while not over.all():
+            self.beat()
             numbers, state = act(seen, state, begins)
             moved = environments.step(policy.bounded(policy.best(numbers)))
             score += np.where(over, 0.0, moved.rewards)
@@ -74,6 +78,15 @@ class Episodes(ActedDataset):
             over |= moved.ended | moved.cut
             seen, begins = moved.observations, moved.ended | moved.cut  # those that are over do not matter any more
         return {"score": float(score.mean()), "length": float(length.mean())}
+
+    def record(self, folder: Path) -> Path | None:
+        """Play one episode, and keep it as a GIF."""
+        if self.network is None:
+            return None
+        seed = mix(self.seed, 0, 0xE9A1) & 0x7FFFFFFF
+        begin = None if self._state is None else self._state
+        pictures = filmed(self._environment, self._acting, self.network, seed=seed, state=begin, beat=self.beat)
+        return as_gif(pictures, folder / EPISODE) if pictures else None
 
     def told(self) -> Mapping[str, Any]:
         return {}

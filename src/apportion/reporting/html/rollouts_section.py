@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import numpy as np
 
+from apportion.core.event import EPISODE
 from apportion.reporting.html import tables
 from apportion.reporting.html.document import figure, numbers, pair, section
 from apportion.reporting.html.history import Curve, History, Moment
@@ -25,8 +27,22 @@ def rollouts_section(history: History, pictures: ModuleType | None) -> str:
         for unit, by_time in (("frames", False), ("seconds of training", True)):
             curves = [(TRAINED, _scores(history, by_time)), (EVALUATED, _evaluated(history, by_time))]
             drawn.append(figure(pictures.scores_picture(curves, unit), f"Score over {unit}"))
-    html = pair(drawn) + _speeds(history)
+    html = pair(drawn) + _episode(history) + _speeds(history)
     return section("Rollouts", html + numbers("Scores in numbers", _table(history), shown=not drawn))
+
+
+def _episode(history: History) -> str:
+    """The film of an episode, where one was kept."""
+    path = history.run_dir / EPISODE
+    try:
+        film = path.read_bytes()
+    except OSError:
+        return ""
+    picture = base64.b64encode(film).decode()
+    return (
+        f'<figure><img alt="an episode" src="data:image/gif;base64,{picture}"><figcaption>An episode'
+        " at the end, with the most probable actions</figcaption></figure>"
+    )
 
 
 def _x(moments: Sequence[Moment], history: History, by_time: bool) -> Iterable[float]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from apportion.core.event import EPISODE
 from apportion.reporting.html.curves import finite, spread
 from apportion.reporting.html.history import STAGES, Curve, History, Moment
 from apportion.reporting.journal import duration, measure, number
@@ -170,6 +171,7 @@ def written(run_dir: Path) -> list[tuple[str, str]]:
         "events.jsonl": "every event, one line of JSON each",
         "checkpoints/latest": "the state to go on from",
         "checkpoints/best": "the state at the best evaluation",
+        EPISODE: "an episode at the end, with the most probable actions",
         "tensorboard": "scalars: tensorboard --logdir " + str(run_dir / "tensorboard"),
     }
     found = [(str(run_dir / name), what) for name, what in known.items() if (run_dir / name).exists()]

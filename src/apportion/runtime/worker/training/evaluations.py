@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from apportion.comm.group import Group, collective
+from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
@@ -25,7 +28,6 @@ class RunEvaluations:
             rank = 0 if step.whole else rank  # who loads the same batch draws the same numbers for it
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
-            self._source.acts(step.model)
 
     @collective
     def attempt(self, group: Group) -> None:
@@ -52,8 +54,21 @@ class RunEvaluations:
         Called by all ranks of the group; ``beat`` is called after each batch."""
         if self._evaluation is None or self._source is None:
             return None
+        self._source.acts(self._step.model)  # and not in the attempt, which would play whole episodes
+        if isinstance(dataset := self._source.dataset, ActedDataset):
+            dataset.beat = beat
         self.metrics = evaluate(self._step, self._evaluation, self._source, group, beat)
         return best.agree(best.improve(self._evaluation.best, self.metrics), group, self._step.device)
+
+    def record(self, folder: str | None) -> None:
+        """Keeps what the network does for people to look at, where there is something to be seen. It is no reason to
+        end a run that it cannot be drawn."""
+        if self._source is None or folder is None or not isinstance(dataset := self._source.dataset, ActedDataset):
+            return
+        try:
+            dataset.record(Path(folder))
+        except Exception as error:  # rendering is somebody else's
+            warnings.warn(f"no episode is recorded: {type(error).__name__}: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Ends the loading processes."""

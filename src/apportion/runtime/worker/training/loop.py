@@ -305,6 +305,8 @@ class _TrainingLoop:
         if reason == "finished":
             yield from self._evaluate(final=True)
             self._save()
+            if self.world.rank == 0:
+                self.evaluations.record(self.job.run_dir)
         self.checkpoints.saver.finish(self._beat)
         yield from self._tell_checkpoints()
         if self.world.rank == 0 or self.world.channel is None:  # without a supervisor each rank is told
