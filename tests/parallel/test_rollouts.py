@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
-from apportion.parallel.rollouts.acting import NumpyActing, TorchActing
+from apportion.parallel.ops.running_statistics import RunningStatistics
+from apportion.parallel.rollouts.acting import NumpyActing, TorchActing, fastest
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
+from apportion.parallel.rollouts.episodes import Episodes
 from apportion.parallel.rollouts.loss import ActorCriticLoss
 from apportion.parallel.rollouts.policy import ActionPolicy, Categorical, Gaussian, MultiCategorical
 from apportion.parallel.rollouts.rollouts import _inputs, _targets
@@ -238,3 +241,107 @@ def test_a_perceptron_acts_by_numpy_as_it_does_by_torch() -> None:
 def test_what_is_no_perceptron_does_not_act_by_numpy() -> None:
     with pytest.raises(ValueError, match="which is no layer of a multilayer perceptron"):
         NumpyActing(Unrolled(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
+
+
+def test_a_perceptron_is_found_to_act_by_numpy() -> None:
+    observations = np.zeros((4, NUMBERS), np.float32)
+    assert isinstance(fastest(Unrolled(network(torch.float32)), observations), NumpyActing)
+    normalised = Unrolled(network(torch.float32), observations=NUMBERS)
+    assert isinstance(fastest(normalised, observations), NumpyActing)
+    assert isinstance(fastest(Unrolled(nn.Sequential(nn.Linear(2, 2), nn.GELU())), observations), TorchActing)
+
+
+def test_running_statistics_are_those_of_all_that_was_taken_in() -> None:
+    statistics, rows = RunningStatistics(3), torch.randn(50, 3, dtype=torch.float64) * 5 + 2
+    assert torch.equal(statistics.mean, torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(statistics.deviation, torch.ones(3, dtype=torch.float64))
+    for part in rows.split(7):
+        statistics.take(part)
+    assert torch.allclose(statistics.mean, rows.mean(0), atol=1e-12)
+    assert torch.allclose(statistics.deviation, rows.std(0, correction=0), atol=1e-12)
+
+
+def test_observations_are_normalised_by_what_was_seen_before() -> None:
+    unrolled = Unrolled(network(), observations=NUMBERS)
+    rollout = rollouts("loop", 1)[0]
+    given = tree.cast(_inputs([rollout]), torch.device("cpu"), torch.float64)
+    plain = Unrolled(network())(*given)
+    assert torch.equal(unrolled(*given).values, plain.values), "nothing was seen before the first"
+    seen = torch.from_numpy(rollout.observations[:-1].reshape(-1, NUMBERS).astype(np.float64))
+    exact = (given.observations - seen.mean(0)) / seen.std(0, correction=0)
+    unrolled.eval()
+    again = unrolled(*given)
+    last = (given.last - seen.mean(0)) / seen.std(0, correction=0)
+    expected = Unrolled(network())(*given._replace(observations=exact.clamp(-10, 10), last=last.clamp(-10, 10)))
+    assert torch.allclose(again.values, expected.values, atol=1e-12)
+    assert torch.allclose(again.after, expected.after, atol=1e-12)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.policy, self.value = nn.GRUCell(NUMBERS, 5), nn.Linear(5, CHOICES), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = self.cell(x, state)
+        return self.policy(state), self.value(state), state
+
+
+@pytest.mark.parametrize("how", ["loop", "NextStep", "SameStep", "Disabled"])
+def test_a_recurrent_network_remembers_its_own_episode_alone(how: str) -> None:
+    """What the unrolled network gives is what one gives that is run through each episode by itself."""
+    torch.manual_seed(0)
+    net = Remembering().double()
+    begin = lambda rows: torch.zeros(rows, 5, dtype=torch.float64)  # noqa: E731
+    unrolled = Unrolled(net, state=begin)
+    actor = Actor(opened(how), Categorical(CHOICES), seed=0, key=0, gamma=0.9, state=begin(WIDTH))
+    first, second = (actor.play(TorchActing(unrolled), STEPS, number) for number in range(2))
+    for rollout in (first, second):
+        judged = unrolled(*tree.cast(_inputs([rollout]), torch.device("cpu"), torch.float64))
+        for k in range(WIDTH):
+            state = rollout.state[k : k + 1]
+            for t in range(STEPS + 1):
+                state = begin(1) if rollout.begins[t, k] else state
+                policy, value, state = net(torch.from_numpy(rollout.observations[t, k][None].astype(np.float64)), state)
+                assert torch.allclose(judged.values[0, t, k], value, atol=1e-12)
+                if t < STEPS:
+                    assert torch.allclose(judged.policies[0, t, k], policy[0], atol=1e-12)
+                    if (at := rollout.last_at[t, k]) >= 0:
+                        seen = torch.from_numpy(rollout.last[at][None].astype(np.float64))
+                        assert torch.allclose(judged.after[0, t, k], net(seen, state)[1], atol=1e-12)
+    assert first.begins[0].all()
+    assert first.begins[1:].any()
+
+
+def test_greedy_episodes_are_the_same_each_time_and_can_be_looked_at(tmp_path: Path) -> None:
+    from PIL import Image
+
+    torch.manual_seed(1)
+    episodes = Episodes("CartPole-v1", 6)
+    assert (len(episodes), episodes.width) == (1, 6)
+    policy, value = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy, self.value = policy, value
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.policy(x), self.value(x)
+
+    episodes.network = Unrolled(Linear())
+    told = [episodes.act(np.array([0]), step)[1] for step in (0, 5)]
+    assert torch.equal(told[0]["score"], told[1]["score"])
+    assert torch.equal(told[0]["score"], told[0]["length"]), "CartPole gives 1 a step"
+    path = episodes.record(tmp_path)
+    assert path is not None
+    with Image.open(path) as film:
+        assert film.n_frames > 1
+        assert film.width == 240
+
+
+def test_what_cannot_be_seen_is_not_recorded(tmp_path: Path) -> None:
+    episodes = Episodes(lambda: Walk(3), 2)
+    episodes.network = Unrolled(network(torch.float32))
+    assert episodes.record(tmp_path) is None
+    assert not list(tmp_path.iterdir())
