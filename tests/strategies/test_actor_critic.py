@@ -183,3 +183,24 @@ def test_one_worker_is_the_loop_that_is_written_by_hand_to_the_bit(strategy: str
     by_hand = plain_a2c(200)
     assert by_hand.keys() == state.model.keys()
     assert all(torch.equal(state.model[name], weights) for name, weights in by_hand.items())
+
+
+def test_shares_that_would_move_actors_are_refused() -> None:
+    with pytest.raises(ValueError, match="would move actors between workers"), by_value(played):
+        apportion.check(played.workload(), 'data_parallel(shares="measured")', workers=2, steps=2)
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd(every=2)", "local_sgd(every=4, overlap=True)"])
+def test_averaged_replicas_play_as_their_reference_does(strategy: str) -> None:
+    with by_value(played):
+        proof = apportion.check(played.workload(actors=4), strategy, workers=2, steps=12)
+    assert proof.holds
+    assert proof.rounds[0].worst.absolute <= EXACT
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel(microbatches=2)", "map_reduce(part=1)"])
+def test_parts_of_a_batch_add_up(strategy: str) -> None:
+    with by_value(played):
+        proof = apportion.check(played.workload(actors=4), strategy, workers=2, steps=6)
+    assert proof.holds
+    assert proof.rounds[0].worst.absolute <= EXACT

@@ -47,6 +47,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.world import World
+from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.replica_digest import Replicated, apart_from
 from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, held
@@ -227,6 +228,11 @@ class DataParallelStep(ReplicaStep, Recoverable):
         super().__init__(workload, world)
         if microbatches > 1:
             self._replica.forward.begin(first=True)
+        if measured and isinstance(self.source.dataset, ActedDataset):
+            raise ValueError(
+                'shares="measured" would move actors between workers, and their environments stay where they are: use '
+                'shares="equal"'
+            )
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
         self.gradient_update: GradientUpdate
