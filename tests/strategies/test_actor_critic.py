@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,16 @@ def test_parts_of_a_batch_add_up(strategy: str) -> None:
         proof = apportion.check(played.workload(actors=4), strategy, workers=2, steps=6)
     assert proof.holds
     assert proof.rounds[0].worst.absolute <= EXACT
+
+
+def test_what_was_trained_is_loaded_and_exported_as_what_acts(tmp_path: Path) -> None:
+    """Called on observations: policy and value."""
+    from apportion.api.export import export_run
+
+    run = tmp_path / "run"
+    apportion.train(f"{played.__file__}:normed", "single_device", run_dir=run, check=False)
+    policy, value = apportion.load(run, trust=True)(torch.zeros(5, played.NUMBERS))
+    assert (policy.shape, value.shape) == ((5, played.CHOICES), (5, 1))
+    exported = export_run(run, path=tmp_path / "net.onnx", trust=True)
+    assert exported.difference <= exported.limit
+    assert [given["shape"] for given in exported.about["inputs"]] == [[None, played.NUMBERS]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from apportion.core.data.acted import ActedDataset
 from apportion.core.value import parse
 from apportion.exporting.exporter import PACKAGE, export
 from apportion.exporting.target import Exported, Target
@@ -29,6 +30,8 @@ def export_run(
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     workload = workload_of(run, trust=trust)
     data = workload.open_data() if workload.parts is None else workload.open_part(0)
+    if isinstance(data, ActedDataset) and workload.evaluation is not None:  # a deployed net is not called on rollouts
+        data = workload.evaluation.data()
     inputs, _ = workload.collate([data[n] for n in range(min(EXAMPLES, len(data)))])  # type: ignore[arg-type]
     to = Path(path) if path is not None else Path(run) / f"model{chosen.suffix}"
     return export(load(run, trust=trust), inputs, to, target=chosen)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Factory = Callable[..., Any]
+QUIET = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "PYGAME_HIDE_SUPPORT_PROMPT": "1"}
+"""Settings of pygame, which draws into memory here, and need not look for a screen."""
 
 
 class Transition(NamedTuple):
@@ -186,6 +189,12 @@ def one_that_is_seen(environment: str | Factory) -> Any | None:
         made = None if _takes_a_number(environment) else environment()
         return made if getattr(made, "render_mode", None) == "rgb_array" else None
     spec = gymnasium.spec(environment)
+    for name, quiet in (
+        ("SDL_VIDEODRIVER", "dummy"),
+        ("SDL_AUDIODRIVER", "dummy"),
+        ("PYGAME_HIDE_SUPPORT_PROMPT", "1"),
+    ):
+        os.environ.setdefault(name, quiet)  # pygame draws into memory, and need not look for a screen
     try:
         one = gymnasium.make(environment, render_mode="rgb_array", disable_env_checker=True)
     except Exception:  # what it draws with is not installed

@@ -79,16 +79,25 @@ class Unrolled(nn.Module):
         found = (centred / known.deviation).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
         return found.to(observations.dtype).view_as(observations)
 
-    def forward(self, *played: Any) -> Any:
-        if len(played) < len(Played._fields):
-            return self._observed(*played)
-        found = Played(*played)
+    def forward(
+        self,
+        observations: Tensor,
+        last: Any = None,
+        last_at: Tensor | None = None,
+        returns: Tensor | None = None,
+        begins: Tensor | None = None,
+        state: Any = None,
+    ) -> Any:
+        """``Played``, field by field; or observations (n, ...) alone, and the recurrent state after them."""
+        if last_at is None or returns is None or begins is None:
+            return self._observed(observations, last)
+        found = Played(observations, last, last_at, returns, begins, state)
         judged = self._at_once(found) if self.begin is None else self._step_by_step(found)
         if self.training:  # after they were used: the rollout was played with those that were before it
             self._take_in(found)
         return judged
 
-    def _observed(self, observations: Tensor, state: Any = None) -> Any:
+    def _observed(self, observations: Tensor, state: Any) -> Any:
         if self.begin is None:
             return self.network(self.normalised(observations))
         return self.network(self.normalised(observations), self.begin(len(observations)) if state is None else state)
