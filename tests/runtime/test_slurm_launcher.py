@@ -153,11 +153,11 @@ def test_ctrl_c_saves_and_the_run_goes_on(
 
 VICTIMS = {
     "rank": "rank 1 on host node2 was killed by SIGKILL",
-    "agent": "host node2: its agent was ended by SIGKILL, by hand or by the system, and its ranks ended with it",
-    "shell": "host node2: its agent was ended by SIGKILL, by hand or by the system, and its ranks ended with it",
-    "slurmstepd": "rank 0 on host node1: the connection to rank 1 on node2 at ",
-    "srun": "host node2: its srun was ended by SIGKILL",
-    "step": "host node2: Slurm has cancelled the step that held its agent",
+    "agent": "host node2 is lost with rank 1: its agent was ended by SIGKILL, by hand or by the system",
+    "shell": "host node2 is lost with rank 1: its agent was ended by SIGKILL, by hand or by the system",
+    "slurmstepd": "rank 1 on host node2 has not answered for ",
+    "srun": "host node2 is lost with rank 1: its srun was ended by SIGKILL",
+    "step": "host node2 is lost with rank 1: Slurm has cancelled the step that held its agent",
 }
 
 
@@ -199,7 +199,8 @@ def test_what_is_killed_on_a_node_is_one_clear_message(  # noqa: PLR0913 (the fi
     errors = own_lines(err)
     assert len(errors) == 1, err
     assert errors[0].startswith(f"error: {VICTIMS[victim]}"), err
-    assert errors[0].endswith("--resume goes on"), err
+    assert errors[0].endswith("(max_restarts=0); --resume goes on"), err
+    assert errors[0].count("--resume goes on") == 1, err
     if victim == "step":  # Slurm has killed the shell too that removes the folder: the next run's agent does
         for folder in folders.iterdir():
             shutil.rmtree(folder)
