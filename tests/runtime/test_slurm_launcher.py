@@ -152,8 +152,8 @@ def test_ctrl_c_saves_and_the_run_goes_on(
 
 
 LONG = {"slurmstepd": 30, "shell": 90}
-"""The seconds until the end where they are more than 15: srun waits for a minute for the output of a task whose shell is
-gone, in which the agent, and the run, go on."""
+"""The seconds until the end where they are more than 15: srun waits for a minute for the output of a task whose shell
+is gone, in which the agent, and the run, go on."""
 VICTIMS = {
     "rank": "rank 1 on host node2 was killed by SIGKILL",
     "agent": "host node2 is lost with rank 1: its agent was ended by SIGKILL, by hand or by the system",
