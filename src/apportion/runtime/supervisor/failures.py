@@ -165,8 +165,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def host_text(lost: HostLost) -> str:
-    """Returns why a host is lost, and which ranks were on it; what is to be done is added by whoever decides whether the
-    run goes on."""
+    """Returns why a host is lost, and which ranks were on it; how to go on is added by whoever decides what
+    follows."""
     why = lost.why.removeprefix(f"host {lost.host}: ").removesuffix("; --resume goes on")
     return f"host {lost.host} is lost with {ranks_text(lost.ranks)}: {why}"
 
