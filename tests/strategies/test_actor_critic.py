@@ -15,9 +15,11 @@ from ranks import by_value, on_ranks
 import apportion
 from apportion import State, Workload
 from apportion.comm.world import World
+from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import mix
 from apportion.core.strategy import batches
 from apportion.core.value import parse
+from apportion.runtime.proof.proof_workload import few_rows
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*they take turns"), pytest.mark.processes]
 EXACT = 1e-10
@@ -95,6 +97,7 @@ def test_loaders_are_refused() -> None:
     [
         ({"frames": 0}, "frames=0 must be a whole number of at least 1"),
         ({"gamma": 1.5}, "gamma=1.5 must be from 0 to 1"),
+        ({"compile": True}, "compile=True compiles one shape of a call"),
         ({"environment": "NoSuchGame-v7"}, "environment='NoSuchGame-v7': gymnasium has none of that id"),
         ({"environment": 7}, "environment=7 must be the id of an environment, or a function that makes it"),
     ],
@@ -218,3 +221,16 @@ def test_what_was_trained_is_loaded_and_exported_as_what_acts(tmp_path: Path) ->
     exported = export_run(run, path=tmp_path / "net.onnx", trust=True)
     assert exported.difference <= exported.limit
     assert [given["shape"] for given in exported.about["inputs"]] == [[None, played.NUMBERS]]
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", 'parameter_server(mode="ordered")'])
+def test_a_proof_of_many_actors_has_them_play(strategy: str) -> None:
+    """A proof takes few rows of large batches; of these it takes few actors, and no rollouts that nobody has played."""
+    workload = played.workload(actors=48, environments=1, steps=3)
+    few = few_rows(workload, 8, 6, 2)
+    assert few.batch_size == 8
+    assert isinstance(few.open_data(), ActedDataset)
+    with by_value(played):
+        proof = apportion.check(workload, strategy, workers=2, steps=4)
+    assert proof.holds
+    assert proof.rounds[0].worst.absolute <= EXACT

@@ -66,6 +66,8 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     for name, share in (("gamma", gamma), ("gae", gae)):
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"{name}={share} must be from 0 to 1: it weighs what comes later")
+    if more.get("compile"):
+        raise ValueError("compile=True compiles one shape of a call, and a network that acts is called with others")
     one = open_environments(environment, 1)
     policy, size = policy_of(one.action_space), math.prod(one.observation_space.shape)
     one.close()
