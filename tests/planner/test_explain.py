@@ -39,6 +39,17 @@ def measured(p: Priced, seconds: float, apart: float = 0.0) -> Priced:
 # Why the first won
 
 
+def test_where_the_network_plays_it_says_where_the_time_of_a_frame_goes() -> None:
+    """8 examples of 100 frames in 0.8 s on one worker: 1 ms a frame, of which half is played."""
+    playing = replace(PROFILE, frames=100, environment_seconds=0.03, acting_seconds=0.02)
+    first = row(SingleDevice(), ALONE, examples=8, computing=0.8)
+    (told,) = (line for line in why_first([first], playing) if "frames" in line)
+    assert told == (
+        "1,000 frames/s: of a frame 300 us in the environment, 200 us acting and 500 us learning, on a worker's core; "
+        "50% of it is played step by step, which more cores divide and a GPU does not hasten"
+    )
+
+
 def test_one_process_is_told_to_be_alone_where_nothing_else_that_is_exact_runs() -> None:
     one, approx = row(SingleDevice(), ALONE, computing=1.0), row(LocalSgd(), computing=0.5)
     refused = Priced(strategy=DataParallel(), layout=machine(), refusal="no")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import example_networks
 import networks
+import played
 import pytest
 import torch
 from ranks import by_value
@@ -264,3 +265,18 @@ def test_what_cannot_be_measured_is_refused() -> None:
     broken = networks.workload(networks.perceptron, networks.tabular(16, 10), 16, loss=lambda y, t: y)
     with pytest.raises(ValueError, match="must be one number"):
         measured(broken, ALONE)
+
+
+def test_a_frame_is_timed_in_the_environment_and_in_acting() -> None:
+    """Of a network that makes its examples by what it does: both are parts of loading."""
+    with by_value(played):
+        found = profile(played.workload(), CLUSTER, (ALONE,), seconds=1.0)
+    assert found.frames == 24
+    assert found.environment_seconds > 0
+    assert found.acting_seconds > 0
+    assert found.environment_seconds + found.acting_seconds <= 1.5 * found.loading_seconds
+
+
+def test_what_is_given_has_no_frames() -> None:
+    found = measured(networks.workload(networks.perceptron, networks.tabular(16, 10), 16), ALONE, seconds=0.5)
+    assert (found.frames, found.environment_seconds, found.acting_seconds) == (0, 0.0, 0.0)
