@@ -234,3 +234,21 @@ def test_a_proof_of_many_actors_has_them_play(strategy: str) -> None:
         proof = apportion.check(workload, strategy, workers=2, steps=4)
     assert proof.holds
     assert proof.rounds[0].worst.absolute <= EXACT
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["a3c_cartpole", "a3c_acrobot"])
+def test_the_examples_are_proved(name: str) -> None:
+    proof = apportion.check(f"{EXAMPLES / name}.py:workload", 'parameter_server(mode="ordered")', workers=2, steps=4)
+    assert proof.holds
+    assert proof.rounds[0].worst.absolute <= EXACT
+
+
+def test_cartpole_is_solved_by_two_workers_that_wait_for_nobody(tmp_path: Path) -> None:
+    end = apportion.train(
+        f"{EXAMPLES}/a3c_cartpole.py:workload", "parameter_server", launcher=apportion.local(2, threads=1),
+        run_dir=tmp_path / "run", check=False,
+    )  # fmt: skip
+    assert end.metrics["score"] >= 475
