@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from apportion.comm.group import collective
 from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 
 LEAST_VARIANCE = 1e-8
@@ -33,6 +34,7 @@ class RunningStatistics(nn.Module):
         self.whole: NonEmptyRanks | None = None
         """The ranks that each have a share of what is taken in; None: this process has all of it."""
 
+    @collective
     @torch.no_grad()
     def take(self, values: Tensor) -> None:
         """Take in rows of numbers, (n, size); called by all ranks of ``whole``."""
