@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from apportion.core import tree
-from apportion.core.data.acted import ActedDataset
 from apportion.core.parts.checks import check_parts
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.sampler import Draws, Order
@@ -207,15 +206,9 @@ class Workload:
         return PartedDataset(self.data, checked, self.parts, self.seed)
 
     def with_data(self, change: Callable[[Dataset[Any]], Dataset[Any]]) -> Workload:
-        """The workload with its training set changed, each part by itself where it has parts. One that the network
-        makes stays as it is: whoever asks for rows of it once more would get others."""
-
-        def changed() -> Dataset[Any]:
-            data = self.open_data()
-            return data if isinstance(data, ActedDataset) else change(data)
-
+        """The workload with its training set changed, each part by itself where it has parts."""
         if self.parts is None:
-            return replace(self, data=changed)
+            return replace(self, data=lambda: change(self.open_data()))
         return replace(self, data=lambda part: change(self.open_part(part)))
 
     @property

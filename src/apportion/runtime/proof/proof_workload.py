@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
+from apportion.core.data.acted import ActedDataset
 from apportion.core.parts.sampler import PartSampler, rows_of_parts
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.workload import Parameters, Workload
@@ -129,7 +130,7 @@ def _rows_of_parts(
 def short_sequences(workload: Workload) -> Workload:
     """Returns the workload on the beginnings of its sequences. Raises ValueError, as its data are opened, where it has
     none."""
-    return workload.with_data(with_short_sequences)
+    return workload.with_data(lambda data: data if isinstance(data, ActedDataset) else with_short_sequences(data))
 
 
 def dealt_evenly(workload: Workload, workers: int) -> Workload:
@@ -145,6 +146,10 @@ def dealt_evenly(workload: Workload, workers: int) -> Workload:
 
 
 def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
+    """Returns so many rows. A data set that the network makes stays as it is: of smaller batches it makes fewer
+    examples, and nobody has made any that could be taken from it."""
+    if isinstance(data, ActedDataset):
+        return data
     return _chosen(data, _spread(len(data), wanted, evenly=evenly))  # type: ignore[arg-type]
 
 
