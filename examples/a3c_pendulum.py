@@ -4,9 +4,10 @@
     apportion train examples/a3c_pendulum.py:workload --strategy parameter_server --workers 2
 
 The mean over 100 episodes, played with the mean torque, is asked to be at least -200. By single_device 5 of 5 seeds
-were there at the first or second evaluation, after 100,000 to 200,000 frames, 9 to 25 seconds on one slow core, and
-ended at -149 to -177. By parameter_server with 2 workers a run of one seed scored -170 after 205,000 frames and -153 at
-the end, after 65 seconds. The bonus for entropy is needed: without it 2 of 4 seeds stopped exploring at about -700.
+were there at the first or second evaluation, after 100,000 to 200,000 frames, 9 to 25 seconds of one slow core without
+the evaluations, and ended at -149 to -177. By parameter_server with 2 workers a run of one seed scored -170 after
+205,000 frames and -153 at the end, after 65 seconds. With gamma=0.9 and no bonus for entropy 2 of 4 seeds stayed at
+about -700; the bonus alone took these two to -180 and -204.
 """
 
 import torch
