@@ -4,9 +4,9 @@
     apportion train examples/a3c_acrobot.py:workload --strategy parameter_server --workers 2
 
 It is taken as solved when the mean over 100 episodes, played greedily, is at least -100. By single_device 5 of 5 seeds
-got there by the first evaluation, after 25,000 frames and 2.2 to 3.0 seconds on one slow core, and ended at -79 to -85.
-By parameter_server with 2 workers a run of one seed scored -82.6 at its first evaluation, after 55,000 frames, and
--82.3 at the end.
+got there by the first evaluation, after 25,000 frames and 2.2 to 3.0 seconds of one slow core without the evaluation,
+and ended at -79 to -85. By parameter_server with 2 workers a run of one seed scored -82.6 at its first evaluation,
+after 55,000 frames, and -82.3 at the end.
 """
 
 import torch

@@ -5,7 +5,8 @@
 It was not trained to a score: on two slow cores that would take days. What was measured is that it runs: 50 updates, or
 4,000 frames, by single_device in 190 seconds, while other work shared the cores. The settings are those that are usual
 for this network, and were not tuned here. A frame is a step of the environment: four of the game's. An evaluation is
-four whole games, at the end alone: a minute or more.
+four whole games, at the end alone. By parameter_server with 2 workers 800 frames and an evaluation took 33 seconds,
+and the score was -21.0, the worst there is: it had learnt nothing yet.
 """
 
 import ale_py
