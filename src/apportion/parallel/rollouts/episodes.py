@@ -30,7 +30,6 @@ class Episodes(ActedDataset):
         self._environment, self._many, self._state = environment, episodes // self.width, state
         self._acting = Acting()
         self._opened: Environments | None = None
-        self._made: dict[int, tuple[int, dict[str, float]]] = {}
 
     def __len__(self) -> int:
         return self._many
