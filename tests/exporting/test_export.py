@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from commands import SECONDS, finish, start
 from torch import Tensor, nn
 
 import apportion
-from apportion.errors import ApportionError
+from apportion.errors import NotVerified
 from apportion.exporting.exporter import export
 from apportion.exporting.onnxruntime_session import session
+from apportion.exporting.target import Reading
 from apportion.exporting.targets.onnx import Onnx
 
 
@@ -77,8 +79,8 @@ def test_the_file_computes_what_the_net_computes_for_any_number_of_examples(case
     torch.manual_seed(0)
     net = make().train()
     made = export(net, sample, tmp_path / "net.onnx", check=[more(sample)])
-    assert made.difference < 1e-5
-    assert made.examples >= 8
+    assert made.verification.difference < 1e-5
+    assert made.verification.examples >= 8
     assert made.nbytes == (tmp_path / "net.onnx").stat().st_size
     assert all(part.training for part in net.modules()), "the net is left as it was"
     assert [p.name for p in tmp_path.iterdir()] == ["net.onnx"]
@@ -107,7 +109,7 @@ class Narrow(nn.Module):
 
 def test_bfloat16_in_and_out_is_held_against_the_net(tmp_path: Path) -> None:
     made = export(Narrow(), torch.randn(2, 3).bfloat16(), tmp_path / "net.onnx")
-    assert made.difference == 0.0
+    assert made.verification.difference == 0.0
     assert made.about["outputs"] == [{"name": "output", "shape": [None, 3], "type": "tensor(bfloat16)"}]
 
 
@@ -118,9 +120,13 @@ def test_a_net_that_computes_in_bfloat16_is_refused_with_the_cure(tmp_path: Path
 
 
 def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Onnx.run
-    monkeypatch.setattr(Onnx, "run", lambda *a: [[y * np.float32(1.001) for y in ys] for ys in right(*a)])
-    with pytest.raises(ApportionError, match=r"computes something else than the model: outputs differ by 0.001"):
+    right = Onnx.read
+
+    def wrong(*a: Any) -> list[Reading]:
+        return [replace(one, outputs=[[y * np.float32(1.001) for y in ys] for ys in one.outputs]) for one in right(*a)]
+
+    monkeypatch.setattr(Onnx, "read", wrong)
+    with pytest.raises(NotVerified, match=r"something else than the model: outputs by .* differ by 0.001"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +164,7 @@ def test_a_run_is_exported_from_the_command_line(tmp_path: Path, monkeypatch: py
     finish([start([*APPORTION, "train", "work.py:workload", "--strategy", "single_device", "--run-dir", "run"])])
     (said,) = finish([start([*APPORTION, "export", "run"])])
     assert said.startswith("run/model.onnx: ")
-    assert "; on 65 examples its outputs differ from the net's by " in said
+    assert "computes 65 examples with outputs that differ by " in said
     x = torch.randn(5, 8)
     with torch.no_grad():
         expected = apportion.load("run")(x).numpy()

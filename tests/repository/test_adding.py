@@ -140,7 +140,7 @@ from apportion.exporting.exporter import export
 
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 made = export(model, torch.ones(3, 4), "net.pt2", target="pt2", check=[torch.ones(5, 4)])
-print(made.target, made.examples, Path("net.pt2").stat().st_size == made.nbytes)
+print(made.target, made.verification.examples, Path("net.pt2").stat().st_size == made.nbytes)
 """
 
 

@@ -248,7 +248,7 @@ def test_the_examples_are_proved(name: str) -> None:
 
 
 def test_cartpole_is_solved_by_two_workers_that_wait_for_nobody(tmp_path: Path) -> None:
-    """The order in which updates arrive is that of the machine: the run is judged by the checkpoint it calls the best."""
+    """The order of updates is that of the machine: the run is judged by the checkpoint that it calls the best."""
     apportion.train(
         f"{EXAMPLES}/a3c_cartpole.py:workload", "parameter_server", launcher=apportion.local(2, threads=1),
         run_dir=tmp_path / "run", check=False,

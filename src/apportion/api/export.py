@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from apportion.core.data.acted import ActedDataset
+from apportion.core.sampling.sampler import mix
 from apportion.core.value import parse
-from apportion.exporting.exporter import PACKAGE, export
-from apportion.exporting.target import Exported, Target
+from apportion.core.workload import Workload
+from apportion.exporting.exporter import PACKAGE, Data, export
+from apportion.exporting.target import Examples, Exported, Target
 from apportion.runtime.checkpoint.load import load, workload_of
+from apportion.runtime.worker.evaluation import is_factory
 
-__all__ = ["export", "export_run"]
+__all__ = ["Data", "Examples", "export", "export_run", "verified"]
 
 EXAMPLES = 64
 """The number of examples of a run's data that its export is held against."""
+CALIBRATION = 1024
+"""The number of examples of a run's data by which a target makes its choices."""
+HELD_OUT = 10_000
+"""The largest number of examples of a run's evaluation on which network and file are compared."""
 
 
 def export_run(
@@ -25,13 +36,57 @@ def export_run(
     trust: bool = False,
 ) -> Exported:
     """Exports the net of a run, or of one of its checkpoints, and holds it against itself on examples of its own data.
-    ``path``: None writes it into the run's folder, as ``model`` with the target's ending. ``trust``: the file that the
-    run names may run whosever it is (see ``load``)."""
+
+    Choices are made by examples that the net was trained on; its metrics, before and after, are taken on those of the
+    run's evaluation. ``path``: None writes it into the run's folder, as ``model`` with the target's ending. ``trust``:
+    the file that the run names may run whosever it is (see ``load``).
+    """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     workload = workload_of(run, trust=trust)
-    data = workload.open_data() if workload.parts is None else workload.open_part(0)
-    if isinstance(data, ActedDataset) and workload.evaluation is not None:  # a deployed net is not called on rollouts
-        data = workload.evaluation.data()
-    inputs, _ = workload.collate([data[n] for n in range(min(EXAMPLES, len(data)))])  # type: ignore[arg-type]
+    dataset = workload.open_data() if workload.parts is None else workload.open_part(0)
     to = Path(path) if path is not None else Path(run) / f"model{chosen.suffix}"
-    return export(load(run, trust=trust), inputs, to, target=chosen)
+    if isinstance(dataset, ActedDataset):  # a deployed net is not called on rollouts
+        data = Data()
+        if workload.evaluation is not None:
+            dataset = workload.evaluation.data()
+    else:
+        data = _data(workload, dataset)
+    inputs, _ = workload.collate([dataset[n] for n in range(min(EXAMPLES, len(dataset)))])  # type: ignore[arg-type]
+    return export(load(run, trust=trust), inputs, to, target=chosen, data=data)
+
+
+def verified(made: Exported) -> Iterator[str]:
+    """How a file was verified, a sentence for each reader."""
+    for one in made.verifications:
+        by = f"by the rules of {one.reader}, simulated by {one.simulated_by}," if one.simulated_by else one.reader
+        yield (
+            f"{by} computes {one.examples} examples with outputs that differ by {one.difference:.1e} of their largest "
+            f"number, of {one.limit:.0e} at most"
+        )
+        for name, before in one.before.items():
+            yield f"{name} on {one.held_out} held-out examples: {before:.4f} of the net, {one.after[name]:.4f} of it"
+    if made.conclusion:
+        yield made.conclusion
+
+
+def _data(workload: Workload, dataset: Any) -> Data:
+    """What a compiler may look at, and what its file is judged by."""
+    drawn = torch.Generator().manual_seed(mix(workload.seed, 0xCA11) & 0x7FFFFFFF)
+    rows = torch.randperm(len(dataset), generator=drawn)[:CALIBRATION].tolist()
+    evaluation = workload.evaluation
+    held_out, metrics = None, None
+    if evaluation is not None:
+        judged: Any = evaluation.data()
+        held_out = _examples(workload, judged, range(min(HELD_OUT, len(judged))))
+        metrics = {name: metric for name, metric in evaluation.metrics.items() if not is_factory(metric)}
+    return Data(
+        calibration=_examples(workload, dataset, rows),
+        training=dataset,
+        loss=workload.loss,
+        held_out=held_out,
+        metrics=metrics,  # type: ignore[arg-type]  # classes, which gather over an evaluation, are left out
+    )
+
+
+def _examples(workload: Workload, dataset: Any, rows: Sequence[int]) -> Examples:
+    return Examples(*workload.collate([dataset[n] for n in rows]))

@@ -19,7 +19,7 @@ import typer
 import apportion
 from apportion.cli.launchers import is_first, launcher_of
 from apportion.comm.network import launched_ranks
-from apportion.errors import ApportionError, Disproved, NotFinite, RanksDiffer, WorkerFailed
+from apportion.errors import ApportionError, Disproved, NotFinite, NotVerified, RanksDiffer, WorkerFailed
 from apportion.runtime.spawn.template import template
 
 if TYPE_CHECKING:
@@ -358,16 +358,15 @@ def export(
 ) -> None:
     """Carry a trained net to other hardware, and hold what the file computes against the net."""
     with _guarded():
-        from apportion.api.export import export_run
+        from apportion.api.export import export_run, verified
 
         made = export_run(run, target=target, path=out, trust=trust)
         if as_json:
             typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
         else:
-            typer.echo(
-                f"{made.path}: {made.nbytes:,} bytes, {made.target}; on {made.examples} examples its outputs differ "
-                f"from the net's by {made.difference:.1e} of their largest number, of {made.limit:.0e} at most"
-            )
+            typer.echo(f"{made.path}: {made.nbytes:,} bytes, {made.target}")
+            for line in verified(made):
+                typer.echo(f"  {line}")
 
 
 @contextmanager
@@ -380,7 +379,7 @@ def _guarded() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(WRONG_USE) from None
-    except (Disproved, NotFinite, RanksDiffer) as error:
+    except (Disproved, NotFinite, NotVerified, RanksDiffer) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(NO) from None
     except WorkerFailed as error:

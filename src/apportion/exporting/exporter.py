@@ -1,66 +1,97 @@
-"""The export of a model to a file for other hardware, which is given out once it has computed what the model
-computes."""
+"""The export of a model to a file for other hardware, which is given out once it has computed what it must."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from apportion.core.torch_private import pytree
 from apportion.core.value import parse
-from apportion.errors import ApportionError
-from apportion.exporting.target import Exported, Inputs, Target, called
+from apportion.core.workload import accuracy
+from apportion.errors import NotVerified
+from apportion.exporting.target import (
+    Compiled,
+    Examples,
+    Exported,
+    Inputs,
+    Reading,
+    Target,
+    Trained,
+    Verification,
+    called,
+)
 
 PACKAGE = "apportion.exporting.targets"
 LIMIT = 1e-4
 """The largest relative difference of the outputs that is accepted: float32 sums are taken in another order."""
+AT_ONCE = 250
+"""The number of examples in a batch of those that are held out."""
+
+MeanMetric = Callable[[Any, Any], Any]
 
 
-def export(
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The examples of a task: those that a compiler may look at, and those that its file is judged by."""
+
+    calibration: Examples | None = None
+    """Examples by which a target makes its choices."""
+    training: Dataset[Any] | None = None
+    """Items (inputs, targets) for fine-tuning."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """The loss of (outputs, targets) for fine-tuning."""
+    held_out: Examples | None = None
+    """Examples on which network and file are compared, and which no choice is made by."""
+    metrics: Mapping[str, MeanMetric] | None = None
+    """The mean of (outputs, targets) by name, taken on what is held out; None: {"accuracy": accuracy}."""
+
+
+def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     model: nn.Module,
     sample: Inputs,
     path: str | os.PathLike[str],
     *,
     target: str | Target = "onnx",
     check: Sequence[Inputs] = (),
+    data: Data | None = None,
     limit: float = LIMIT,
 ) -> Exported:
-    """Write the model to the path, for the target, and compare what the file computes with the model itself.
+    """Write the model to the path, for the target, and compare what the file computes with what it must compute.
 
     ``sample``: inputs as the model takes them, with the examples in dimension 0: they give the shapes, and both compute
-    them. ``check``: more such inputs that both compute. ``limit``: the limit of the largest difference of any output,
-    relative to the largest number in it. The model is left as it was, in training mode if it was so. Raises ValueError
-    where the model cannot be exported to the target, and ApportionError where the file computes something else; then no
-    file is left.
+    them. ``check``: more such inputs that both compute. ``data``: the examples of the task, by which some targets make
+    choices, and on which network and file are compared. ``limit``: the limit of the largest difference of any output,
+    relative to the largest number in it, where the target has none of its own. The model is left as it was, in training
+    mode if it was so. Raises ValueError where the model cannot be exported to the target, and NotVerified where the
+    file computes something else, or is worse than the target allows; then no file is left.
     """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
+    data = data or Data()
     wide = _at_least_two(sample)
     batches = [wide, _rows(wide, slice(0, 1)), *check]
+    trained = Trained(
+        module=model, sample=wide, calibration=data.calibration, training=data.training, loss=data.loss
+    )  # fmt: skip
     with _evaluating(model), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         made = Path(folder) / path.name
-        about = chosen.write(model, wide, made)
-        with torch.no_grad():
-            expected = [[_array(x) for x in pytree.tree_leaves(called(model, inputs))] for inputs in batches]
-        difference = max(
-            _difference(own, theirs) for own, theirs in zip(expected, chosen.run(made, batches), strict=True)
-        )
-        if not difference <= limit:
-            raise ApportionError(
-                f"{path.name} computes something else than the model: outputs differ by {difference:.2g} of their "
-                f"largest number, of {limit:g} at most; nothing was written"
-            )
+        compiled = chosen.write(trained, made)
+        judge = _Judge(model, compiled, path.name, compiled.limit if compiled.limit is not None else limit)
+        every = batches + _batches(data.held_out)
+        found = tuple(judge.verified(one, batches, data) for one in chosen.read(made, every))
         files = sorted(Path(folder).iterdir(), key=lambda file: file == made)  # the one that is asked for comes last
         nbytes = sum(file.stat().st_size for file in files)
         for file in files:
@@ -69,11 +100,101 @@ def export(
         path=path,
         target=str(chosen),
         nbytes=nbytes,
-        examples=sum(len(pytree.tree_leaves(inputs)[0]) for inputs in batches),
-        difference=difference,
-        limit=limit,
-        about=about,
+        about=compiled.about,
+        verifications=found,
+        tables=compiled.tables,
+        conclusion=compiled.conclusion,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Judge:
+    """What a file is held to."""
+
+    model: nn.Module
+    compiled: Compiled
+    name: str
+    limit: float
+
+    def verified(self, reading: Reading, batches: Sequence[Inputs], data: Data) -> Verification:
+        """Compares what a reader computes with what the file is to compute, and the file with the network on the
+        examples that are held out."""
+        every = [*batches, *_batches(data.held_out)]
+        difference, examples = 0.0, 0
+        taken: list[tuple[Any, Any]] = []
+        for number, (inputs, outputs) in enumerate(zip(every, reading.outputs, strict=False)):
+            own, shape = _leaves(self.model, inputs)
+            must = own if self.compiled.reference is None else self.compiled.reference(inputs)
+            difference = max(difference, _difference(must, outputs))
+            examples += len(pytree.tree_leaves(inputs)[0])
+            self._hold(difference, reading.reader)
+            if number >= len(batches):
+                taken.append((_tree(own, shape), _tree(outputs, shape)))
+        if examples < sum(len(pytree.tree_leaves(inputs)[0]) for inputs in batches[:2]):
+            raise NotVerified(f"{reading.reader} has run {examples} examples of {self.name}: nothing was written")
+        before, after, count = _metrics(taken, data)
+        self._hold_accuracy(before, after)
+        return Verification(
+            reader=reading.reader,
+            simulated_by=reading.simulated_by,
+            examples=examples,
+            difference=difference,
+            limit=self.limit,
+            held_out=count,
+            before=before,
+            after=after,
+        )
+
+    def _hold(self, difference: float, reader: str) -> None:
+        if not difference <= self.limit:
+            what = "the model" if self.compiled.reference is None else "it was compiled to"
+            raise NotVerified(
+                f"{self.name} computes something else than {what}: outputs by {reader} differ by {difference:.2g} of "
+                f"their largest number, of {self.limit:g} at most; nothing was written"
+            )
+
+    def _hold_accuracy(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        most = self.compiled.most_lost
+        if most is not None and "accuracy" in before and before["accuracy"] - after["accuracy"] > most + 1e-12:
+            raise NotVerified(
+                f"{self.name} is right in {after['accuracy']:.2%} of the examples that were held out, and the model "
+                f"in {before['accuracy']:.2%}: {most * 100:g} points less at most were allowed; nothing was written"
+            )
+
+
+def _metrics(taken: Sequence[tuple[Any, Any]], data: Data) -> tuple[dict[str, float], dict[str, float], int]:
+    """Return each metric of the network and of the file, and the number of examples."""
+    if not taken or data.held_out is None:
+        return {}, {}, 0
+    metrics = {"accuracy": accuracy} if data.metrics is None else data.metrics
+    counts = [len(pytree.tree_leaves(own)[0]) for own, _ in taken]
+    total, at = sum(counts), 0
+    sums = [dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0.0)]
+    for both, count in zip(taken, counts, strict=True):
+        targets = _rows(data.held_out.targets, slice(at, at + count))
+        at += count
+        for outputs, sums_of_one in zip(both, sums, strict=True):
+            for name, metric in metrics.items():
+                sums_of_one[name] += float(metric(outputs, targets)) * count
+    before, after = ({name: value / total for name, value in one.items()} for one in sums)
+    return before, after, total
+
+
+def _batches(examples: Examples | None) -> list[Inputs]:
+    if examples is None:
+        return []
+    count = len(pytree.tree_leaves(examples.inputs)[0])
+    return [_rows(examples.inputs, slice(at, at + AT_ONCE)) for at in range(0, count, AT_ONCE)]
+
+
+def _leaves(model: nn.Module, inputs: Inputs) -> tuple[list[Any], Any]:
+    with torch.no_grad():
+        leaves, shape = pytree.tree_flatten(called(model, inputs))
+    return [_array(x) for x in leaves], shape
+
+
+def _tree(outputs: Sequence[Any], shape: Any) -> Any:
+    return pytree.tree_unflatten([torch.from_numpy(np.asarray(x)) for x in outputs], shape)
 
 
 def _array(output: torch.Tensor) -> Any:
@@ -102,6 +223,7 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
         return float("inf")
     worst = 0.0
     for own, theirs in zip(expected, found, strict=True):
+        own = np.asarray(own)
         if own.shape != np.shape(theirs):
             return float("inf")
         a, b = own.astype(np.float64).reshape(-1), np.asarray(theirs).astype(np.float64).reshape(-1)

@@ -1,17 +1,19 @@
 """The kinds of file that a trained model is exported to, for other hardware or another runtime.
 
-The folder ``targets`` is the registry: ``exporting/targets/onnx.py`` is written ``onnx`` or ``onnx(opset=20)``.
+The folder ``targets`` is the registry: ``exporting/targets/onnx.py`` is written ``onnx`` or ``onnx(opset=20)``. What a
+target compiles with is a package beside that folder.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Dataset
 
 from apportion.core.value import Value
 
@@ -27,21 +29,112 @@ def called(model: nn.Module, inputs: Inputs) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
+@dataclass(frozen=True)
+class Examples:
+    """Inputs as the model takes them and what is to come out, both with the example in dimension 0."""
+
+    inputs: Inputs
+    targets: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A trained network, and all that its compiler may look at: what it is judged by is not in here."""
+
+    module: nn.Module
+    """The network in evaluation mode, which the target must leave as it is."""
+    sample: Inputs
+    """Inputs of two examples or more, for shapes and types."""
+    calibration: Examples | None = None
+    """Examples by which choices are made (scales, thresholds, numbers of steps); None: there are none."""
+    training: Dataset[Any] | None = None
+    """Items (inputs, targets) without the example's dimension, for fine-tuning; None: there are none."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """The loss of (outputs, targets), for fine-tuning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Figures of a report, a row each; cells are text or numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+    note: str = ""
+    """What the figures were taken from, in whole sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What a target has written, and what the file is held to."""
+
+    about: Mapping[str, Any]
+    """The description of the file, of what JSON has."""
+    reference: Callable[[Inputs], Sequence[Any]] | None = None
+    """The arrays that the file is to compute for inputs; None: what the network itself computes."""
+    limit: float | None = None
+    """The limit of the outputs' difference from the reference, relative to the largest number in them; None: that of
+    ``export``."""
+    most_lost: float | None = None
+    """The limit of how much less the metric "accuracy" of the file may be than that of the network (0.003 is 0.3
+    points); None: any, which the report states."""
+    tables: tuple[Table, ...] = ()
+    conclusion: str = ""
+    """Whether it is worth it, in whole sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What somebody's program computes with the file."""
+
+    reader: str
+    """The program and its version, by whose rules the file is run: "onnxruntime 1.31.1"."""
+    outputs: Iterable[Sequence[Any]]
+    """For each of the inputs the outputs, numpy arrays in the order of the model's, computed as they are asked for. A
+    slow reader may end after the first two of them: how many examples it has run is said."""
+    simulated_by: str | None = None
+    """Who ran it by those rules, where it was not the reader itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found when the file was run beside the network."""
+
+    reader: str
+    simulated_by: str | None
+    examples: int
+    """The number of examples that both have computed."""
+    difference: float
+    """The largest difference of any output from what the file is to compute, relative to the largest number in that
+    output."""
+    limit: float
+    """The limit that the difference had to stay within."""
+    held_out: int = 0
+    """The number of examples, held out of every choice, on which the metrics are taken."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """Each metric of the network itself."""
+    after: Mapping[str, float] = field(default_factory=dict)
+    """Each metric of the file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """An exported file, and what was found when it was run beside the model."""
+    """An exported file, and how it was verified."""
 
     path: Path
     target: str
     nbytes: int
-    examples: int
-    """The number of examples that both the file and the model have computed."""
-    difference: float
-    """The largest difference of any output, relative to the largest number in that output."""
-    limit: float
-    """The limit that the difference had to stay within."""
     about: Mapping[str, Any]
     """The target's description of the file: its inputs, its outputs and the like."""
+    verifications: tuple[Verification, ...]
+    """One for each reader."""
+    tables: tuple[Table, ...] = ()
+    conclusion: str = ""
+
+    @property
+    def verification(self) -> Verification:
+        """The one that differs most."""
+        return max(self.verifications, key=lambda one: one.difference)
 
 
 class Target(Value, ABC):
@@ -51,12 +144,11 @@ class Target(Value, ABC):
     """The suffix of the target's files."""
 
     @abstractmethod
-    def write(self, module: nn.Module, sample: Inputs, path: Path) -> Mapping[str, Any]:
-        """Write the file for this module, which is in evaluation mode; ``sample`` is inputs of two examples or more.
-        Returns what there is to say about the file. Raises ValueError, with the reason, where the module cannot be
-        exported to the target."""
+    def write(self, trained: Trained, path: Path) -> Compiled:
+        """Write the file for this network. Raises ValueError, with the layer's name and the cure, where the network
+        cannot be exported to the target; it is raised before anything is written."""
 
     @abstractmethod
-    def run(self, path: Path, batches: Sequence[Inputs]) -> list[list[Any]]:
-        """Run the file for each of these inputs, on this machine. Returns its outputs (numpy arrays, in the order of
-        the model's), which are compared with the model's own."""
+    def read(self, path: Path, batches: Sequence[Inputs]) -> Sequence[Reading]:
+        """Run the file for each of these inputs, on this machine, by every program there is that reads it: one at
+        least. Raises ``ProgramMissing`` where there is none."""

@@ -15,7 +15,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from apportion.core.torch_private import pytree
-from apportion.exporting.onnxruntime_session import BF16, run_bits, session
-from apportion.exporting.target import Inputs, Target
+from apportion.exporting.onnxruntime_session import BF16, run_bits, runtime, session
+from apportion.exporting.target import Compiled, Inputs, Reading, Target, Trained
 
 MOST_BYTES = 2**31 - 2**20
 """The largest size in bytes of weights inside of the file: a protobuf message is smaller than 2 GiB."""
@@ -40,8 +40,9 @@ class Onnx(Target):
 
     suffix = ".onnx"
 
-    def write(self, module: nn.Module, sample: Inputs, path: Path) -> Mapping[str, Any]:
+    def write(self, trained: Trained, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says. Weights of more than 2 GiB lie in a file beside it."""
+        module, sample = trained.module, trained.sample
         args, kwargs, names = _called(module, sample)
         any_number = torch.export.Dim.DYNAMIC
         shapes = pytree.tree_map(lambda x: {0: any_number} if isinstance(x, torch.Tensor) and x.ndim else None, sample)
@@ -66,21 +67,22 @@ class Onnx(Target):
             cause = error.__cause__ or error
             raise ValueError(f"{type(module).__name__} cannot be exported to ONNX: {_first_line(cause)}") from error
         try:
-            return described(path)
+            return Compiled(about=described(path))
         except Exception as error:  # onnxruntime's own have no base but this
             why = f"{type(module).__name__} as ONNX cannot be run by ONNX Runtime on the CPU: {_first_line(error)}"
             if torch.bfloat16 in {t.dtype for t in module.state_dict().values()}:
                 why += "; it computes in bfloat16: export model.float()"
             raise ValueError(why) from error
 
-    def run(self, path: Path, batches: Sequence[Inputs]) -> list[list[Any]]:
-        """Run the file with ONNX Runtime, as ``Target.run`` says."""
+    def read(self, path: Path, batches: Sequence[Inputs]) -> Sequence[Reading]:
+        """Run the file with ONNX Runtime, as ``Target.read`` says."""
         made = session(path, threads=torch.get_num_threads())
         narrow = [value.type == BF16 for value in made.get_outputs()]
-        return [
+        outputs = (
             [_widened(x) if bits else x for x, bits in zip(run_bits(made, fed(made, inputs)), narrow, strict=True)]
             for inputs in batches
-        ]
+        )
+        return [Reading(reader=f"onnxruntime {runtime().__version__}", outputs=outputs)]
 
 
 def fed(session: Any, inputs: Inputs) -> dict[str, Any]:
