@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,34 @@ class Late(Drift):
         return super().step(action)
 
 
-good = workload(evaluate_every=480)
+class Slow(Drift):
+    """An environment that takes a while, in evaluations of four episodes of at most twelve steps a second or so."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        time.sleep(0.05)
+        return super().step(action)
+
+
+def judged_by(environment: Any, **changes: Any) -> Workload:
+    """The workload with other environments in its evaluation, four times in a run."""
+    every = changes.get("frames", 960) // 4
+    other = workload(environment=environment, evaluate_every=every, **changes).evaluation
+    return replace(workload(**changes), evaluation=other)
+
+
+class BrokenWhenJudged(Drift):
+    """An environment that raises in its fourth step."""
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.steps == 3:
+            raise RuntimeError("the evaluation has crashed")
+        return super().step(action)
+
+
+good = workload(evaluate_every=240)
+slow = judged_by(Slow)
+broken_when_judged = judged_by(BrokenWhenJudged)
+judged_slowly = judged_by(Slow, frames=400 * 2 * 4 * 6)
 broken = workload(environment=Broken)
 late = workload(environment=Late)
 longer = workload(frames=400 * 2 * 4 * 6)

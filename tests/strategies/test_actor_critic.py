@@ -220,7 +220,7 @@ def test_what_was_trained_is_loaded_and_exported_as_what_acts(tmp_path: Path) ->
     policy, value = apportion.load(run, trust=True)(torch.zeros(5, played.NUMBERS))
     assert (policy.shape, value.shape) == ((5, played.CHOICES), (5, 1))
     exported = export_run(run, path=tmp_path / "net.onnx", trust=True)
-    assert exported.difference <= exported.limit
+    assert exported.verification.difference <= exported.verification.limit
     assert [given["shape"] for given in exported.about["inputs"]] == [[None, played.NUMBERS]]
 
 

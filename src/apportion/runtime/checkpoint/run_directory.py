@@ -78,6 +78,8 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self._writer: RunWriter | None = None
+        self._newest = -1
+        """The newest step that was saved from here."""
 
     def claim(self, start: str, generation: int) -> None:
         """Writes from now on as rank 0 in a generation of a start of the run (``start``: a name that no other has), and
@@ -141,7 +143,8 @@ class RunDirectory:
 
     def save(self, state: State, *, epoch: float, strategy: str, keep: int, best: bool = False) -> Saved:
         """Write the state, point ``latest`` (and ``best``) at it, and leave the newest ``keep`` checkpoints up to this
-        step, besides what the links point at. A step that is already there, whole and equal, is kept as it is.
+        step, besides what the links point at. A step that is already there, whole and equal, is kept as it is. The best
+        may be known late, after a newer one was saved from here: ``latest`` stays there then.
 
         CheckpointError where it cannot be written; then, as after a crash at any moment, the earlier ones are intact.
         """
@@ -163,8 +166,11 @@ class RunDirectory:
                     {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers")}
                 )
                 size = _write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
-                self._publish(path, manifest, ("latest", "best") if best else ("latest",))
-                self._prune(state.step, keep)
+                late = best and state.step < self._newest
+                links = ("best",) if late else ("latest", "best") if best else ("latest",)
+                self._publish(path, manifest, links)
+                self._newest = self._newest if late else state.step
+                self._prune(self._newest, keep)
         except (OSError, SafetensorError) as error:
             raise _unwritten(path, error) from error
         size += sum(entry["bytes"] for entry in manifest["files"].values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,31 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.sampling.sampler import DataShard
-from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
 from apportion.core.workload import Evaluation
 
 
+class Predicting(Protocol):
+    """What a network is evaluated by: a ``Step``, of which these are a part."""
+
+    @property
+    def whole(self) -> bool:
+        """Does one rank have the outputs of whole batches?"""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sums are taken."""
+
+    def predict(self, batch: Batch) -> Any | None:
+        """Outputs for this rank's rows, in evaluation mode."""
+
+    def looked(self) -> None:
+        """Called once all have been predicted."""
+
+
 @collective
 def evaluate(
-    step: Step, evaluation: Evaluation, source: BatchSource, group: Group, beat: Callable[[], None]
+    step: Predicting, evaluation: Evaluation, source: BatchSource, group: Group, beat: Callable[[], None]
 ) -> Mapping[str, float]:
     """Returns every metric over the evaluation set, the same on every rank. Called by all ranks of the group; ``beat``
     is called after each batch."""

@@ -7,7 +7,7 @@ import time
 from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.replica_digest import check_replicated
-from apportion.core.strategy import Step
+from apportion.core.strategy import State, Step
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.async_writer import Saver
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -51,13 +51,17 @@ class RunCheckpoints:
         check_replicated(step.replicated(), rank=world.rank, step=step.done, device=world.device)
         state = step.state_dict()
         state.settings["best"] = self.best.value
+        self.keep(state, best=best, seconds=time.perf_counter() - began)
+
+    def keep(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
+        """Has a state of this run written in the background, unless it holds a number that is not finite.
+        ``seconds``: the time that it took to make it."""
         if self.directory is None:
             return
         if (spoilt := self._guard.may_keep(state)) is not None:
             self._guard.not_kept(state, spoilt)
         else:
-            epoch = step.done / step.source.deal.batches
-            self.saver.submit(state, epoch, best=best, seconds=time.perf_counter() - began)
+            self.saver.submit(state, state.step / self._step.source.deal.batches, best=best, seconds=seconds)
 
     def save_committed(self) -> int:
         """Writes the state after the last update, and returns the step it is of. Called from another thread than the

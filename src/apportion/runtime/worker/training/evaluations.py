@@ -9,17 +9,22 @@ from pathlib import Path
 from apportion.comm.group import Group, collective
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
-from apportion.core.strategy import Step
+from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
 from apportion.runtime.worker.evaluation import evaluate
 from apportion.runtime.worker.evaluation_trial import try_evaluation
 from apportion.runtime.worker.training.best_metric import BestMetric
+from apportion.runtime.worker.training.evaluator import Evaluator
 
 
 class RunEvaluations:
-    """One rank's part in the evaluations of a run."""
+    """One rank's part in the evaluations of a run.
 
-    def __init__(self, workload: Workload, step: Step, *, rank: int) -> None:
+    Ranks in lockstep evaluate together, each a part of the examples. A rank that trains on its own would stand still
+    for whole episodes, and be stale after them: it has a process beside it, which plays them with a snapshot.
+    """
+
+    def __init__(self, workload: Workload, step: Step, *, rank: int, alone: bool) -> None:
         self._step, self._evaluation = step, workload.evaluation
         self.metrics: Mapping[str, float] = {}
         """The metrics of the last evaluation."""
@@ -28,6 +33,10 @@ class RunEvaluations:
             rank = 0 if step.whole else rank  # who loads the same batch draws the same numbers for it
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
+        self.beside: Evaluator | None = None
+        """The process that evaluates while this rank trains; None: this rank evaluates."""
+        if alone and self._source is not None and isinstance(self._source.dataset, ActedDataset):
+            self.beside = Evaluator(workload, step.source.dtype)
 
     @collective
     def attempt(self, group: Group) -> None:
@@ -60,6 +69,14 @@ class RunEvaluations:
         self.metrics = evaluate(self._step, self._evaluation, self._source, group, beat)
         return best.agree(best.improve(self._evaluation.best, self.metrics), group, self._step.device)
 
+    def taken(self, state: State, metrics: Mapping[str, float], best: BestMetric) -> bool:
+        """Takes the metrics of a snapshot, and returns whether it is the best so far."""
+        assert self._evaluation is not None
+        self.metrics = metrics
+        improved = best.improve(self._evaluation.best, metrics)
+        state.settings["best"] = best.value
+        return improved
+
     def record(self, folder: str | None) -> None:
         """Keeps what the network does for people to look at, where there is something to be seen. It is no reason to
         end a run that it cannot be drawn."""
@@ -71,6 +88,8 @@ class RunEvaluations:
             warnings.warn(f"no episode is recorded: {type(error).__name__}: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """Ends the loading processes."""
+        """Ends the loading processes, and the one that evaluates."""
         if self._source is not None:
             self._source.close()
+        if self.beside is not None:
+            self.beside.close()

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from apportion.comm.group import Alone
 from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.parts.dataset import PartedDataset
-from apportion.core.strategy import Recoverable, Step, batches
+from apportion.core.strategy import Recoverable, State, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -29,6 +30,7 @@ from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
 from apportion.runtime.worker.training.checkpoints import RunCheckpoints
 from apportion.runtime.worker.training.evaluations import RunEvaluations
+from apportion.runtime.worker.training.evaluator import EvaluationFailed
 from apportion.runtime.worker.training.reporter import RunReporter
 from apportion.runtime.worker.training.restore import open_copy, open_directory, restore
 
@@ -115,7 +117,8 @@ class _TrainingLoop:
         self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
         self.reporter = RunReporter(job, self.workload, self.step, self.guarded, began=began)
         self.meter = self.reporter.meter
-        self.evaluations = RunEvaluations(self.workload, self.step, rank=world.rank)
+        alone = world.size == 1 or not self.step.lockstep
+        self.evaluations = RunEvaluations(self.workload, self.step, rank=world.rank, alone=alone)
 
         control.save_now = self.checkpoints.save_committed
         control.begun.set()
@@ -236,10 +239,7 @@ class _TrainingLoop:
             if now >= next_speed:
                 yield from self.reporter.speed(self.world.rank)
                 next_speed = now + SPEED_SECONDS
-            if self._evaluation_due(before):
-                self.meter.pause()
-                yield from self._evaluate(final=False)
-                self.meter.go_on()
+            yield from self._evaluate_if_due(before)
             # With the last batch the ranks need not be at one point any more: some may have none of the last round.
             if self.coordinator.next <= self.done < self.source.total and (yield from self._agree()):
                 return self._why_stopped()
@@ -276,14 +276,41 @@ class _TrainingLoop:
         """Tells whether an evaluation has come due since there were ``before`` updates."""
         return self.evaluates and self.evaluations.due(before)
 
+    def _evaluate_if_due(self, before: int) -> Iterator[Event]:
+        """Evaluates where that has come due, and tells what has been evaluated meanwhile."""
+        if self._evaluation_due(before):
+            self.meter.pause()
+            yield from self._evaluate(final=False)
+            self.meter.go_on()
+        if self.evaluations.beside is not None:
+            yield from self._evaluated(self.evaluations.beside.done)
+
     def _evaluate(self, *, final: bool) -> Iterator[Event]:
         if not self.evaluates:
+            return
+        if not final and (beside := self.evaluations.beside) is not None:
+            state = self.step.state_dict()
+            yield from self._evaluated(lambda: beside.ask(state, self._beat))
             return
         best = self.evaluations.run(self.group, self.checkpoints.best, self._beat)
         if best:
             self._save(best=True)
         if best is not None and self.world.rank == 0:
             yield self.reporter.event("evaluation", metrics=dict(self.evaluations.metrics), final=final, best=best)
+
+    def _evaluated(self, take: Callable[[], Sequence[tuple[State, Mapping[str, float]]]]) -> Iterator[Event]:
+        """Tells what has come from the process that evaluates, and keeps the best."""
+        try:
+            taken = take()
+        except EvaluationFailed:
+            self.evaluations.run(self.group, self.checkpoints.best, self._beat)  # raises the same, at its own line
+            raise
+        for state, metrics in taken:
+            best = self.evaluations.taken(state, metrics, self.checkpoints.best)
+            if best:
+                self.checkpoints.keep(state, best=True)
+            event = self.reporter.event("evaluation", metrics=dict(metrics), final=False, best=best)
+            yield replace(event, step=state.step, epoch=state.step / self.source.deal.batches)
 
     def _beat(self) -> None:
         """Notes that something got done, or is being written: this rank is not late."""
@@ -303,6 +330,8 @@ class _TrainingLoop:
         if not self.step.lockstep and self.step.ends_together:  # until everyone's last update has been made
             self.world.group().barrier()
         if reason == "finished":
+            if (beside := self.evaluations.beside) is not None:
+                yield from self._evaluated(lambda: beside.rest(self._beat))
             yield from self._evaluate(final=True)
             self._save()
             if self.world.rank == 0:
