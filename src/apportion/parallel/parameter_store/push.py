@@ -24,6 +24,7 @@ from torch import Tensor
 
 from apportion.comm.process_lock import Lock
 from apportion.comm.sync import CommitWord, fence
+from apportion.parallel.parameter_store.memory.shard_layout import updates_alike
 from apportion.parallel.parameter_store.memory.store_memory import OWN, SCRATCH, StoreMemory
 
 SPIN_SECONDS = 0.00005
@@ -71,7 +72,6 @@ class ShardApplier:
         self._draft = memory.drafts[self._hands]
         self._place = self._draft.word("place")
         self._run = memory.extent.run
-        self._simple = not self.rule.counted and self.layout.many_groups == 1
         self._stretches: dict[tuple[bool, int, int, int], _ShardStretch] = {}
         self._locks: list[Lock] = []
 
@@ -267,10 +267,15 @@ class ShardApplier:
             stretch = self._stretch(push, first, many, copy)
             if push.seat == self.seat:
                 self._stretches[key] = stretch
-        if push.used is None and self._simple:
-            self.rule.apply(stretch.new, stretch.old, stretch.gradient, push.hyper[0], 0)
-        else:
-            self._update_pieces(push, stretch, range(first, first + many), copy)
+        shards, m = range(first, first + many), self.memory.shards
+        whole = push.used is None and self.layout.many_groups == 1
+        count = updates_alike(self.rule, m.counts[copy][first : first + many]) if whole else None
+        if count is None:
+            self._update_pieces(push, stretch, shards, copy)
+            return stretch
+        self.rule.apply(stretch.new, stretch.old, stretch.gradient, push.hyper[0], count)
+        for counts in m.counts[m.copies - 1 - copy][first : first + many] if self.rule.counted else ():
+            counts.fill(count + 1)
         return stretch
 
     def _stretch(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:

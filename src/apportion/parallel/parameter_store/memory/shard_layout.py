@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,15 @@ class StoreLayout:
             dense = p.numel() == 0 or torch.ops.aten.is_non_overlapping_and_dense(p.detach())
             views.append(part.as_strided(p.shape, p.stride()) if dense else part.view(p.shape))
         return views
+
+
+def updates_alike(rule: StoreRule, counts: Sequence[Any]) -> float | None:
+    """Return the number of updates that all pieces of some shards have behind them, given an array a shard (0 where the
+    rule does not count); None where they differ, and each piece has to be updated by itself."""
+    if not rule.counted:
+        return 0.0
+    every = [count for of in counts for count in of.tolist()]
+    return float(every[0]) if every and every.count(every[0]) == len(every) else None
 
 
 def _cut(total: int, itemsize: int, align: int, shards: int | None) -> Sequence[int]:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from apportion.parallel.parameter_store.memory.shard_layout import updates_alike
 from apportion.parallel.parameter_store.memory.store_spec import TICKET, VERSIONS, StoreSpec
 from apportion.parallel.parameter_store.network.queue_state import QueueState
 from apportion.parallel.parameter_store.shard_range import Range
@@ -163,9 +164,13 @@ class RangeState:
             self.buffers += staged.change
             return
         begin = layout.bounds[self.range.first]
-        if not rule.counted and layout.many_groups == 1 and bool(staged.used.all()):
+        every = self.counts[first - self.range.first : last - self.range.first]
+        count = updates_alike(rule, every) if layout.many_groups == 1 and bool(staged.used.all()) else None
+        if count is not None:
             parts, gradient = self._parts(staged, layout.bounds[first] - begin, layout.bounds[last] - begin)
-            rule.apply(parts, parts, gradient, staged.hyper[0].tolist(), 0.0)
+            rule.apply(parts, parts, gradient, staged.hyper[0].tolist(), count)
+            for counts in every if rule.counted else ():
+                counts.fill(count + 1)
             return
         for shard in range(first, last):
             counts = self.counts[shard - self.range.first]
