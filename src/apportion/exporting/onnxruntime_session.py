@@ -26,9 +26,9 @@ def runtime() -> Any:
     return onnxruntime
 
 
-def session(path: str | Path, *, threads: int) -> Any:
-    """Return a session for this file. Its threads block while they wait, and nothing is printed. Raises what ONNX
-    Runtime does."""
+def session(path: str | Path | bytes, *, threads: int) -> Any:
+    """Return a session for this file, or for its bytes. Its threads block while they wait, and nothing is printed.
+    Raises what ONNX Runtime does."""
     ort = runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1

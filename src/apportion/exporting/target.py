@@ -72,6 +72,8 @@ class Compiled:
     """The description of the file, of what JSON has."""
     reference: Callable[[Inputs], Sequence[Any]] | None = None
     """The arrays that the file is to compute for inputs; None: what the network itself computes."""
+    compared: int | None = None
+    """The number of examples, the first ones, whose outputs are compared, for a reference that is slow; None: all."""
     limit: float | None = None
     """The limit of the outputs' difference from the reference, relative to the largest number in them; None: that of
     ``export``."""
@@ -103,7 +105,7 @@ class Verification:
     reader: str
     simulated_by: str | None
     examples: int
-    """The number of examples that both have computed."""
+    """The number of examples whose outputs were compared."""
     difference: float
     """The largest difference of any output from what the file is to compute, relative to the largest number in that
     output."""
