@@ -25,7 +25,7 @@ CIFAR-10 that makes 0.01 to 0.02, and sums that a processor cuts off 0.4."""
 HALF_LIMIT = 0.01
 """The limit of how much the outputs of a file of float16 differ from the network's: each weight is rounded by 0.0005 of
 it at most."""
-COMPARED = 1000
+COMPARED = 250
 """The number of examples that an int8 file is compared on with the evaluator, which is slow."""
 
 

@@ -4,17 +4,12 @@ what of it only takes room."""
 from __future__ import annotations
 
 import ast
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
-WEIGHTS = "apportion.weights"
-"""The key of a file's metadata with the digest of the weights that it was exported from."""
 _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "Gather")
 """The types of the operators that have weights, and that the quantizers know."""
 _RECURRENT = ("LSTM", "GRU", "RNN", "Loop", "Scan")
@@ -143,13 +138,3 @@ def halved(model: Any) -> list[str]:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     return []
-
-
-def weights_digest(module: nn.Module) -> str:
-    """Return the SHA-256 of a network's parameters and buffers, with their names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        held = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {held.dtype} {tuple(held.shape)} ".encode())
-        digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 
 from apportion.core.torch_private import pytree
-from apportion.exporting.onnxruntime_session import BF16, run_bits, runtime, session
+from apportion.exporting.onnxruntime_session import BF16, WEIGHTS, run_bits, runtime, session
 from apportion.exporting.quantization.files import write_float16, write_int8
-from apportion.exporting.quantization.graph import WEIGHTS, weights_digest
 from apportion.exporting.target import Compiled, Inputs, Reading, Target, Trained
+from apportion.exporting.weights_digest import weights_digest
 
 MOST_BYTES = 2**31 - 2**20
 """The largest size in bytes of weights inside of the file: a protobuf message is smaller than 2 GiB."""
