@@ -78,10 +78,12 @@ def dynamic(model: Any, *, weight_bits: int, kept: Sequence[str]) -> Any:
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    model = copy.deepcopy(model)
+    del model.graph.value_info[:]  # the shapes are found again: a weight of Gemm is transposed
     with tempfile.TemporaryDirectory() as folder, _quiet():
         path = Path(folder) / "model.onnx"
         quantize_dynamic(
-            copy.deepcopy(model),
+            model,
             path,
             op_types_to_quantize=[kind for kind in DYNAMIC if kind != "Gemm"],
             per_channel=True,

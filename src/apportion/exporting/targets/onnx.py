@@ -116,6 +116,8 @@ class Onnx(Target):
     def _described(self, module: nn.Module, path: Path) -> dict[str, Any]:
         try:
             return described(path)
+        except ImportError:
+            raise
         except Exception as error:  # onnxruntime's own have no base but this
             why = f"{type(module).__name__} as ONNX cannot be run by ONNX Runtime on the CPU: {_first_line(error)}"
             if torch.bfloat16 in {t.dtype for t in module.state_dict().values()}:
