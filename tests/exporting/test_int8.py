@@ -329,6 +329,7 @@ def test_a_run_on_two_workers_is_exported_in_int8_by_one_command(
     assert about["verifications"][0]["held_out"] == 256
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_exit_status_says_whose_it_is_and_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,7 @@ class QuantizedModel:
     """A quantized model, and how it was chosen."""
 
     model: Any
-    """The ``onnx.ModelProto``."""
+    """The quantized graph, an ``onnx.ModelProto``."""
     dynamic: str | None
     """Why its activations are quantized as it runs; None: their ranges are fixed."""
     ranges: str | None
