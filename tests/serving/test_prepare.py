@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,10 @@ import pytest
 import torch
 from commands import SECONDS, start
 
+from apportion.api.export import export_run
 from apportion.core.strategy import State
 from apportion.runtime.checkpoint.run_directory import RunDirectory
-from apportion.serving.prepare import prepare
+from apportion.serving.prepare import TimedPreparation, prepare
 from apportion.serving.runtimes.source import Source
 
 WORK = """
@@ -100,3 +103,54 @@ def test_a_full_disk_is_said_with_the_cure_and_nothing_is_left_on_it(tmp_path: P
     assert f"error: member wide ({run.path}): [Errno 28] No space left on device" in text
     assert "set TMPDIR to a folder on another one" in text
     assert not list(small_disk.iterdir())
+
+
+def test_a_runs_file_in_int8_is_timed_beside_float_and_taken_where_it_is_the_same_net(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from apportion.serving import prepare as module
+
+    run, folder = a_run(tmp_path, "nn.Linear"), tmp_path / "made"
+    folder.mkdir()
+    export_run(run.path, target="onnx(precision='int8')", trust=True)
+    int8_first(monkeypatch)
+    source, said = prepare("m1", str(run.path), folder, threads=[1], trust=True)
+    assert any("onnxruntime" in line and ", int8, 1 thread: " in line for line in said)
+    assert source.path == str(folder / f"m1{module.INT8}")
+    (run.path / "model.int8.onnx").unlink()
+    assert answer(source) == pytest.approx(3.0, rel=0.01), "the file that is served is a copy"
+    export_run(run.path, target="onnx(precision='int8')", trust=True)
+    saved(run, 3, best=True)
+    source, said = prepare("m1", str(run.path), folder, threads=[1], trust=True)
+    assert not any(", int8, " in line for line in said), "it was exported from weights of another step"
+    assert answer(source) == 9.0
+
+
+def test_a_file_in_int8_is_served_and_one_beside_a_file_of_float_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = a_run(tmp_path, "nn.Linear"), tmp_path / "made"
+    folder.mkdir()
+    export_run(run.path, path=tmp_path / "net.onnx", trust=True)
+    export_run(run.path, target="onnx(precision='int8')", path=tmp_path / "net.int8.onnx", trust=True)
+    alone, said = prepare("m1", str(tmp_path / "net.int8.onnx"), folder, threads=[1])
+    assert len(said) == 1
+    assert answer(alone) == pytest.approx(3.0, rel=0.01)
+    int8_first(monkeypatch)
+    source, said = prepare("m1", str(tmp_path / "net.onnx"), folder, threads=[1])
+    assert [", int8, " in line for line in said] == [False, True]
+    assert answer(source) == pytest.approx(3.0, rel=0.01)
+    assert source.path.endswith(".int8.onnx")
+
+
+def int8_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever net is faster on this machine, the one in int8 is taken for it."""
+    from apportion.serving import prepare as module
+
+    right = module.chosen
+
+    def chosen(found: Sequence[TimedPreparation]) -> TimedPreparation:
+        ends = [one.source.path.endswith(".int8.onnx") for one in found]
+        return right([replace(one, seconds=0.0) if int8 else one for one, int8 in zip(found, ends, strict=True)])
+
+    monkeypatch.setattr(module, "chosen", chosen)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import mix
 from apportion.core.value import parse
 from apportion.core.workload import Workload
-from apportion.exporting.exporter import PACKAGE, Data, export
-from apportion.exporting.target import Examples, Exported, Target
+from apportion.exporting import exporter
+from apportion.exporting.exporter import LIMIT, PACKAGE, Data
+from apportion.exporting.target import Examples, Exported, Inputs, Target
+from apportion.reporting.html.export_page import export_page
 from apportion.runtime.checkpoint.load import load, workload_of
 from apportion.runtime.worker.evaluation import is_factory
 
@@ -26,6 +30,31 @@ CALIBRATION = 1024
 """The number of examples of a run's data by which a target makes its choices."""
 HELD_OUT = 10_000
 """The largest number of examples of a run's evaluation on which network and file are compared."""
+
+
+def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
+    model: nn.Module,
+    sample: Inputs,
+    path: str | os.PathLike[str],
+    *,
+    target: str | Target = "onnx",
+    check: Sequence[Inputs] = (),
+    data: Data | None = None,
+    limit: float = LIMIT,
+) -> Exported:
+    """Write the model to the path, for the target, and compare what the file computes with what it must compute.
+
+    ``sample``: inputs as the model takes them, with the examples in dimension 0: they give the shapes, and both compute
+    them. ``check``: more such inputs that both compute. ``data``: the examples of the task, by which some targets make
+    choices, and on which network and file are compared. ``limit``: the limit of the largest difference of any output,
+    relative to the largest number in it, where the target has none of its own. The model is left as it was, in training
+    mode if it was so. A report lies beside the file, as a page and as JSON: ``Exported.reports``. Raises ValueError
+    where the model cannot be exported to the target, and NotVerified where the file computes something else, or is
+    worse than the target allows; then no file is left.
+    """
+    return exporter.export(
+        model, sample, path, target=target, check=check, data=data, limit=limit, report=_report
+    )  # fmt: skip
 
 
 def export_run(
@@ -53,6 +82,13 @@ def export_run(
         data = _data(workload, dataset)
     inputs, _ = workload.collate([dataset[n] for n in range(min(EXAMPLES, len(dataset)))])  # type: ignore[arg-type]
     return export(load(run, trust=trust), inputs, to, target=chosen, data=data)
+
+
+def _report(made: Exported) -> dict[str, str]:
+    """The page and the JSON about a file, by the endings that they add to its name."""
+    about = made.to_json()
+    del about["reports"]  # this is one of them
+    return {".report.html": export_page(about), ".report.json": json.dumps(about, indent=2) + "\n"}
 
 
 def verified(made: Exported) -> Iterator[str]:

@@ -351,7 +351,7 @@ def serve(  # noqa: PLR0913 (the flags)
 @app.command()
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
-    target: Annotated[str, typer.Option(metavar="T", help='"onnx", "onnx(opset=20)"')] = "onnx",
+    target: Annotated[str, typer.Option(metavar="T", help='"onnx", "onnx(precision=\'int8\')"')] = "onnx",
     out: Annotated[str | None, typer.Option(metavar="FILE", help="default: model.onnx and the like, in RUN")] = None,
     trust: Trust = False,
     as_json: Json = False,
@@ -362,11 +362,13 @@ def export(
 
         made = export_run(run, target=target, path=out, trust=trust)
         if as_json:
-            typer.echo(json.dumps({**asdict(made), "path": str(made.path)}))
+            typer.echo(json.dumps(made.to_json()))
         else:
             typer.echo(f"{made.path}: {made.nbytes:,} bytes, {made.target}")
             for line in verified(made):
                 typer.echo(f"  {line}")
+            for report in made.reports:
+                typer.echo(f"  report: {report}")
 
 
 @contextmanager

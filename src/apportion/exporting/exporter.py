@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,15 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     check: Sequence[Inputs] = (),
     data: Data | None = None,
     limit: float = LIMIT,
+    report: Callable[[Exported], Mapping[str, str]] | None = None,
 ) -> Exported:
     """Write the model to the path, for the target, and compare what the file computes with what it must compute.
 
     ``sample``: inputs as the model takes them, with the examples in dimension 0: they give the shapes, and both compute
     them. ``check``: more such inputs that both compute. ``data``: the examples of the task, by which some targets make
     choices, and on which network and file are compared. ``limit``: the limit of the largest difference of any output,
-    relative to the largest number in it, where the target has none of its own. The model is left as it was, in training
+    relative to the largest number in it, where the target has none of its own. ``report``: returns the texts that are
+    written beside the file, by the ending that each of them adds to its name. The model is left as it was, in training
     mode if it was so. Raises ValueError where the model cannot be exported to the target, and NotVerified where the
     file computes something else, or is worse than the target allows; then no file is left.
     """
@@ -92,19 +94,22 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
         judge = _Judge(model, compiled, path.name, compiled.limit if compiled.limit is not None else limit)
         every = batches + _batches(data.held_out)
         found = tuple(judge.verified(one, batches, data) for one in chosen.read(made, every))
+        written = Exported(
+            path=path,
+            target=str(chosen),
+            nbytes=sum(file.stat().st_size for file in Path(folder).iterdir()),
+            about=compiled.about,
+            verifications=found,
+            tables=compiled.tables,
+            conclusion=compiled.conclusion,
+        )
+        texts = {f"{path.name}{ending}": text for ending, text in (report(written) if report else {}).items()}
+        for name, text in texts.items():
+            (Path(folder) / name).write_text(text)
         files = sorted(Path(folder).iterdir(), key=lambda file: file == made)  # the one that is asked for comes last
-        nbytes = sum(file.stat().st_size for file in files)
         for file in files:
             shutil.move(file, path.parent / file.name)
-    return Exported(
-        path=path,
-        target=str(chosen),
-        nbytes=nbytes,
-        about=compiled.about,
-        verifications=found,
-        tables=compiled.tables,
-        conclusion=compiled.conclusion,
-    )
+    return replace(written, reports=tuple(path.parent / name for name in texts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +129,11 @@ class _Judge:
         taken: list[tuple[Any, Any]] = []
         for number, (inputs, outputs) in enumerate(zip(every, reading.outputs, strict=False)):
             own, shape = _leaves(self.model, inputs)
-            must = own if self.compiled.reference is None else self.compiled.reference(inputs)
-            difference = max(difference, _difference(must, outputs))
-            examples += len(pytree.tree_leaves(inputs)[0])
-            self._hold(difference, reading.reader)
+            if number < 2 or self.compiled.compared is None or examples < self.compiled.compared:
+                must = own if self.compiled.reference is None else self.compiled.reference(inputs)
+                difference = max(difference, _difference(must, outputs))
+                examples += len(pytree.tree_leaves(inputs)[0])
+                self._hold(difference, reading.reader)
             if number >= len(batches):
                 taken.append((_tree(own, shape), _tree(outputs, shape)))
         if examples < sum(len(pytree.tree_leaves(inputs)[0]) for inputs in batches[:2]):

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 BF16 = "tensor(bfloat16)"
+WEIGHTS = "apportion.weights"
+"""The key of a file's metadata with the digest of the weights that it was exported from."""
 _BF16_NUMBER = 16
 """ONNX's number of the type bfloat16."""
 
@@ -26,15 +28,20 @@ def runtime() -> Any:
     return onnxruntime
 
 
-def session(path: str | Path, *, threads: int) -> Any:
-    """Return a session for this file. Its threads block while they wait, and nothing is printed. Raises what ONNX
-    Runtime does."""
+def session(path: str | Path | bytes, *, threads: int) -> Any:
+    """Return a session for this file, or for its bytes. Its threads block while they wait, and nothing is printed.
+    Raises what ONNX Runtime does."""
     ort = runtime()
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def metadata(path: str | Path) -> dict[str, str]:
+    """Return what a file says of itself. Raises what ONNX Runtime does."""
+    return dict(session(path, threads=1).get_modelmeta().custom_metadata_map)
 
 
 def run_bits(session: Any, inputs: Mapping[str, NDArray[Any]], options: Any = None) -> list[NDArray[Any]]:

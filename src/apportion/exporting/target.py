@@ -6,9 +6,11 @@ target compiles with is a package beside that folder.
 
 from __future__ import annotations
 
+import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,8 @@ class Compiled:
     """The description of the file, of what JSON has."""
     reference: Callable[[Inputs], Sequence[Any]] | None = None
     """The arrays that the file is to compute for inputs; None: what the network itself computes."""
+    compared: int | None = None
+    """The number of examples, the first ones, whose outputs are compared, for a reference that is slow; None: all."""
     limit: float | None = None
     """The limit of the outputs' difference from the reference, relative to the largest number in them; None: that of
     ``export``."""
@@ -103,7 +107,7 @@ class Verification:
     reader: str
     simulated_by: str | None
     examples: int
-    """The number of examples that both have computed."""
+    """The number of examples whose outputs were compared."""
     difference: float
     """The largest difference of any output from what the file is to compute, relative to the largest number in that
     output."""
@@ -130,11 +134,33 @@ class Exported:
     """One for each reader."""
     tables: tuple[Table, ...] = ()
     conclusion: str = ""
+    reports: tuple[Path, ...] = ()
+    """What was written about the file beside it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as what JSON has. Numbers that JSON does not have, and values of other kinds, are text."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
 
     @property
     def verification(self) -> Verification:
         """The one that differs most."""
         return max(self.verifications, key=lambda one: one.difference)
+
+
+def _plain(value: Any) -> Any:
+    """The value as what JSON has."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
+    return str(value)
 
 
 class Target(Value, ABC):

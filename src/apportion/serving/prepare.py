@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.errors import ApportionError
+from apportion.exporting.onnxruntime_session import WEIGHTS, metadata
 from apportion.process import die_with_parent
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.remote_runtime import check_address
@@ -26,6 +28,8 @@ from apportion.serving.runtimes.source import Source, save_rows
 TIMES, SECONDS = 30, 0.5
 """The number of times that each runtime computes one row, in turns with the others, and the seconds that each of them
 has for it."""
+INT8 = ".int8.onnx"
+"""The ending of a file in int8, beside the run or the file of float32 that it was made from."""
 BETTER = 1.3
 """The factor by which more threads must be faster than one to be given."""
 
@@ -60,12 +64,14 @@ def prepare(
         raise ValueError(f"member {name}: there is no {place}")
     said: list[str] = []
     if path.suffix == ".onnx":
-        sources = [Source(name=name, runtime="onnx", path=str(path.resolve()))]
+        own = Source(name=name, runtime="onnx", path=str(path.resolve()))
+        sources = [own, *_in_int8(own, path.parent, f"{path.stem}{INT8}", _digest(path), folder)]
     else:
-        if path.is_dir():
-            run, path = path, pinned_for(path, folder / name, trust, projects)
+        run = path if path.is_dir() else None
+        if run is not None:
+            path = pinned_for(run, folder / name, trust, projects)
             said.append(f"{name}: {path.name} of {run}")
-        sources = _of_torch(name, path, folder, said)
+        sources = _of_torch(name, path, run, folder, said)
     found = _fastest([replace(source, threads=n) for source in sources for n in threads], said)
     return found, said
 
@@ -77,8 +83,9 @@ def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | 
     return pinned(run, folder, trust=trust, projects=projects)
 
 
-def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Source]:
+def _of_torch(name: str, path: Path, run: Path | None, folder: Path, said: list[str]) -> list[Source]:
     from apportion.exporting.exporter import export
+    from apportion.exporting.weights_digest import weights_digest
     from apportion.serving.runtimes.torch_runtime import leaves_of, opened
 
     module, sample = opened(path)
@@ -90,7 +97,25 @@ def _of_torch(name: str, path: Path, folder: Path, said: list[str]) -> list[Sour
     except Exception as error:  # of the exporter there are many
         said.append(f"{name}: no ONNX: {error}")
         return sources
-    return [replace(base, runtime="onnx", path=str(made.path)), *sources]
+    own = replace(base, runtime="onnx", path=str(made.path))
+    beside = [] if run is None else _in_int8(own, run, f"model{INT8}", weights_digest(module), folder)
+    return [own, *beside, *sources]
+
+
+def _in_int8(own: Source, place: Path, file: str, digest: str | None, folder: Path) -> list[Source]:
+    """The same net in int8, where its file lies there and was exported from these weights: a copy of it, which stays as
+    it is while it is served."""
+    if digest is None or not (place / file).is_file() or _digest(place / file) != digest:
+        return []
+    return [replace(own, path=str(shutil.copyfile(place / file, folder / f"{own.name}{INT8}")))]
+
+
+def _digest(path: Path) -> str | None:
+    """The digest of the weights that an ONNX file was exported from; None where it says none, or cannot be run."""
+    try:
+        return metadata(path).get(WEIGHTS)
+    except Exception:  # onnxruntime's own have no base but this; whoever opens the file is told
+        return None
 
 
 def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
@@ -112,7 +137,8 @@ def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
     ]
     for timed in found:
         many = f"{timed.source.threads} thread{'s' if timed.source.threads > 1 else ''}"
-        said.append(f"{timed.source.name}: {timed.runtime}, {many}: {timed.seconds * 1e3:.3g} ms")
+        kind = ", int8" if timed.source.path.endswith(INT8) else ""
+        said.append(f"{timed.source.name}: {timed.runtime}{kind}, {many}: {timed.seconds * 1e3:.3g} ms")
     for program in programs:
         program.close()
     return chosen(found).source

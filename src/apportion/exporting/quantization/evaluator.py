@@ -1,0 +1,171 @@
+"""What a quantized file computes by the definitions of its operators, and not by the kernels of ONNX Runtime.
+
+The onnx package's own evaluator computes the graph. In its place torch computes convolutions, pools and integer
+products, which numpy is slow at, and LSTMs of ONNX Runtime's own domain are computed as their documentation says. No
+sum is cut off here: where a processor does that, the outputs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apportion.core.torch_private import pytree
+from apportion.exporting.target import Inputs
+
+AT_ONCE = 25
+"""The number of examples that are computed at once, where each is by itself: what they hold stays in the caches."""
+
+
+def evaluator(model: Any, *, at_once: int | None = AT_ONCE) -> Callable[[Inputs], list[Any]]:
+    """Return the function that computes the outputs of a model (an ``onnx.ModelProto``) for inputs, as arrays.
+    ``at_once``: None where the examples of a batch have a range in common."""
+    from onnx.reference import ReferenceEvaluator
+
+    made: Any = ReferenceEvaluator(model, new_ops=_operators())
+    names = [value.name for value in model.graph.input]
+
+    def evaluated(inputs: Inputs) -> list[Any]:
+        leaves = [x.detach().numpy() for x in pytree.tree_leaves(inputs)]
+        count = len(leaves[0])
+        parts = [
+            made.run(None, {name: x[at : at + (at_once or count)] for name, x in zip(names, leaves, strict=True)})
+            for at in range(0, count, at_once or count)
+        ]
+        return [np.concatenate(one) for one in zip(*parts, strict=True)]
+
+    return evaluated
+
+
+def _operators() -> list[Any]:
+    from onnx.reference.op_run import OpRun
+    from onnx.reference.ops.op_conv import Conv
+    from onnx.reference.ops.op_max_pool import MaxPool
+
+    def derived(name: str, run: Any, base: Any = OpRun, domain: str = "") -> Any:
+        slow = {} if base is OpRun else {"slow": base._run}
+        return type(name, (base,), {"op_domain": domain, "_run": run, **slow})
+
+    return [
+        derived("Conv", _convolution, Conv),
+        derived("MaxPool", _max_pool, MaxPool),
+        derived("QuantizeLinear", _quantize),
+        derived("DequantizeLinear", _dequantize),
+        derived("MatMulInteger", _integer_product),
+        derived("DynamicQuantizeLSTM", _dynamic_lstm, domain="com.microsoft"),
+    ]
+
+
+def _convolution(self: Any, x: Any, w: Any, b: Any = None, **given: Any) -> tuple[Any]:
+    spatial = x.ndim - 2
+    pads, strides = given.get("pads") or [0] * 2 * spatial, given.get("strides") or [1] * spatial
+    if given.get("auto_pad") not in (None, "NOTSET") or not 1 <= spatial <= 3:
+        found: tuple[Any] = self.slow(x, w, b, **given)
+        return found
+    convolve = (torch.conv1d, torch.conv2d, torch.conv3d)[spatial - 1]
+    bias = None if b is None else _tensor(b)
+    dilations = given.get("dilations") or [1] * spatial
+    padded = torch.nn.functional.pad(_tensor(x), _torch_pads(pads))
+    return (convolve(padded, _tensor(w), bias, strides, 0, dilations, given.get("group") or 1).numpy(),)
+
+
+def _max_pool(self: Any, x: Any, **given: Any) -> tuple[Any, ...]:
+    spatial = x.ndim - 2
+    usual = given.get("auto_pad") in (None, "NOTSET") and not given.get("ceil_mode") and not given.get("storage_order")
+    if not usual or not 1 <= spatial <= 3 or len(self.onnx_node.output) > 1 or x.dtype != np.float32:
+        found: tuple[Any, ...] = self.slow(x, **given)
+        return found
+    pool: Any = getattr(torch.nn.functional, f"max_pool{spatial}d")
+    pads = given.get("pads") or [0] * 2 * spatial
+    padded = torch.nn.functional.pad(_tensor(x), _torch_pads(pads), value=-torch.inf)
+    strides, dilations = given.get("strides") or [1] * spatial, given.get("dilations") or [1] * spatial
+    return (pool(padded, given["kernel_shape"], strides, 0, dilations).numpy(),)
+
+
+def _torch_pads(pads: Sequence[int]) -> list[int]:
+    """ONNX's pads (all begins, then all ends) in torch's order: the last dimension first, begin and end."""
+    half = len(pads) // 2
+    return [pads[at] for axis in reversed(range(half)) for at in (axis, axis + half)]
+
+
+def _quantize(self: Any, x: Any, scale: Any, zero: Any = None, *, axis: int = 1, **_: Any) -> tuple[Any]:
+    zero = np.zeros(1, np.uint8) if zero is None else zero
+    least, most = np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max
+    steps = _tensor(x) / _along(scale, x.ndim, axis)
+    steps = steps.round_().add_(_along(zero, x.ndim, axis).float()).clamp_(least, most)
+    return (steps.to(torch.from_numpy(np.zeros(0, zero.dtype)).dtype).numpy(),)
+
+
+def _dequantize(self: Any, x: Any, scale: Any, zero: Any = None, *, axis: int = 1, **_: Any) -> tuple[Any]:
+    steps = _tensor(x).float()
+    if zero is not None and np.any(zero):
+        steps = steps - _along(zero, x.ndim, axis).float()
+    return (np.asarray((steps * _along(scale, x.ndim, axis)).numpy()),)
+
+
+def _tensor(array: Any) -> Tensor:
+    """An array as a tensor, which may be read only where the array may."""
+    held = np.asarray(array)
+    return torch.from_numpy(held if held.flags.writeable else held.copy())
+
+
+def _along(values: Any, dimensions: int, axis: int) -> Tensor:
+    """The values of a whole tensor, or of each index along the axis, in a shape that is multiplied with it."""
+    held = _tensor(np.atleast_1d(values))
+    if held.numel() == 1:
+        return held.reshape([1] * dimensions) if dimensions else held.reshape([])
+    return held.reshape([-1 if at == axis % dimensions else 1 for at in range(dimensions)])
+
+
+def _integer_product(self: Any, a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> tuple[Any]:
+    left, right = (_tensor(x).double() for x in (a, b))  # whole numbers, exact below 2 ** 53
+    if a_zero is not None:
+        left = left - _tensor(np.atleast_1d(a_zero)).double().reshape(-1, 1)
+    if b_zero is not None:
+        right = right - _tensor(np.atleast_1d(b_zero)).double()
+    return ((left @ right).to(torch.int32).numpy(),)
+
+
+def _dynamic_lstm(self: Any, x: Any, w: Any, r: Any, *rest: Any, **given: Any) -> tuple[Any, ...]:
+    """com.microsoft.DynamicQuantizeLSTM. x (time, batch, inputs); w and r (directions, inputs or hidden, 4 * hidden),
+    gates in ONNX's order: input, output, forget, cell."""
+    names = ("b", "lengths", "h", "c", "p", "w_scale", "w_zero", "r_scale", "r_zero")
+    held: Mapping[str, Any] = dict(zip(names, [*rest, *[None] * len(names)], strict=False))
+    activations = [str(name).lower() for name in given.get("activations") or ["sigmoid", "tanh", "tanh"]]
+    if held["lengths"] is not None or held["p"] is not None or set(activations) - {"sigmoid", "tanh"}:
+        raise NotImplementedError("LSTMs with lengths, peepholes or other activations than sigmoid and tanh")
+    directions, batch, hidden = len(w), x.shape[1], r.shape[1]
+    none = np.zeros((directions, batch, hidden), np.float32)
+    h, c = (none if held[name] is None else held[name] for name in ("h", "c"))
+    outputs, last_h, last_c = [], [], []
+    for at in range(directions):
+        backwards = given.get("direction") == "reverse" or at == 1
+        bias = np.zeros(8 * hidden, np.float32) if held["b"] is None else held["b"][at]
+        times = _tensor(x[::-1].copy() if backwards else x)
+        ahead = _dynamic_product(times.flatten(0, 1), w[at], held["w_scale"][at], held["w_zero"][at])
+        ahead = (ahead + _tensor(bias[: 4 * hidden] + bias[4 * hidden :])).unflatten(0, (len(x), batch))
+        state, cell, steps = _tensor(h[at]), _tensor(c[at]), []
+        for time in range(len(x)):
+            gates = ahead[time] + _dynamic_product(state, r[at], held["r_scale"][at], held["r_zero"][at])
+            entered, shown, kept, new = gates.chunk(4, dim=1)
+            cell = kept.sigmoid() * cell + entered.sigmoid() * new.tanh()
+            state = shown.sigmoid() * cell.tanh()
+            steps.append(state)
+        outputs.append(torch.stack(steps[::-1] if backwards else steps).numpy())
+        last_h.append(state.numpy())
+        last_c.append(cell.numpy())
+    return (np.stack(outputs, axis=1), np.stack(last_h), np.stack(last_c))[: len(self.onnx_node.output)]
+
+
+def _dynamic_product(rows: Tensor, weight: Any, scale: Any, zero: Any) -> Tensor:
+    """Rows, quantized to 8 bits by their own range, times quantized weights."""
+    least, most = min(0.0, float(rows.min())), max(0.0, float(rows.max()))
+    step = np.float32((most - least) / 255) or np.float32(1)
+    offset = round(-least / float(step))
+    steps = ((rows / float(step)).round() + offset).clamp(0, 255).double() - offset
+    whole = _tensor(weight).double() - _tensor(np.atleast_1d(zero)).double()
+    return (steps @ whole).float() * float(step) * _tensor(np.atleast_1d(scale))
