@@ -6,8 +6,8 @@ A tensor is integers q with one exponent e, and means q / 2**e.
 input         q = floor(x * 2**e + 1/2), limited to the format's smallest and largest integer
 affine        q = the sum of weights times q of its input, and the bias; nothing is rounded and nothing overflows
 requantise    q' = floor((q + 2**(s-1)) / 2**s), limited to the format's smallest and largest integer, where s is the
-              difference of the exponents (rounding half up); for s <= 0 it is q * 2**-s, limited in the same way. A ReLU
-              is a format whose smallest integer is 0
+              difference of the exponents (rounding half up); for s <= 0 it is q * 2**-s, limited in the same way. A
+              ReLU is a format whose smallest integer is 0
 add           both multiplied by a power of two, to the larger of their exponents, and added
 average       the sum over the window; the exponent grows by the logarithm of the window's size
 maximum       the largest of the window; padding never wins
@@ -77,6 +77,8 @@ class FixedNet:
     """A network in integers; the last layer is its output."""
 
     layers: tuple[FixedLayer, ...]
+    numbers: tuple[int, ...] = ()
+    """The number of the layer, among these, that each layer of the float network has become."""
 
     def integers(self, inputs: Tensor) -> list[Tensor]:
         """Return the integers of each layer for these inputs of the float network, exactly, in float64."""

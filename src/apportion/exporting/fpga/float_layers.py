@@ -239,7 +239,7 @@ class _Importer:
         x, dims = _arguments(node, None, None)[:2]
         given = tuple(x.meta["val"].shape)
         if dims is None or len(given) != 4 or {d % 4 for d in dims} != {2, 3}:
-            _refuse(node, "it averages over something else than the two dimensions of an image", "use AdaptiveAvgPool2d")
+            _refuse(node, "it averages over other dimensions than the two of an image", "use AdaptiveAvgPool2d")
         window = given[2:]
         self._whole_power(node, window)
         pooled = FloatLayer(

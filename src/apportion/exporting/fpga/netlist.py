@@ -20,8 +20,8 @@ class Op(NamedTuple):
 
     ========  =========================================================================================================
     input     the integer number ``numbers[0]`` of the circuit's inputs
-    sum       the sum over its operands of sign * operand * 2**shift, with (sign, shift) for each in ``numbers`` in turn,
-              and of the last number, a constant
+    sum       the sum over its operands of sign * operand * 2**shift, with (sign, shift) for each in ``numbers`` in
+              turn, and of the last number, a constant
     clamp     operand // 2**s, limited to low and high: ``numbers`` is (s, low, high)
     larger    the larger of two operands
     ========  =========================================================================================================

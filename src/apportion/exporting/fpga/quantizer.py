@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from apportion.exporting.fpga.fixed_point import EXACT, FixedLayer, FixedNet, IntegerFormat
-from apportion.exporting.fpga.float_layers import FloatLayer, computed
+from apportion.exporting.fpga.float_layers import FloatLayer
 
 CANDIDATES = 4
 """The number of exponents that are tried: the smallest keeps the largest number, each further one clips more."""
@@ -33,7 +32,7 @@ def quantized(layers: Sequence[FloatLayer], calibration: Tensor, bits: int) -> F
     walk = _Walk(bits)
     for layer in layers:
         walk.add(layer, calibration[:MOST_EXAMPLES].double())
-    return FixedNet(tuple(walk.made))
+    return FixedNet(tuple(walk.made), tuple(walk.numbers))
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class _Walk:
         self.made: list[FixedLayer] = []
         self._extents: list[_Extent] = []
         self._values: list[Tensor] = []
-        self._number: list[int] = []  # of the fixed layer, by that of the float layer
+        self.numbers: list[int] = []  # of the fixed layer, by that of the float layer
 
     def add(self, layer: FloatLayer, calibration: Tensor) -> None:
         if layer.kind == "input":
@@ -68,10 +67,10 @@ class _Walk:
         elif layer.kind in ("linear", "convolution"):
             self._affine(layer)
         elif layer.kind == "relu":
-            self._requantise(self._number[layer.inputs[0]], layer.name, most=layer.most, relu=True)
+            self._requantise(self.numbers[layer.inputs[0]], layer.name, most=layer.most, relu=True)
         else:
             self._moved(layer)
-        self._number.append(len(self.made) - 1)
+        self.numbers.append(len(self.made) - 1)
 
     def _append(self, layer: FixedLayer, extent: _Extent, calibration: Tensor | None = None) -> int:
         if max(abs(extent.low), abs(extent.high)) >= EXACT:
@@ -99,7 +98,7 @@ class _Walk:
         return self._append(layer, _Extent(form.low, high, narrow=True))
 
     def _affine(self, layer: FloatLayer) -> None:
-        number = self._number[layer.inputs[0]]
+        number = self.numbers[layer.inputs[0]]
         if not self._extents[number].narrow:
             number = self._requantise(number, f"{layer.name}, its input")
         before, extent = self.made[number], self._extents[number]
@@ -120,7 +119,7 @@ class _Walk:
         self._append(made, _Extent(low, int((np.maximum(ends.max(0), 0).sum(1) + added).max()), narrow=False))
 
     def _moved(self, layer: FloatLayer) -> None:
-        numbers = tuple(self._number[n] for n in layer.inputs)
+        numbers = tuple(self.numbers[n] for n in layer.inputs)
         befores, extents = [self.made[n] for n in numbers], [self._extents[n] for n in numbers]
         exponent = max(before.exponent for before in befores)
         made = FixedLayer(
@@ -162,12 +161,3 @@ def weights(weight: Tensor, bits: int) -> tuple[NDArray[np.int64], NDArray[np.in
         integers.append(form.of(row).numpy().astype(np.int64))
         exponents.append(form.exponent)
     return np.stack(integers), np.array(exponents, dtype=np.int64)
-
-
-def float_values(layers: Sequence[FloatLayer], inputs: Tensor) -> Tensor:
-    """Return the output of the float layers, in float64."""
-    found: list[Tensor] = []
-    with torch.no_grad():
-        for layer in layers:
-            found.append(inputs.double() if layer.kind == "input" else computed(layer, [found[n] for n in layer.inputs]))
-    return found[-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from apportion.errors import ApportionError
+from apportion.exporting.fpga import programs
 from apportion.exporting.fpga.fixed_point import IntegerFormat
 from apportion.exporting.fpga.verilog_text import CircuitPorts
 
-SECONDS = 500.0
-"""The longest time that a simulator may take."""
 _BENCH = """
 `timescale 1ns / 1ps
 module bench;
@@ -61,8 +58,10 @@ def icarus(path: Path, ports: CircuitPorts, integers: NDArray[np.int64]) -> NDAr
     """Run the circuit in Icarus Verilog for these integers, a row for each example, and return those that leave it."""
 
     def run(folder: Path) -> None:
-        _run(folder, "iverilog", "-g2005-sv", "-o", "bench.vvp", "-s", "bench", "bench.v", str(path.resolve()))
-        _run(folder, "vvp", "-N", "bench.vvp")
+        programs.must_run(
+            folder, "iverilog", "-g2005-sv", "-o", "bench.vvp", "-s", "bench", "bench.v", str(path.resolve())
+        )
+        programs.must_run(folder, "vvp", "-N", "bench.vvp")
 
     return _simulated(run, ports, integers)
 
@@ -72,8 +71,10 @@ def verilator(path: Path, ports: CircuitPorts, integers: NDArray[np.int64]) -> N
 
     def run(folder: Path) -> None:
         options = ("--binary", "--timing", "-Wno-fatal", "-Wno-lint", "-Wno-style", "-O3", "-CFLAGS", "-O1")
-        _run(folder, "verilator", *options, "--top-module", "bench", "-o", "bench", "bench.v", str(path.resolve()))
-        _run(folder, str(folder / "obj_dir" / "bench"))
+        programs.must_run(
+            folder, "verilator", *options, "--top-module", "bench", "-o", "bench", "bench.v", str(path.resolve())
+        )
+        programs.must_run(folder, str(folder / "obj_dir" / "bench"))
 
     return _simulated(run, ports, integers)
 
@@ -83,14 +84,6 @@ SIMULATORS: dict[str, tuple[str, Callable[[Path, CircuitPorts, NDArray[np.int64]
     "verilator": ("--version", verilator),
 }
 """By the name of the program, which is that of the Debian package too: (how to ask its version, how to run it)."""
-
-
-def installed(program: str, question: str) -> str | None:
-    """Return the first line of what a program says of its version; None: it is not installed."""
-    if shutil.which(program) is None:
-        return None
-    told = subprocess.run([program, question], capture_output=True, text=True, timeout=60, check=False)
-    return next((line.strip() for line in (told.stdout + told.stderr).splitlines() if line.strip()), program)
 
 
 def beats_of(integers: NDArray[np.int64], ports: CircuitPorts) -> list[int]:
@@ -114,9 +107,7 @@ def integers_out(lines: list[str], ports: CircuitPorts) -> NDArray[np.int64]:
     return raw - ((raw >> (width - 1)) << width)
 
 
-def _simulated(
-    run: Callable[[Path], None], ports: CircuitPorts, integers: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _simulated(run: Callable[[Path], None], ports: CircuitPorts, integers: NDArray[np.int64]) -> NDArray[np.int64]:
     words = beats_of(integers, ports)
     enters, leaves = ports.words * ports.input_width, int(np.prod(ports.output_shape)) * ports.output_width
     bench = _BENCH.format(
@@ -132,10 +123,3 @@ def _simulated(
     if len(lines) != len(integers):
         raise ApportionError(f"the circuit gave {len(lines)} outputs for {len(integers)} examples")
     return integers_out(lines, ports)
-
-
-def _run(folder: Path, *command: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise ApportionError(f"{command[0]} ended with status {done.returncode}: {' / '.join(said[:3])}")

@@ -1,9 +1,9 @@
 """A netlist with its stages as a Verilog file: one statement an operation, all of them signed.
 
 The first line of the file is a comment in JSON that says what its numbers mean. The circuit takes one example in
-``beats`` cycles in which ``in_valid`` is 1, a few numbers in each, the first number in the lowest bits; ``out_valid`` is
-1 for one cycle, ``stages`` cycles after the last of them, with all outputs in ``out_data``, the first one in the lowest
-bits. Examples may follow each other without a gap, and ``in_valid`` may be 0 at any time.
+``beats`` cycles in which ``in_valid`` is 1, a few numbers in each, the first number in the lowest bits; ``out_valid``
+is 1 for one cycle, ``stages`` cycles after the last of them, with all outputs in ``out_data``, the first one in the
+lowest bits. Examples may follow each other without a gap, and ``in_valid`` may be 0 at any time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Text:
     def module(self) -> list[str]:
         ports, pipeline = self._ports, self._pipeline
         bits, count = ports.input_width, ports.words * ports.beats
-        enters = ports.words * bits
+        enters, last = ports.words * bits, ports.beats - 1
         outputs = len(self._netlist.outputs) * ports.output_width
         valid = pipeline.count
         shifted = f"{{in_data, buffer[{count * bits - 1}:{enters}]}}" if ports.beats > 1 else "in_data"
@@ -102,8 +102,8 @@ class _Text:
             f"  reg [{valid}:0] valid;",
             "  always @(posedge clk) begin",
             f"    if (in_valid) buffer <= {shifted};",
-            f"    if (rst) beat <= 0; else if (in_valid) beat <= (beat == {ports.beats - 1}) ? 0 : beat + 1;",
-            f"    if (rst) valid <= 0; else valid <= {{valid[{valid - 1}:0], in_valid && (beat == {ports.beats - 1})}};",
+            f"    if (rst) beat <= 0; else if (in_valid) beat <= (beat == {last}) ? 0 : beat + 1;",
+            f"    if (rst) valid <= 0; else valid <= {{valid[{valid - 1}:0], in_valid && (beat == {last})}};",
             "  end",
             f"  assign out_valid = valid[{valid}];",
         ]
@@ -166,7 +166,7 @@ def limit_name(width: int, to: int, op: Op) -> str:
 def clamp_module(width: int, to: int, op: Op) -> list[str]:
     """Return the module that drops the low bits of a number and limits it.
 
-    Where the limits are those of a number of some bits, with a sign or without, a look at the bits above them is enough.
+    Where the limits are those of a number of some bits without a sign, a look at the bits above them is enough.
     """
     shift, low, high = op.numbers
     left = width - shift
