@@ -212,12 +212,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "gelu": (lambda: Ending(nn.GELU()), r"layer odd \(GELU\) .*; train with ReLU"),
     "layer norm": (lambda: Ending(nn.LayerNorm(8)), r"layer odd \(LayerNorm\) .*; use batch normalisation"),
     "lstm": (Recurrent, r"layer lstm \(LSTM\) .* recurrent .*; use convolutions"),
-    "attention": (Attending, r"attention.* cannot be a circuit"),
+    "attention": (
+        Attending,
+        r"layer attention \(MultiheadAttention\) cannot be a circuit: attention multiplies activations",
+    ),
     "dynamic": (Dynamic, r"Dynamic cannot be a circuit.*may not depend on the numbers|cannot be a circuit"),
     "two outputs": (TwoOutputs, "returns 2 outputs, and a circuit gives one"),
     "across examples": (Across, "has no dimension 0 for the example"),
     "embedding": (lambda: nn.Embedding(4, 4), "takes torch.int64, and a circuit takes one tensor of floating-point"),
-    "average of 9": (
+    "average of 3": (
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 1, 8)), nn.AvgPool2d((1, 3)), nn.Flatten()),
+        r"layer 1 \(AvgPool2d\) .* over 3 numbers is no shift of bits; use windows of 2, 4",
+    ),
+    "padding": (
         lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.AvgPool2d((1, 2)), nn.ZeroPad2d(1), nn.AvgPool2d(3)),
         r"layer 2 \(ZeroPad2d\) cannot be a circuit",
     ),

@@ -24,14 +24,14 @@ def products(matrix: NDArray[np.int64], terms: Sequence[Term]) -> list[Term]:
     added = (matrix @ np.array([term.constant for term in terms], dtype=np.int64)).tolist()
     if not used.size:
         return [Term(netlist, None, constant=c) for c in added]
-    ranges = [replace(terms[n], constant=0).range for n in used]
+    ranges = [replace(terms[n], constant=0).range for n in used.tolist()]
     first, second = _solver()(
         np.ascontiguousarray(matrix[:, used].T, dtype=np.float32),
         qintervals=[(float(x.low), float(x.high), 1.0) for x in ranges],
         latencies=[0.0] * len(used),
     )
     given = np.empty(len(used), dtype=object)
-    given[:] = [replace(terms[n], constant=0) for n in used]
+    given[:] = [replace(terms[n], constant=0) for n in used.tolist()]
     found = second(first(given, quantize=False), quantize=False)
     made = [x if isinstance(x, Term) else Term(netlist, None) for x in found]
     return [x + c for x, c in zip(made, added, strict=True)]

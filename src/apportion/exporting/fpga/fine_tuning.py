@@ -79,7 +79,7 @@ def _trainable(layer: FloatLayer) -> FloatLayer:
 
 
 def _settled(layer: FloatLayer, mask: Tensor | None) -> FloatLayer:
-    if layer.weight is None:
+    if layer.weight is None or mask is None:
         return layer
     bias = None if layer.bias is None else layer.bias.detach().double()
     return replace(layer, weight=(layer.weight * mask).detach().double(), bias=bias)
@@ -95,11 +95,12 @@ def _rounded_output(
             found.append(_rounded(inputs, fixed.format))
             continue
         values = [found[m] for m in layer.inputs]
-        if layer.weight is not None:
+        mask = masks[n]
+        if layer.weight is not None and mask is not None:
             before = net.layers[fixed.inputs[0]]
             if fixed.inputs[0] != net.numbers[layer.inputs[0]]:
                 values = [_rounded(values[0], before.format)]
-            layer = replace(layer, weight=_rounded_weight(layer.weight * masks[n], bits))
+            layer = replace(layer, weight=_rounded_weight(layer.weight * mask, bits))
         value = computed(layer, values)
         found.append(_rounded(value, fixed.format) if fixed.kind == "requantise" else value)
     return found[-1]

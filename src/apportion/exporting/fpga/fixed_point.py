@@ -104,12 +104,14 @@ class FixedNet:
             return torch.floor(scaled + (0.5 if layer.shift > 0 else 0)).clamp(layer.low, layer.high)
         if layer.kind == "add":
             exponents = [self.layers[n].exponent for n in layer.inputs]
-            return sum(x * 2.0 ** (layer.exponent - e) for x, e in zip(values, exponents, strict=True))  # type: ignore
+            return torch.stack([x * 2.0 ** (layer.exponent - e) for x, e in zip(values, exponents, strict=True)]).sum(0)
         if layer.kind == "average":
             window = layer.arguments[0]
-            return F.avg_pool2d(first, *layer.arguments) * (window[0] * window[1])
+            total: Tensor = F.avg_pool2d(first, *layer.arguments) * (window[0] * window[1])
+            return total
         if layer.kind == "maximum":
-            return F.max_pool2d(first, *layer.arguments)
+            largest: Tensor = F.max_pool2d(first, *layer.arguments)
+            return largest
         return first.reshape(len(first), *layer.shape)
 
 
@@ -117,8 +119,6 @@ def connections(net: FixedNet) -> int:
     """Return the number of products of a weight that is not 0 with an input that the layers add, for one example."""
     total = 0
     for layer in net.layers:
-        if layer.kind == "linear":
-            total += int(np.count_nonzero(layer.weight))
-        elif layer.kind == "convolution":
+        if layer.weight is not None:  # a convolution has a product for every position
             total += int(np.count_nonzero(layer.weight)) * int(np.prod(layer.shape[1:]))
     return total

@@ -57,7 +57,8 @@ def computed(layer: FloatLayer, values: Sequence[Tensor]) -> Tensor:
     if layer.kind == "average":
         return F.avg_pool2d(first, *layer.arguments)
     if layer.kind == "maximum":
-        return F.max_pool2d(first, *layer.arguments)
+        largest: Tensor = F.max_pool2d(first, *layer.arguments)
+        return largest
     return first.reshape(len(first), *layer.shape)
 
 
@@ -144,7 +145,8 @@ class _Importer:
         operator = str(node.target).removeprefix("aten.").split(".")[0].rstrip("_")
         rule = _RULES.get(operator)
         if rule is None:
-            what, cure = _CURES.get(operator, (f"the operator {operator} has no circuit", _ONLY))
+            known = _CURES.get(_class_of(node)) or _CURES.get(operator)
+            what, cure = known or (f"the operator {operator} has no circuit", _ONLY)
             _refuse(node, what, cure)
         rule(self, node)
 
@@ -154,7 +156,8 @@ class _Importer:
         found = self._constant.get(getattr(argument, "name", ""))
         if found is None:
             _refuse(node, "its weights are computed from the input", "use weights that are parameters")
-        return found.detach().double()
+        made: Tensor = found.detach().double()
+        return made
 
     def linear(self, node: fx.Node) -> None:
         x, weight, bias = _arguments(node, None, None, None)
@@ -200,7 +203,9 @@ class _Importer:
         self._append(node, kind="relu", inputs=node.args[:1])
 
     def clipped(self, node: fx.Node) -> None:
-        x, least, most = _arguments(node, None, -1.0, 1.0)
+        operator = str(node.target)
+        ends = (0, 6) if "relu6" in operator else (-1.0, 1.0) if "hardtanh" in operator else (None, None)
+        x, least, most = [*_arguments(node, None, *ends), *ends][:3]
         if least != 0:
             _refuse(node, f"it clips at {least}", "clip at 0, as ReLU and ReLU6 do")
         self._append(node, kind="relu", inputs=[x], most=None if most is None else float(most))
@@ -297,11 +302,16 @@ _ONLY = (
 )
 _CURES = {
     **dict.fromkeys(
-        ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+        ("lstm", "gru", "rnn_tanh", "rnn_relu", "LSTM", "GRU", "RNN"),
         ("a recurrent layer needs a state that the circuit does not keep", "use convolutions over a window of time"),
     ),
     **dict.fromkeys(
-        ("scaled_dot_product_attention", "_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+        (
+            "scaled_dot_product_attention",
+            "_native_multi_head_attention",
+            "_transformer_encoder_layer_fwd",
+            "MultiheadAttention",
+        ),
         ("attention multiplies activations with each other", "use convolutions or linear layers in its place"),
     ),
     **dict.fromkeys(
@@ -343,12 +353,18 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def described(node: fx.Node) -> str:
     """Return the name of the module that a node is of, with its class: ``features.3 (Conv2d)``."""
+    path, kind = _module_of(node)
+    return f"{path or 'forward'} ({kind})" if kind else node.name
+
+
+def _class_of(node: fx.Node) -> str:
+    return _module_of(node)[1]
+
+
+def _module_of(node: fx.Node) -> tuple[str, str]:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    if not stack:
-        return node.name
-    path, kind = stack[-1]
-    kind = kind if isinstance(kind, str) else kind.__name__
-    return f"{path or 'forward'} ({kind.split('.')[-1]})"
+    path, kind = stack[-1] if stack else ("", "")
+    return path, (kind if isinstance(kind, str) else kind.__name__).split(".")[-1]
 
 
 def _refuse(node: fx.Node, what: str, cure: str) -> NoReturn:

@@ -69,10 +69,10 @@ class Term:
         return replace(self, negative=not self.negative, constant=-self.constant)
 
     def __sub__(self, other: Any) -> Term:
-        return self + -other
+        return self.__add__(-other)
 
     def __rsub__(self, other: Any) -> Term:
-        return -self + other
+        return (-self).__add__(other)
 
     def __mul__(self, factor: float) -> Term:
         magnitude = abs(float(factor))
@@ -144,6 +144,8 @@ class Netlist:
         negative = first.negative and second.negative
         if first.negative and not negative:
             first, second = second, first
+        assert first.op is not None
+        assert second.op is not None
         least = min(first.shift, second.shift)
         sign = -1 if second.negative and not negative else 1
         op = Op("sum", (first.op, second.op), (1, first.shift - least, sign, second.shift - least, 0))

@@ -4,8 +4,8 @@ Each statement of the file is carried as a sum with integer coefficients over th
 before it, together with its exact range: where the range fits the width, nothing overflows and nothing is truncated.
 The network's layers are carried in the same way, independently of how the file was made. An operation that is not
 linear is the same on both sides where it is the same operation of the same sum; by induction over the layers the
-outputs are the same for every input. A register holds the value of the example for as many cycles as examples are apart, and every
-statement must read all that it reads at a stage in which they hold the same example.
+outputs are the same for every input. A register holds the value of the example for as many cycles as examples are
+apart, and every statement must read all that it reads at a stage in which they hold the same example.
 
 What it rests on: that the modules that limit a number do so, which ``sat`` shows, and that the two counters count the
 beats and the stages, which is seen in simulation alone.

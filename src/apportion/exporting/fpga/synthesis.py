@@ -97,13 +97,13 @@ def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> Pla
     used = told["utilization"]
     logic = next(used[name] for name in _CELLS if name in used)
     pins = next((used[name]["used"] for name in ("SB_IO", "TRELLIS_IO") if name in used), 0)
-    ways = _PATH.findall(said) or [("nan", "nan")]
+    longest = _PATH.search(said, max(said.rfind("Critical path report for clock"), 0))
     return Placement(
         yosys=programs.version(yosys, "-V"), placer=programs.version(placer), luts=luts,
         flip_flops=sum(count for name, count in cells.items() if name.startswith("SB_DFF") or name == "TRELLIS_FF"),
         cells_used=logic["used"], cells=logic["available"], pins_used=pins,
         mhz=min(clock["achieved"] for clock in told["fmax"].values()),
-        logic_ns=max(float(a) for a, _ in ways), routing_ns=max(float(b) for _, b in ways),
+        logic_ns=float(longest[1]) if longest else 0.0, routing_ns=float(longest[2]) if longest else 0.0,
     )  # fmt: skip
 
 
