@@ -45,8 +45,7 @@ def sample() -> Tensor:
     return digits_nets.digits()[0][:3]
 
 
-@pytest.mark.parametrize("bits", [4, 5, 6])
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize(("name", "bits"), [("dense", 4), ("convolutional", 6), ("pooled", 4), ("residual", 5)])
 def test_the_circuit_is_the_network_in_integers_for_every_input(name: str, bits: int, tmp_path: Path) -> None:
     net = digits_nets.trained(NETS[name])
     target = replace(SIMULATED, bits=bits)
@@ -156,7 +155,7 @@ def test_fine_tuning_and_pruning_leave_the_network_alone_and_the_weights_at_zero
     for name, target in (("all", SIMULATED), ("pruned", replace(SIMULATED, prune=0.5, finetune=3, most_lost=0.05))):
         made = export(net, sample(), tmp_path / f"{name}.v", target=target, data=digits_nets.data())
         found[name] = dict(made.tables[1].rows)["products of a weight and an input"]
-    assert found["pruned"] <= 0.51 * 1184
+    assert found["pruned"] <= 0.51 * 888
     assert found["pruned"] < found["all"]
     assert all(torch.equal(before[name], x) for name, x in net.state_dict().items())
 
