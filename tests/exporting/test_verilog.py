@@ -125,7 +125,7 @@ def test_sat_shows_that_limits_are_limits_and_finds_one_that_is_not(tmp_path: Pa
     assert found
     assert all(found.values())
     text = (tmp_path / "net.v").read_text()
-    wrong = text.replace("(s > ", "(s >= ").replace("| {", "^ {")
+    wrong = re.sub(r"\? (\d+)'sd\d+ : s;", r"? \1'sd3 : s;", text).replace("| {", "& {")
     assert wrong != text
     (tmp_path / "net.v").write_text(wrong)
     assert not all(proved_limits(tmp_path / "net.v").values())

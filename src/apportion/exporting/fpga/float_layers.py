@@ -82,6 +82,10 @@ def imported(module: nn.Module, sample: Any) -> list[FloatLayer]:
             f"{type(module).__name__} takes {kinds or 'nothing'}, and a circuit takes one tensor of floating-point "
             "numbers: put what comes before it, such as an embedding, in front of the circuit"
         )
+    for name, part in module.named_modules():  # torch.export itself may fail at them, for another reason
+        if type(part).__name__ in _CURES:
+            what, cure = _CURES[type(part).__name__]
+            raise ValueError(f"layer {name or 'forward'} ({type(part).__name__}) cannot be a circuit: {what}; {cure}")
     args, kwargs = ((), dict(sample)) if isinstance(sample, dict) else (sample if isinstance(sample, tuple) else (sample,), {})  # fmt: skip  # noqa: E501
     try:
         with torch.no_grad():
