@@ -22,7 +22,7 @@ from apportion.exporting.fpga.float_layers import imported
 from apportion.exporting.fpga.netlist import Netlist
 from apportion.exporting.fpga.proof import proved
 from apportion.exporting.fpga.quantizer import quantized
-from apportion.exporting.fpga.sat import proved_limits
+from apportion.exporting.fpga.tools.sat import proved_limits
 from apportion.exporting.fpga.verilog_reader import circuit_in
 from apportion.exporting.targets.verilog import Verilog
 
@@ -78,7 +78,7 @@ def test_icarus_and_verilator_compute_500_held_out_examples_to_the_bit(name: str
 def test_icarus_sees_what_our_own_simulation_sees(tmp_path: Path) -> None:
     net = digits_nets.trained(digits_nets.pooled)
     export(net, sample(), tmp_path / "net.v", target=SIMULATED, data=digits_nets.data())
-    from apportion.exporting.fpga import simulators
+    from apportion.exporting.fpga.tools import simulators
 
     circuit = circuit_in(tmp_path / "net.v")
     integers = simulators.integers_in(digits_nets.digits()[0][:40], circuit.ports)

@@ -12,9 +12,9 @@ import pytest
 from torch import nn
 
 from apportion.exporting.exporter import export
-from apportion.exporting.fpga import programs
 from apportion.exporting.fpga.devices import DEVICES
-from apportion.exporting.fpga.synthesis import placed
+from apportion.exporting.fpga.tools import programs
+from apportion.exporting.fpga.tools.synthesis import placed
 from apportion.exporting.fpga.verilog_text import ports_of
 from apportion.exporting.targets.verilog import Verilog
 

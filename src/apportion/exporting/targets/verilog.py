@@ -24,7 +24,6 @@ from torch import Tensor
 
 from apportion.core.torch_private import pytree
 from apportion.errors import ProgramMissing
-from apportion.exporting.fpga import programs
 from apportion.exporting.fpga.adder_graph import version
 from apportion.exporting.fpga.compiler import Circuit, compiled
 from apportion.exporting.fpga.devices import DEVICES, FpgaDevice
@@ -34,9 +33,10 @@ from apportion.exporting.fpga.float_layers import FloatLayer, imported
 from apportion.exporting.fpga.proof import proved
 from apportion.exporting.fpga.quantizer import quantized
 from apportion.exporting.fpga.report import conclusion, tables
-from apportion.exporting.fpga.sat import limits_in, proved_limits
-from apportion.exporting.fpga.simulators import SIMULATORS, integers_in, meaning
-from apportion.exporting.fpga.synthesis import tools
+from apportion.exporting.fpga.tools import programs
+from apportion.exporting.fpga.tools.sat import limits_in, proved_limits
+from apportion.exporting.fpga.tools.simulators import SIMULATORS, integers_in, meaning
+from apportion.exporting.fpga.tools.synthesis import tools
 from apportion.exporting.fpga.verilog_reader import circuit_in
 from apportion.exporting.fpga.verilog_text import CircuitPorts, ports_of
 from apportion.exporting.target import Compiled, Inputs, Reading, Target, Trained

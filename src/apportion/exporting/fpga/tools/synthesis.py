@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from apportion.errors import ApportionError
-from apportion.exporting.fpga import programs
 from apportion.exporting.fpga.devices import FpgaDevice
+from apportion.exporting.fpga.tools import programs
 
 # An adder with two inputs is a carry chain of one cell a bit; yosys would else join adders into trees of full adders,
 # of two cells a bit.

@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from apportion.exporting.fpga import programs
+from apportion.exporting.fpga.tools import programs
 
 SECONDS = 20
 """The longest time for the proof of one module; one that takes longer is marked as seen in simulation alone."""

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from apportion.errors import ApportionError
-from apportion.exporting.fpga import programs
 from apportion.exporting.fpga.fixed_point import IntegerFormat
+from apportion.exporting.fpga.tools import programs
 from apportion.exporting.fpga.verilog_text import CircuitPorts
 
 _BENCH = """
