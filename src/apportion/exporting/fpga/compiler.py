@@ -12,7 +12,7 @@ from apportion.exporting.fpga.fixed_point import FixedNet, connections
 from apportion.exporting.fpga.lowering import lowered
 from apportion.exporting.fpga.netlist import Netlist
 from apportion.exporting.fpga.pipeline import pipelined
-from apportion.exporting.fpga.tools.synthesis import Placement, placed
+from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
 from apportion.exporting.fpga.verilog_text import CONTROL_PINS, CircuitPorts, module_name, written
 
 TRIES = 3
@@ -32,7 +32,7 @@ class Circuit:
     adders: int
     registers: int
     """The number of bits that registers between stages hold."""
-    placement: Placement | None
+    placement: PlacedCircuit | None
     """None: it was not placed."""
 
 

@@ -35,7 +35,7 @@ _CELLS = ("ICESTORM_LC", "TRELLIS_COMB", "TRELLIS_SLICE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class PlacedCircuit:
     """What the tools say of a circuit that they have placed and routed."""
 
     yosys: str
@@ -67,7 +67,7 @@ def tools(device: FpgaDevice) -> tuple[str, str]:
     return yosys, programs.needed("the target verilog, to place its circuit,", cure, *names)
 
 
-def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> Placement:
+def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> PlacedCircuit:
     """Return what the tools say of the file's circuit on the device. Raises ValueError, by how much and with the cure,
     where it does not fit."""
     yosys, placer = tools(device)
@@ -98,7 +98,7 @@ def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> Pla
     logic = next(used[name] for name in _CELLS if name in used)
     pins = next((used[name]["used"] for name in ("SB_IO", "TRELLIS_IO") if name in used), 0)
     longest = _PATH.search(said, max(said.rfind("Critical path report for clock"), 0))
-    return Placement(
+    return PlacedCircuit(
         yosys=programs.version(yosys, "-V"), placer=programs.version(placer), luts=luts,
         flip_flops=sum(count for name, count in cells.items() if name.startswith("SB_DFF") or name == "TRELLIS_FF"),
         cells_used=logic["used"], cells=logic["available"], pins_used=pins,
