@@ -33,7 +33,7 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Range:
+class IntegerRange:
     """The smallest and the largest integer that an operation computes."""
 
     low: int
@@ -85,13 +85,13 @@ class Term:
     __rmul__ = __mul__
 
     @property
-    def range(self) -> Range:
+    def range(self) -> IntegerRange:
         """The range of its values, which are integers."""
         if self.op is None:
-            return Range(self.constant, self.constant)
+            return IntegerRange(self.constant, self.constant)
         found = self.netlist.ranges[self.op]
         ends = [(end << self.shift) * (-1 if self.negative else 1) + self.constant for end in (found.low, found.high)]
-        return Range(min(ends), max(ends))
+        return IntegerRange(min(ends), max(ends))
 
 
 class Netlist:
@@ -99,12 +99,12 @@ class Netlist:
 
     def __init__(self) -> None:
         self.ops: list[Op] = []
-        self.ranges: list[Range] = []
+        self.ranges: list[IntegerRange] = []
         self.outputs: list[int] = []
         self._forms: list[tuple[dict[int, int], int]] = []
         self._known: dict[Op, int] = {}
 
-    def add(self, op: Op, limits: Range | None = None) -> int:
+    def add(self, op: Op, limits: IntegerRange | None = None) -> int:
         """Return the number of this operation, which is added where there is no such one yet."""
         if op in self._known:
             return self._known[op]
@@ -134,7 +134,7 @@ class Netlist:
         return {key: value for key, value in coefficients.items() if value}, constant
 
     def input(self, index: int, low: int, high: int) -> Term:
-        return Term(self, self.add(Op("input", (), (index,)), Range(low, high)))
+        return Term(self, self.add(Op("input", (), (index,)), IntegerRange(low, high)))
 
     def sum_of(self, first: Term, second: Term) -> Term:
         """Return the sum of two terms: what both are a multiple of, a common sign and constants stay outside of it."""
@@ -177,11 +177,11 @@ class Netlist:
         before = self.ranges[number]
         least = min(max(before.low >> shift, low), high)
         most = min(max(before.high >> shift, low), high)
-        return self.add(Op("clamp", (number,), (shift, low, high)), Range(least, most))
+        return self.add(Op("clamp", (number,), (shift, low, high)), IntegerRange(least, most))
 
     def larger(self, first: int, second: int) -> int:
         a, b = self.ranges[first], self.ranges[second]
-        return self.add(Op("larger", (first, second), ()), Range(max(a.low, b.low), max(a.high, b.high)))
+        return self.add(Op("larger", (first, second), ()), IntegerRange(max(a.low, b.low), max(a.high, b.high)))
 
     def living(self) -> Netlist:
         """Return the netlist of the operations that an output needs, and of all inputs."""
@@ -198,10 +198,10 @@ class Netlist:
         return made
 
 
-def range_of(form: tuple[Mapping[int, int], int], ranges: Any) -> Range:
+def range_of(form: tuple[Mapping[int, int], int], ranges: Any) -> IntegerRange:
     """Return the range of a sum, whose inputs are each anywhere in their own."""
     low = high = form[1]
     for key, factor in form[0].items():
         ends = factor * ranges[key].low, factor * ranges[key].high
         low, high = low + min(ends), high + max(ends)
-    return Range(low, high)
+    return IntegerRange(low, high)

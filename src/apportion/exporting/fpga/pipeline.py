@@ -16,7 +16,7 @@ STEPS = {"input": 0, "sum": 1, "clamp": 2, "larger": 2}
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class CircuitPipeline:
     """The stage of each operation, and the registers between stages."""
 
     stages: tuple[int, ...]
@@ -34,7 +34,7 @@ class Pipeline:
         return None if stage == made else (op, made + self.beats * ((stage - made - 1) // self.beats))
 
 
-def pipelined(netlist: Netlist, device: FpgaDevice, period_ns: float, beats: int) -> Pipeline:
+def pipelined(netlist: Netlist, device: FpgaDevice, period_ns: float, beats: int) -> CircuitPipeline:
     """Return the stages in which, by the device's estimates, no way between two registers is longer than the period.
 
     ``beats``: the number of cycles between two examples, at the least.
@@ -53,7 +53,7 @@ def pipelined(netlist: Netlist, device: FpgaDevice, period_ns: float, beats: int
         stages.append(stage)
         times.append(begins + takes)
     count = max(stages) + 1
-    return Pipeline(tuple(stages), count, beats, _registers(netlist, stages, count, beats))
+    return CircuitPipeline(tuple(stages), count, beats, _registers(netlist, stages, count, beats))
 
 
 def _registers(netlist: Netlist, stages: list[int], count: int, beats: int) -> frozenset[tuple[int, int]]:

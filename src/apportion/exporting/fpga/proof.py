@@ -22,8 +22,8 @@ import numpy as np
 from apportion.errors import NotVerified
 from apportion.exporting.fpga.fixed_point import FixedLayer, FixedNet
 from apportion.exporting.fpga.lowering import matrix_of, windows_of
-from apportion.exporting.fpga.netlist import Range, range_of
-from apportion.exporting.fpga.verilog_reader import Statement, VerilogCircuit
+from apportion.exporting.fpga.netlist import IntegerRange, range_of
+from apportion.exporting.fpga.verilog_reader import VerilogCircuit, VerilogStatement
 
 Form = tuple[tuple[tuple[int, int], ...], int]
 """A sum: pairs of (the number of what it is over, its coefficient) in order, and a constant."""
@@ -44,16 +44,16 @@ class _Atoms:
     """What sums are over: inputs and operations that are not linear, each known by what it is computed from."""
 
     known: dict[Any, int] = field(default_factory=dict)
-    ranges: list[Range] = field(default_factory=list)
+    ranges: list[IntegerRange] = field(default_factory=list)
     largest_of: dict[int, frozenset[Form]] = field(default_factory=dict)
 
-    def atom(self, key: Any, limits: Range) -> Form:
+    def atom(self, key: Any, limits: IntegerRange) -> Form:
         if key not in self.known:
             self.known[key] = len(self.ranges)
             self.ranges.append(limits)
         return ((self.known[key], 1),), 0
 
-    def range(self, form: Form) -> Range:
+    def range(self, form: Form) -> IntegerRange:
         return range_of((dict(form[0]), form[1]), self.ranges)
 
     def clamped(self, form: Form, shift: int, low: int, high: int) -> Form:
@@ -63,7 +63,7 @@ class _Atoms:
             terms, constant, shift = tuple((n, factor // 2) for n, factor in terms), constant // 2, shift - 1
         form = (terms, constant)
         extent = self.range(form)
-        limits = Range(*(min(max(end >> shift, low), high) for end in (extent.low, extent.high)))
+        limits = IntegerRange(*(min(max(end >> shift, low), high) for end in (extent.low, extent.high)))
         if limits.low == limits.high:
             return (), limits.low
         return self.atom(("clamp", form, shift, low, high), limits)
@@ -77,7 +77,7 @@ class _Atoms:
         if len(every) == 1:
             return every.pop()
         ranges = [self.range(form) for form in every]
-        limits = Range(max(r.low for r in ranges), max(r.high for r in ranges))
+        limits = IntegerRange(max(r.low for r in ranges), max(r.high for r in ranges))
         found = self.atom(("larger", frozenset(every)), limits)
         self.largest_of[found[0][0][0]] = frozenset(every)
         return found
@@ -87,7 +87,7 @@ def proved(circuit: VerilogCircuit, net: FixedNet) -> list[ProvedLayer]:
     """Return the layers, each of which the file computes for every input. Raises NotVerified where one differs."""
     atoms = _Atoms()
     inputs = net.layers[0]
-    outputs = _outputs_of(circuit, atoms, Range(inputs.low, inputs.high))
+    outputs = _outputs_of(circuit, atoms, IntegerRange(inputs.low, inputs.high))
     values: list[list[Form]] = []
     for layer in net.layers:
         values.append(_values_of(layer, net, values, atoms))
@@ -98,7 +98,7 @@ def proved(circuit: VerilogCircuit, net: FixedNet) -> list[ProvedLayer]:
 def _values_of(layer: FixedLayer, net: FixedNet, values: Sequence[list[Form]], atoms: _Atoms) -> list[Form]:
     given = [values[n] for n in layer.inputs]
     if layer.kind == "input":
-        limits = Range(layer.low, layer.high)
+        limits = IntegerRange(layer.low, layer.high)
         return [atoms.atom(("input", n), limits) for n in range(int(np.prod(layer.shape)))]
     shapes = [net.layers[n].shape for n in layer.inputs]
     if layer.kind in ("linear", "convolution"):
@@ -144,7 +144,7 @@ class _Known:
     last: int
 
 
-def _outputs_of(circuit: VerilogCircuit, atoms: _Atoms, limits: Range) -> list[Form]:
+def _outputs_of(circuit: VerilogCircuit, atoms: _Atoms, limits: IntegerRange) -> list[Form]:
     """Return the sum of each output of the file."""
     ports = circuit.ports
     known: dict[str, _Known] = {}
@@ -170,7 +170,7 @@ def _outputs_of(circuit: VerilogCircuit, atoms: _Atoms, limits: Range) -> list[F
     return [outputs[n] for n in range(len(outputs))]
 
 
-def _form_of(statement: Statement, read: Sequence[_Known], atoms: _Atoms, limits: Range) -> Form:
+def _form_of(statement: VerilogStatement, read: Sequence[_Known], atoms: _Atoms, limits: IntegerRange) -> Form:
     numbers = statement.numbers
     if statement.kind == "input":
         return atoms.atom(("input", numbers[0]), limits)
@@ -186,11 +186,11 @@ def _form_of(statement: Statement, read: Sequence[_Known], atoms: _Atoms, limits
     return read[0].form
 
 
-def _in_order(statements: Sequence[Statement]) -> list[Statement]:
+def _in_order(statements: Sequence[VerilogStatement]) -> list[VerilogStatement]:
     """Return the statements so that each follows what it reads; registers stand at the end of the file."""
-    waiting: dict[str, list[Statement]] = {}
+    waiting: dict[str, list[VerilogStatement]] = {}
     missing: dict[str, int] = {}
-    ready: list[Statement] = []
+    ready: list[VerilogStatement] = []
     for statement in statements:
         missing[statement.name] = len(set(statement.operands))
         for name in set(statement.operands):

@@ -16,7 +16,7 @@ from apportion.exporting.fpga.verilog_text import CircuitPorts, ports_of
 
 
 @dataclass(frozen=True)
-class Statement:
+class VerilogStatement:
     """One statement: what it defines, of how many bits, and from what."""
 
     name: str
@@ -45,7 +45,7 @@ class VerilogCircuit:
     """The circuit in a file: its ports, and its statements in the order of the file."""
 
     ports: CircuitPorts
-    statements: tuple[Statement, ...]
+    statements: tuple[VerilogStatement, ...]
 
     def run(self, integers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return what leaves the circuit for these integers, a row for each example, by the rules of Verilog: sums
@@ -97,36 +97,36 @@ def circuit_in(path: Path) -> VerilogCircuit:
     return VerilogCircuit(ports, tuple(_statements(body, ports)))
 
 
-def _statements(lines: list[str], ports: CircuitPorts) -> Iterator[Statement]:
+def _statements(lines: list[str], ports: CircuitPorts) -> Iterator[VerilogStatement]:
     for line in lines:
         if not line.startswith(("wire signed ", "reg signed ")):
             continue
         if found := _REGISTER.fullmatch(line):
             width, name, stage, again, operand = found.groups()
             _must(name == again, line)
-            yield Statement(name, int(width) + 1, "register", (operand,), (int(stage),))
+            yield VerilogStatement(name, int(width) + 1, "register", (operand,), (int(stage),))
         elif found := _OUTPUT.fullmatch(line):
-            yield Statement(f"out{found[2]}", int(found[1]) + 1, "output", (found[3],), (int(found[2]),))
+            yield VerilogStatement(f"out{found[2]}", int(found[1]) + 1, "output", (found[3],), (int(found[2]),))
         elif found := _INPUT.fullmatch(line):
             low, bits = int(found[4]), ports.input_width
             _must(int(found[3]) - low == bits - 1 and low % bits == 0, line)
-            yield Statement(found[2], int(found[1]) + 1, "input", (), (low // bits,))
+            yield VerilogStatement(found[2], int(found[1]) + 1, "input", (), (low // bits,))
         elif found := _LARGER.fullmatch(line):
             width, name, a, b, c, d = found.groups()
             _must((a, b) == (c, d), line)
-            yield Statement(name, int(width) + 1, "larger", (a, b), ())
+            yield VerilogStatement(name, int(width) + 1, "larger", (a, b), ())
         elif found := _CLAMP.fullmatch(line):
             width, name, taken, to, shift, sign, low_digits, high, operand, again = found.groups()
             _must(name == again and int(to) == int(width) + 1, line)
             limit = -int(low_digits) if sign else int(low_digits)
-            yield Statement(name, int(to), "clamp", (operand,), (int(shift), limit, int(high), int(taken)))
+            yield VerilogStatement(name, int(to), "clamp", (operand,), (int(shift), limit, int(high), int(taken)))
         elif found := _SUM.fullmatch(line):
             yield _sum(found[2], int(found[1]) + 1, found[3], line)
         else:
             _must(False, line)
 
 
-def _sum(name: str, width: int, text: str, line: str) -> Statement:
+def _sum(name: str, width: int, text: str, line: str) -> VerilogStatement:
     operands, numbers, constant, at = [], [], 0, 0
     while at < len(text):
         found = _TERM.match(text, at)
@@ -140,7 +140,7 @@ def _sum(name: str, width: int, text: str, line: str) -> Statement:
             operands.append(found[2] or found[6])
             numbers += [sign, int(found[3] or 0)]
         at = found.end()
-    return Statement(name, width, "sum", tuple(operands), (*numbers, constant))
+    return VerilogStatement(name, width, "sum", tuple(operands), (*numbers, constant))
 
 
 def _must(holds: bool, line: str) -> None:

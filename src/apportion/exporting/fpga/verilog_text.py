@@ -13,8 +13,8 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from apportion.exporting.fpga.netlist import Netlist, Op, Range
-from apportion.exporting.fpga.pipeline import Pipeline
+from apportion.exporting.fpga.netlist import IntegerRange, Netlist, Op
+from apportion.exporting.fpga.pipeline import CircuitPipeline
 
 MARK = "// apportion verilog "
 CONTROL_PINS = 4
@@ -41,7 +41,7 @@ class CircuitPorts:
     @property
     def input_width(self) -> int:
         """The number of bits of an input: an unsigned number has no bit for the sign."""
-        return Range(self.input_low, self.input_high).width - (self.input_low >= 0)
+        return IntegerRange(self.input_low, self.input_high).width - (self.input_low >= 0)
 
     def header(self) -> str:
         return MARK + json.dumps(asdict(self))
@@ -65,14 +65,14 @@ def module_name(path: Path) -> str:
     return f"net_{name}" if not name[:1].isalpha() else name
 
 
-def written(netlist: Netlist, pipeline: Pipeline, ports: CircuitPorts) -> str:
+def written(netlist: Netlist, pipeline: CircuitPipeline, ports: CircuitPorts) -> str:
     """Return the text of the file."""
     text = _Text(netlist, pipeline, ports)
     return "\n".join([ports.header(), *text.limits(), *text.module()]) + "\n"
 
 
 class _Text:
-    def __init__(self, netlist: Netlist, pipeline: Pipeline, ports: CircuitPorts) -> None:
+    def __init__(self, netlist: Netlist, pipeline: CircuitPipeline, ports: CircuitPorts) -> None:
         self._netlist, self._pipeline, self._ports = netlist, pipeline, ports
 
     def limits(self) -> list[str]:
@@ -80,7 +80,7 @@ class _Text:
         found = {}
         for op in self._netlist.ops:
             if op.kind == "clamp":
-                width, to = self._netlist.ranges[op.operands[0]].width, Range(op.numbers[1], op.numbers[2]).width
+                width, to = self._netlist.ranges[op.operands[0]].width, IntegerRange(op.numbers[1], op.numbers[2]).width
                 found[limit_name(width, to, op)] = clamp_module(width, to, op)
         return [line for name in sorted(found) for line in found[name]]
 
@@ -137,7 +137,7 @@ class _Text:
         if op.kind == "larger":
             return f"{begins} = ({read[0]} > {read[1]}) ? {read[0]} : {read[1]};"
         if op.kind == "clamp":
-            limits = Range(op.numbers[1], op.numbers[2])
+            limits = IntegerRange(op.numbers[1], op.numbers[2])
             name = limit_name(self._netlist.ranges[op.operands[0]].width, limits.width, op)
             return f"wire signed [{limits.width - 1}:0] n{number}; {name} l{number} ({read[0]}, n{number});"
         terms = []
@@ -146,7 +146,7 @@ class _Text:
             terms.append(("-" if sign < 0 else "+", f"({operand} <<< {shift})" if shift else operand))
         if op.numbers[-1] or not terms:
             constant = op.numbers[-1]
-            bits = Range(-abs(constant), abs(constant)).width
+            bits = IntegerRange(-abs(constant), abs(constant)).width
             terms.append(("-" if constant < 0 else "+", f"{bits}'sd{abs(constant)}"))
         first = terms[0][1] if terms[0][0] == "+" else f"-{terms[0][1]}"
         return f"{begins} = {' '.join([first, *(f'{sign} {term}' for sign, term in terms[1:])])};"
@@ -185,7 +185,7 @@ def clamp_module(width: int, to: int, op: Op) -> list[str]:
     elif low == 0 and high == 2**bits - 1 and left == bits + 1:
         lines.append(f"  assign y = {{1'b0, {{{bits}{{~s[{left - 1}]}}}} & s[{bits - 1}:0]}};")
     else:
-        sizes = [f"{Range(-abs(end), abs(end)).width}'sd{abs(end)}" for end in (low, high)]
+        sizes = [f"{IntegerRange(-abs(end), abs(end)).width}'sd{abs(end)}" for end in (low, high)]
         ends = [f"-{size}" if end < 0 else size for end, size in zip((low, high), sizes, strict=True)]
         lines.append(f"  assign y = (s < {ends[0]}) ? {ends[0]} : (s > {ends[1]}) ? {ends[1]} : s;")
     return [*lines, "endmodule"]
