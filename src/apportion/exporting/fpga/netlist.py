@@ -1,0 +1,207 @@
+"""A circuit as numbered operations on integers, each with the exact range of what it computes.
+
+Within a linear stage every operation is a sum of the stage's inputs with integer coefficients: from these its range is
+known exactly, and it is as wide as it has to be. A stage begins with the inputs of the circuit and with every operation
+that is not linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+OpKind = Literal["input", "sum", "clamp", "larger"]
+
+
+class Op(NamedTuple):
+    """One operation. Which operands and numbers it has is a matter of its kind.
+
+    ========  =========================================================================================================
+    input     the integer number ``numbers[0]`` of the circuit's inputs
+    sum       the sum over its operands of sign * operand * 2**shift, with (sign, shift) for each in ``numbers`` in
+              turn, and of the last number, a constant
+    clamp     operand // 2**s, limited to low and high: ``numbers`` is (s, low, high)
+    larger    the larger of two operands
+    ========  =========================================================================================================
+    """
+
+    kind: OpKind
+    operands: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IntegerRange:
+    """The smallest and the largest integer that an operation computes."""
+
+    low: int
+    high: int
+
+    @property
+    def width(self) -> int:
+        """The number of bits of a two's complement that holds it."""
+        return max((~self.low if self.low < 0 else self.low).bit_length(), max(self.high, 0).bit_length(), 0) + 1
+
+
+@dataclass(frozen=True)
+class Term:
+    """An operation times 2**shift, or times -2**shift, and a constant; the operation None is 0.
+
+    It has the arithmetic that an adder graph is written in: sums, differences and products with powers of two.
+    """
+
+    netlist: Netlist
+    op: int | None
+    shift: int = 0
+    negative: bool = False
+    constant: int = 0
+
+    def __add__(self, other: Any) -> Term:
+        if isinstance(other, Term):
+            return self.netlist.sum_of(self, other)
+        return replace(self, constant=self.constant + int(other))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Term:
+        return replace(self, negative=not self.negative, constant=-self.constant)
+
+    def __sub__(self, other: Any) -> Term:
+        return self.__add__(-other)
+
+    def __rsub__(self, other: Any) -> Term:
+        return (-self).__add__(other)
+
+    def __mul__(self, factor: float) -> Term:
+        magnitude = abs(float(factor))
+        shift = math.frexp(magnitude)[1] - 1
+        if 2.0**shift != magnitude or (self.constant and shift < 0):
+            raise AssertionError(f"an adder graph multiplies by {factor}, which is no power of two")
+        negative, constant = self.negative ^ (factor < 0), int(self.constant * factor)
+        return replace(self, shift=self.shift + shift, negative=negative, constant=constant)
+
+    __rmul__ = __mul__
+
+    @property
+    def range(self) -> IntegerRange:
+        """The range of its values, which are integers."""
+        if self.op is None:
+            return IntegerRange(self.constant, self.constant)
+        found = self.netlist.ranges[self.op]
+        ends = [(end << self.shift) * (-1 if self.negative else 1) + self.constant for end in (found.low, found.high)]
+        return IntegerRange(min(ends), max(ends))
+
+
+class Netlist:
+    """Operations in an order in which each follows its operands."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.ranges: list[IntegerRange] = []
+        self.outputs: list[int] = []
+        self._forms: list[tuple[dict[int, int], int]] = []
+        self._known: dict[Op, int] = {}
+
+    def add(self, op: Op, limits: IntegerRange | None = None) -> int:
+        """Return the number of this operation, which is added where there is no such one yet."""
+        if op in self._known:
+            return self._known[op]
+        number = len(self.ops)
+        if op.kind == "sum":
+            form = self.form_of(op)
+            self._forms.append(form)
+            self.ranges.append(range_of(form, self.ranges))
+        else:
+            assert limits is not None
+            self._forms.append(({number: 1}, 0))
+            self.ranges.append(limits)
+        self.ops.append(op)
+        self._known[op] = number
+        return number
+
+    def form_of(self, op: Op) -> tuple[dict[int, int], int]:
+        """Return (the coefficient of each operation that begins the stage, the constant) of a sum."""
+        coefficients: dict[int, int] = {}
+        constant = op.numbers[-1]
+        for n, operand in enumerate(op.operands):
+            factor = op.numbers[2 * n] << op.numbers[2 * n + 1]
+            inner, added = self._forms[operand]
+            constant += factor * added
+            for key, value in inner.items():
+                coefficients[key] = coefficients.get(key, 0) + factor * value
+        return {key: value for key, value in coefficients.items() if value}, constant
+
+    def input(self, index: int, low: int, high: int) -> Term:
+        return Term(self, self.add(Op("input", (), (index,)), IntegerRange(low, high)))
+
+    def sum_of(self, first: Term, second: Term) -> Term:
+        """Return the sum of two terms: what both are a multiple of, a common sign and constants stay outside of it."""
+        constant = first.constant + second.constant
+        if first.op is None or second.op is None:
+            return replace(second if first.op is None else first, constant=constant)
+        negative = first.negative and second.negative
+        if first.negative and not negative:
+            first, second = second, first
+        assert first.op is not None
+        assert second.op is not None
+        least = min(first.shift, second.shift)
+        sign = -1 if second.negative and not negative else 1
+        op = Op("sum", (first.op, second.op), (1, first.shift - least, sign, second.shift - least, 0))
+        if not self.form_of(op)[0]:
+            return Term(self, None, constant=constant)
+        return Term(self, self.add(op), least, negative, constant)
+
+    def settled(self, term: Term) -> int:
+        """Return the number of the operation that is this term, which is an integer."""
+        if term.op is None:
+            return self.add(Op("sum", (), (term.constant,)))
+        if not term.constant and not term.negative and term.shift == 0:
+            return term.op
+        return self.add(Op("sum", (term.op,), (-1 if term.negative else 1, term.shift, term.constant)))
+
+    def requantised(self, term: Term, shift: int, low: int, high: int) -> Term:
+        """Return a term divided by 2**shift, rounded to the nearest integer, halves up, and limited."""
+        if shift < 0:
+            return self.requantised(term * 2.0**-shift, 0, low, high)
+        total = term.constant + (2 ** (shift - 1) if shift else 0)
+        same = min(shift, term.shift if term.op is not None else shift)  # the low bits that only the constant has
+        number = self.settled(replace(term, shift=term.shift - same, constant=total >> same))
+        limited = self.clamp(number, shift - same, low, high)
+        only = self.ranges[limited]
+        return Term(self, limited) if only.low < only.high else Term(self, None, constant=only.low)
+
+    def clamp(self, number: int, shift: int, low: int, high: int) -> int:
+        """Return the number of the operation that divides by 2**shift, rounds down and limits."""
+        before = self.ranges[number]
+        least = min(max(before.low >> shift, low), high)
+        most = min(max(before.high >> shift, low), high)
+        return self.add(Op("clamp", (number,), (shift, low, high)), IntegerRange(least, most))
+
+    def larger(self, first: int, second: int) -> int:
+        a, b = self.ranges[first], self.ranges[second]
+        return self.add(Op("larger", (first, second), ()), IntegerRange(max(a.low, b.low), max(a.high, b.high)))
+
+    def living(self) -> Netlist:
+        """Return the netlist of the operations that an output needs, and of all inputs."""
+        needed = set(self.outputs)
+        for number in range(len(self.ops) - 1, -1, -1):
+            if number in needed:
+                needed |= set(self.ops[number].operands)
+        made, new = Netlist(), dict[int, int]()
+        for number, op in enumerate(self.ops):
+            if number in needed or op.kind == "input":
+                moved = op._replace(operands=tuple(new[x] for x in op.operands))
+                new[number] = made.add(moved, self.ranges[number])
+        made.outputs = [new[number] for number in self.outputs]
+        return made
+
+
+def range_of(form: tuple[Mapping[int, int], int], ranges: Any) -> IntegerRange:
+    """Return the range of a sum, whose inputs are each anywhere in their own."""
+    low = high = form[1]
+    for key, factor in form[0].items():
+        ends = factor * ranges[key].low, factor * ranges[key].high
+        low, high = low + min(ends), high + max(ends)
+    return IntegerRange(low, high)

@@ -1,0 +1,56 @@
+"""A proof by yosys' SAT solver that each module which limits a number does so for every number."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from apportion.exporting.fpga.tools import programs
+
+SECONDS = 20
+"""The longest time for the proof of one module; one that takes longer is marked as seen in simulation alone."""
+_LIMIT = re.compile(r"module (limit_(\d+)_(\d+)_(\d+)_(m?)(\d+)_(\d+)) ")
+
+
+def limits_in(path: Path) -> list[str]:
+    """Return the names of the modules in a file that limit a number."""
+    return [found[1] for found in _LIMIT.finditer(path.read_text())]
+
+
+def proved_limits(path: Path) -> dict[str, bool]:
+    """Return, for each module of the file that limits a number, whether it is proved to do so for every number.
+
+    The specification divides by 2**s with an arithmetic shift, and compares. What is not proved in time, or is wrong,
+    is False.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="apportion-verilog-") as made:
+        folder = Path(made)
+        for match in _LIMIT.finditer(path.read_text()):
+            name = match[1]
+            (folder / "spec.v").write_text(_specification(match))
+            script = (
+                f"read_verilog spec.v; read_verilog {path.resolve()}; proc; "
+                f"miter -equiv -flatten specification {name} compared; "
+                f"sat -verify -timeout {SECONDS} -prove trigger 0 compared"
+            )  # fmt: skip
+            status, _ = programs.run(folder, "yosys", "-q", "-p", script, seconds=4 * SECONDS)
+            found[name] = status == 0
+    return found
+
+
+def _specification(match: re.Match[str]) -> str:
+    width, to, shift = (int(match[n]) for n in (2, 3, 4))
+    wide = max(width, to) + 2
+    low, high = f"{wide}'sd{match[6]}", f"{wide}'sd{match[7]}"
+    low = f"-{low}" if match[5] else low
+    return f"""
+module specification (input signed [{width - 1}:0] a, output signed [{to - 1}:0] y);
+  wire signed [{wide - 1}:0] wide = a;
+  wire signed [{wide - 1}:0] divided = wide >>> {shift};
+  wire signed [{wide - 1}:0] above = (divided < {low}) ? {low} : divided;
+  wire signed [{wide - 1}:0] limited = (above > {high}) ? {high} : above;
+  assign y = limited[{to - 1}:0];
+endmodule
+"""
