@@ -71,10 +71,13 @@ class Stablehlo(Target):
         examples, why = self._examples(trained)
         programs, network = {FORWARD: forward}, None
         dropped: list[str] = []
+        step_batch: int | None = None
         if examples is not None:
             network, dropped = for_training(trained.module)
-            programs[STEP] = self._step(trained, network, examples, weights, dynamic=dynamic)
-        about = self._about(trained, forward, dynamic, {"dropout_left_out": dropped, "training": why or "SGD"})
+            programs[STEP], dynamic_step = self._step(trained, network, examples, weights, dynamic=dynamic)
+            step_batch = None if dynamic_step else len(pytree.tree_leaves(examples.inputs)[0])
+        training = {"training": why or "SGD", "training_batch": step_batch, "dropout_left_out": dropped}
+        about = self._about(trained, forward, dynamic, training)
         Archive(programs, weights, about).write(path)
         archive = Archive.read(path)  # what is checked is what is in the file
         rows = len(pytree.tree_leaves(trained.sample if examples is None else examples.inputs)[0])
@@ -140,8 +143,18 @@ class Stablehlo(Target):
 
     def _step(
         self, trained: Trained, network: nn.Module, examples: Examples, weights: Mapping[str, Any], *, dynamic: bool
+    ) -> tuple[Any, bool]:
+        """Return the program of the training step, and whether it takes any number of examples."""
+        if dynamic:
+            try:
+                return self._step_of(trained, network, examples, weights, dynamic=True), True
+            except Exception:  # what is wrong, if it is not the number, is said next
+                pass
+        return self._step_of(trained, network, examples, weights, dynamic=False), False
+
+    def _step_of(
+        self, trained: Trained, network: nn.Module, examples: Examples, weights: Mapping[str, Any], *, dynamic: bool
     ) -> Any:
-        """Return the program of the training step."""
         assert trained.loss is not None
         traced = traced_loss(network, trained.loss, examples.inputs, examples.targets, dynamic=dynamic)
         step = lowering.step_of(lowering.jax_function(traced), lowering.trained_names(network))

@@ -26,12 +26,19 @@ from apportion.exporting.tpu.traced import (
     TracedProgram,
     buffers_written,
     first_line,
+    named_layer,
     refuse_what_no_program_is,
     user_outputs,
 )
 
 Weights = Mapping[str, Any]
 """The parameters and buffers of a network by name, as arrays of numpy or jax."""
+_NARROW, _WIDE = "in which two right programs differ by more than 1e-5", "which no TPU has"
+_REFUSED = {
+    **dict.fromkeys((torch.float16, torch.bfloat16), _NARROW),
+    **dict.fromkeys((torch.float64, torch.complex128), _WIDE),
+}
+"""The types of weights that are refused, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +85,12 @@ def weights_of(network: nn.Module) -> dict[str, Any]:
     has a type that is not computed with here."""
     first, found = first_names(network), {}
     for name, tensor in _tensors(network).items():
-        if tensor.dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex128):
+        if tensor.dtype in _REFUSED:
+            layer, _, own = name.rpartition(".")
             kind = str(tensor.dtype).removeprefix("torch.")
-            why = "a TPU has none" if tensor.dtype in (torch.float64, torch.complex128) else "sums in it differ by more"
             raise ValueError(
-                f"{name} is {kind}, and the outputs of torch and jax are held to 1e-5 in float32 ({why}): export "
-                f"model.float(); precision='default' lets a TPU multiply in bfloat16"
+                f"{named_layer(network, layer)} holds {own} in {kind}, {_REFUSED[tensor.dtype]}: export model.float(); "
+                f"precision='default' lets a TPU multiply in bfloat16"
             )
         if first[name] == name:
             found[name] = array_of(tensor)

@@ -75,8 +75,6 @@ class _Loss(nn.Module):
 
     def forward(self, inputs: Inputs, targets: Any) -> Tensor:
         found: Tensor = self.loss(called(self.network, inputs), targets)
-        if found.ndim:
-            raise ValueError(f"the loss has the shape {tuple(found.shape)} and must be one number: give its mean")
         return found
 
 
@@ -96,10 +94,14 @@ def traced_loss(
     """Trace the loss of a network that is in training mode. Raises ValueError as ``traced_network`` does, and where
     the loss is more than one number."""
     shapes = (_any_number(inputs), _any_number(targets))
-    with _refusing(network):
+    with _refusing(network, "the loss"):
         program = torch.export.export(
-            _Loss(network, loss).train(), (inputs, targets), dynamic_shapes=shapes if dynamic else None
+            _Loss(network, loss), (inputs, targets), dynamic_shapes=shapes if dynamic else None
         )
+    (place,) = user_outputs(program)
+    value = program.graph.output_node().args[0][place].meta["val"]  # type: ignore[index, union-attr]
+    if value.ndim:
+        raise ValueError(f"the loss has the shape {tuple(value.shape)} and must be one number: give its mean")
     return TracedProgram(program, network, dynamic, _NETWORK)
 
 
@@ -125,17 +127,18 @@ def named_layer(network: nn.Module, name: str) -> str:
     return f"layer {name} ({kind})" if name else f"the net ({kind})"
 
 
-def refused(network: nn.Module, error: BaseException) -> ValueError:
-    """Return the error that says which layer is to blame, by the frames in which it was raised, and the cure."""
+def refused(network: nn.Module, error: BaseException, otherwise: str = "") -> ValueError:
+    """Return the error that says which layer is to blame, by the frames in which it was raised, and the cure.
+    ``otherwise``: who is to blame where it was no layer; empty stands for the network."""
     names = {id(module): name for name, module in network.named_modules()}
-    found = ""
+    found = None
     for frame in _frames(error):
         found = names.get(id(frame.get("self")), found)
+    who = otherwise if found is None and otherwise else named_layer(network, found or "")
     if _decides(error):
-        return ValueError(f"{named_layer(network, found)} cannot be lowered for TPUs: {DECIDES}")
+        return ValueError(f"{who} cannot be lowered for TPUs: {DECIDES}")
     return ValueError(
-        f"{named_layer(network, found)} cannot be lowered for TPUs: {first_line(error)}; write it in operations that "
-        f"torch.export takes"
+        f"{who} cannot be lowered for TPUs: {first_line(error)}; write it in operations that torch.export takes"
     )
 
 
@@ -145,7 +148,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _refusing(network: nn.Module) -> Iterator[None]:
+def _refusing(network: nn.Module, otherwise: str = "") -> Iterator[None]:
     """Turn whatever torch.export raises into a ValueError with a layer's name: its errors have no base in common. What
     it prints of its own internals is dropped."""
     log = logging.getLogger("torch")
@@ -156,7 +159,7 @@ def _refusing(network: nn.Module) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:
-        raise refused(network, error) from error
+        raise refused(network, error, otherwise) from error
     finally:
         log.setLevel(level)
 
