@@ -25,6 +25,7 @@ SECONDS = 500
 NEEDS = pytest.mark.skipif(
     not (TPU / "jax").is_dir(), reason=f"needs jax in {TPU}: scripts/test slow installs it there"
 )
+pytestmark = pytest.mark.usefixtures("cold_programs")  # jax begins in a process of its own
 DECIDES = "cannot be lowered for TPUs: it decides by the numbers in a tensor.*torch.where"
 REFUSED = {
     "deciding": rf"^layer 1\.1 \(Deciding\) {DECIDES}",
