@@ -99,7 +99,7 @@ def traced_loss(
             _Loss(network, loss), (inputs, targets), dynamic_shapes=shapes if dynamic else None
         )
     (place,) = user_outputs(program)
-    value = program.graph.output_node().args[0][place].meta["val"]  # type: ignore[index, union-attr]
+    value = program.graph.output_node().args[0][place].meta["val"]
     if value.ndim:
         raise ValueError(f"the loss has the shape {tuple(value.shape)} and must be one number: give its mean")
     return TracedProgram(program, network, dynamic, _NETWORK)
