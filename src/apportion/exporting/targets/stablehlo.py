@@ -269,4 +269,4 @@ def _described(name: str, x: Any, dynamic: bool) -> dict[str, Any]:
 def _figures(each: cost.ProgramCost) -> tuple[Any, ...]:
     sizes = (each.bytes_moved, each.argument_bytes, each.output_bytes, each.temporary_bytes, each.code_bytes)
     predicted = "" if each.predicted_s is None else round(each.predicted_s * 1e3, 3)
-    return (round(each.flops / 1e9, 4), *(round(size / 1e6, 3) for size in sizes), predicted, round(each.compile_s, 1))
+    return (round(each.flops / 1e9, 6), *(round(size / 1e6, 6) for size in sizes), predicted, round(each.compile_s, 1))

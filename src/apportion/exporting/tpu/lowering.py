@@ -1,4 +1,4 @@
-"""From a program of torch.export to StableHLO for several platforms at once, as jax.export keeps it.
+"""A program of torch.export becomes StableHLO for several platforms at once, as jax.export keeps it.
 
 ::
 
