@@ -54,7 +54,7 @@ def test_everything_that_the_tests_need_is_pinned() -> None:
 
 def test_the_pins_are_within_what_the_package_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = {**pinned("tests/ray.txt"), **pinned()}  # Ray has an environment of its own
+    pins = {**pinned("tests/ray.txt"), **pinned("tests/tpu.txt"), **pinned()}  # they have environments of their own
     versions = {canonicalize_name(name): version for name, version in pins.items()}
     for text in [*project["dependencies"], *(r for e in project["optional-dependencies"].values() for r in e)]:
         requirement = Requirement(text)

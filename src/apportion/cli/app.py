@@ -30,6 +30,7 @@ NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
 _EXTRAS = {
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
     **dict.fromkeys(("httptools", "orjson", "prometheus_client", "simdjson"), "serve"),
+    **dict.fromkeys(("jax", "jaxlib", "torchax"), "tpu"),
 }
 """What brings a package that is missing."""
 _START_WORKERS = ("train", "check", "compare", "plan")

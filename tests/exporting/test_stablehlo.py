@@ -1,0 +1,241 @@
+"""Nets for TPUs: what is lowered for a TPU is run by jax on the CPU, and computes what torch does.
+
+jax and torchax are in an environment of their own: each test lowers in a process that has it on its path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import finish, start
+from stablehlo_cases import CASES, TPU
+
+from apportion.core.value import parse
+from apportion.exporting.exporter import PACKAGE
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+SECONDS = 500
+NEEDS = pytest.mark.skipif(
+    not (TPU / "jax").is_dir(), reason=f"needs jax in {TPU}: scripts/test slow installs it there"
+)
+pytestmark = pytest.mark.usefixtures("cold_programs")  # jax begins in a process of its own
+DECIDES = "cannot be lowered for TPUs: it decides by the numbers in a tensor.*torch.where"
+REFUSED = {
+    "deciding": rf"^layer 1\.1 \(Deciding\) {DECIDES}",
+    "selecting": rf"^layer 1\.1 \(Selecting\) {DECIDES}",
+    "counting": rf"^layer 1\.1 \(Counting\) {DECIDES}",
+    "noisy": r"^layer 1\.1 \(Noisy\) draws random numbers \(aten\.\w+\.\w+\), and jax draws others.*use nn\.Dropout",
+    "float64": r"^layer 0 \(Linear\) holds weight in float64, which no TPU has: export model\.float\(\)",
+    "loss decides": rf"^the loss {DECIDES}",
+    "loss of each": r"the loss has the shape \(4,\) and must be one number: give its mean",
+}
+ONE_BY_ONE = ("recurrent", "transformer")
+
+
+def lowered(folder: Path, *names: str) -> dict[str, dict[str, Any]]:
+    """Export these cases in one process, and return what it told of each."""
+    command = [sys.executable, str(HELPERS / "stablehlo_cases.py"), str(folder), *names]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr
+    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert [one["case"] for one in told] == list(names), ended.stdout
+    return {one["case"]: one for one in told}
+
+
+def assert_it_is_what_torch_computes(name: str, told: dict[str, Any]) -> None:
+    """Assert what holds of every exported case."""
+    assert "failed" not in told, told.get("failed")
+    assert "refused" not in told, told
+    (verification,) = told["verifications"]
+    assert verification["reader"].startswith("jax ")
+    assert verification["difference"] <= 1e-5
+    assert {"tpu", "cpu"} <= set(told["about"]["platforms"])
+    assert told["about"]["run_on"] == ["cpu"]
+    assert "not on a TPU" in told["conclusion"]
+    assert told["left_as_it_was"], "the net is left as it was"
+    assert told["fast_path"], "what torchax turns off for the whole process is on again"
+    programs, costs = told["tables"]
+    rows = [row[:2] for row in programs["rows"]]
+    if CASES[name].targets is None:
+        assert rows == [["forward", "outputs"], ["step", "left out: there is no loss, or there are no examples for "
+                                                         "calibration"]]  # fmt: skip
+    else:
+        assert rows == [["forward", "outputs"], ["step", "loss"], ["step", "gradients"], ["step", "weights"]]
+        assert all(float(row[-1]) <= 1e-5 for row in programs["rows"][1:])
+    assert all(row[2] >= 0 and row[4] > 0 for row in costs["rows"])
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+def test_small_nets_and_their_training_steps_are_what_torch_computes(tmp_path: Path) -> None:
+    names = [name for name in CASES if name not in REFUSED and name not in ONE_BY_ONE]
+    told = lowered(tmp_path, *names)
+    for name in names:
+        assert_it_is_what_torch_computes(name, told[name])
+    assert told["dense"]["about"]["dropout_left_out"] == ["2 (p=0.5)"]
+    assert told["dense"]["opened"] == [[4, 3]]
+    assert told["dense"]["about"]["batch"] is None
+    assert told["one batch size"]["about"]["batch"] == told["one batch size"]["about"]["training_batch"] == 4
+    assert told["one batch size"]["verifications"][0]["examples"] == 4 + 1 + 7
+    assert [x["name"] for x in told["two inputs"]["about"]["inputs"]] == ["right", "left"]
+    assert [x["name"] for x in told["two inputs"]["about"]["outputs"]] == ["sum", "product"]
+    assert told["regression"]["about"]["platforms"] == ["tpu", "cuda", "cpu"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_lstm_and_attention_are_what_torch_computes_for_any_number_of_examples(name: str, tmp_path: Path) -> None:
+    told = lowered(tmp_path, name)[name]
+    assert_it_is_what_torch_computes(name, told)
+    assert told["about"]["batch"] is None
+    assert told["verifications"][0]["examples"] >= 4 + 1 + 7
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+def test_what_no_program_for_a_tpu_is_is_refused_by_layer_name_with_the_cure(tmp_path: Path) -> None:
+    told = lowered(tmp_path, *REFUSED)
+    for name, pattern in REFUSED.items():
+        assert "refused" in told[name], told[name]
+        assert re.search(pattern, told[name]["refused"], re.DOTALL), (name, told[name]["refused"])
+        assert told[name]["left"] == []
+
+
+PLANTED = """
+import sys, warnings
+sys.path[:0] = [{helpers!r}]
+sys.path.append({tpu!r})
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from apportion.errors import NotVerified
+from apportion.exporting.exporter import Data, export
+from apportion.exporting.target import Examples
+from apportion.exporting.tpu import lowering
+from stablehlo_cases import CASES
+right = lowering.{name}
+def wrong(*a):
+    made = right(*a)
+    return lambda *b: {wrong}
+lowering.{name} = wrong
+case = CASES["dense"]
+data = Data(calibration=Examples(case.inputs, case.targets), loss=case.loss)
+try:
+    export(case.net(), case.inputs, "net.stablehlo", target="stablehlo", data=data)
+except NotVerified as error:
+    print(error)
+"""
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("forward_of", "made(*b) * 1.0001", "something else than the model"),
+        ("step_of", "(made(*b)[0], {k: v * 1.0001 for k, v in made(*b)[1].items()}, made(*b)[2])",
+         "the training step computes another gradient of"),
+        ("step_of", "(*made(*b)[:2], {k: v * 1.0001 for k, v in made(*b)[2].items()})",
+         r"the training step computes another \d\."),
+    ],
+)  # fmt: skip
+def test_a_program_that_computes_something_else_is_not_given_out(
+    name: str, wrong: str, said: str, tmp_path: Path
+) -> None:
+    text = PLANTED.format(helpers=str(HELPERS), tpu=str(TPU), name=name, wrong=wrong)
+    ended = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    assert re.search(said, ended.stdout), (ended.stdout, ended.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+WORK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import apportion
+
+x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, (x.sum(1) > 0).long())
+workload = apportion.Workload(
+    model=lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)), data=lambda: data,
+    loss=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=32, steps=12,
+)
+"""
+APPORTION = (sys.executable, "-m", "apportion")
+
+
+def trained_run(folder: Path) -> None:
+    """Train a small net on two workers into folder/run."""
+    (folder / "work.py").write_text(WORK)
+    (folder / "pyproject.toml").touch()  # what lies here is the caller's own
+    strategy = ("--strategy", "data_parallel", "--workers", "2")
+    finish([start([*APPORTION, "train", "work.py:workload", *strategy, "--run-dir", "run"])])
+
+
+@NEEDS
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+def test_a_net_that_two_workers_trained_is_lowered_and_compiled_for_a_tpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained_run(tmp_path)
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TPU)])
+    target = "stablehlo(platforms=('tpu',), topology='v5e:2x2')"
+    (said,) = finish([start([*APPORTION, "export", "run", "--target", target, "--json"], PYTHONPATH=path)])
+    told = json.loads(said[said.index("{") :])
+    assert told["path"] == "run/model.stablehlo"
+    assert told["verifications"][0]["difference"] <= 1e-5
+    compiled = [row[:2] for row in told["tables"][1]["rows"]]
+    assert compiled == [
+        *(["XLA, CPU", name] for name in ("forward", "step")),
+        *(["libtpu, one v5e", name] for name in ("forward", "step")),
+    ]
+    assert "libtpu has compiled forward, step for one v5e chip without having one" in told["conclusion"]
+
+
+@pytest.mark.processes
+def test_without_jax_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained_run(tmp_path)
+    hidden = tmp_path / "hidden" / "jax"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'jax'\", name='jax')\n")
+    path = os.pathsep.join([str(hidden.parent), os.environ.get("PYTHONPATH", "")])
+    process = start([*APPORTION, "export", "run", "--target", "stablehlo"], PYTHONPATH=path)
+    text = process.communicate(timeout=110)[0]
+    assert process.returncode == 3, text
+    assert "No module named 'jax': pip install 'apportion[tpu]'" in text
+    assert not Path("run/model.stablehlo").exists()
+
+
+def test_wrong_uses_say_the_cure() -> None:
+    for text, said in {
+        "stablehlo(platforms=('gpu',))": r"platforms=\('gpu',\) must be some of tpu, cpu, cuda, rocm",
+        "stablehlo(platforms='tpu')": r"platforms='tpu' must be some of",
+        "stablehlo(precision='bfloat16')": r"precision='bfloat16' must be one of highest, high, default",
+        "stablehlo(topology='v5e')": r"topology='v5e' must be written as libtpu does, 'v5e:2x2'",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            parse(text, PACKAGE)
+    assert str(parse("stablehlo(platforms=('tpu',))", PACKAGE)) == "stablehlo"
