@@ -27,9 +27,9 @@ Reset = Literal["subtract", "zero", "subtract_clipped_multi", "signed"]
 - ``zero``: fires once; v becomes 0.
 - ``subtract_clipped_multi``: v is first raised to minus the threshold where it is lower; then the neuron fires
   floor(v / threshold) times, if that is above 0, and as many thresholds are subtracted.
-- ``signed``: remembers how often it has fired, less how often it has taken a spike back. It fires +1 where v has reached the
-  threshold and the count is below ``Neurons.levels``, and -1 where v is below 0 and the count is above 0; the threshold
-  is subtracted or added (SpikeZIP-TF, ICML 2024).
+- ``signed``: remembers how often it has fired, less how often it has taken a spike back. It fires +1 where v has
+  reached the threshold and the count is below ``Neurons.levels``, and -1 where v is below 0 and the count is above 0;
+  the threshold is subtracted or added (SpikeZIP-TF, ICML 2024).
 """
 Current = Literal["constant", "first_step"]
 """When the inputs and the biases flow: in each step the same, or in the first step alone (for ``signed`` neurons)."""
@@ -117,8 +117,8 @@ Synapse = Dense | Convolution
 class SpikingGraph:
     """Nodes in topological order and the edges between them. Several edges into one node add up.
 
-    One node is a CurrentSource, the first; one a Readout, the last. Raises ValueError where that does not hold, where a node
-    comes before one that it depends on, or where shapes of edges into one node differ.
+    One node is a CurrentSource, the first; one a Readout, the last. Raises ValueError where that does not hold, where a
+    node comes before one that it depends on, or where shapes of edges into one node differ.
     """
 
     nodes: tuple[Node, ...]
@@ -133,12 +133,8 @@ class SpikingGraph:
         if len(place) != len(self.nodes):
             raise ValueError("two nodes of a spiking graph have the same name: give each its own")
         kinds = [type(node) for node in self.nodes]
-        if (
-            kinds.count(CurrentSource) != 1
-            or kinds.count(Readout) != 1
-            or kinds[0] is not CurrentSource
-            or kinds[-1] is not Readout
-        ):
+        ends = kinds[0] is CurrentSource and kinds[-1] is Readout
+        if not ends or kinds.count(CurrentSource) != 1 or kinds.count(Readout) != 1:
             raise ValueError("a spiking graph has one source, its first node, and one readout, its last")
         for source, to in self.edges:
             if place[source] >= place[to]:
