@@ -16,7 +16,6 @@ from apportion.exporting.spiking.graph import (
     Neurons,
     Node,
     Readout,
-    Reset,
     SpikingGraph,
 )
 from apportion.exporting.spiking.linear_maps import ConvolutionMap, FlattenMap, LinearMap, Maps, scaled, scaled_inputs
@@ -26,13 +25,14 @@ SOURCE = "input"
 READOUT = "output"
 
 
-def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, reset: Reset = "subtract") -> SpikingGraph:
+def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, like: Neurons | None = None) -> SpikingGraph:
     """The graph of a net; ``scales``: for each stage but the last the activation of each channel at which its neurons
-    fire in every step.
+    fire in every step; ``like``: neurons whose rule all are to have, None: they subtract.
 
     The weights are scaled so that the threshold is 1: each neuron's current is z / scale, and half a threshold over all
-    steps, 1 / (2 T) a step, rounds the count of spikes instead of cutting it off.
+    steps, 1 / (2 T) a step, rounds the count of spikes instead of cutting it off. ``signed`` neurons are without it.
     """
+    half = like is None or like.reset != "signed"
     source = CurrentSource(name=SOURCE, shape=net.shape)
     nodes: list[Node] = [source]
     edges: list[tuple[str, str]] = []
@@ -41,14 +41,14 @@ def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, reset: 
         last = number == len(net.stages) - 1
         ends[number] = READOUT if last else stage.name
         own = torch.ones_like(stage.bias) if last else scales[number]
-        bias = stage.bias / own + (0.0 if last else 1 / (2 * timesteps))
+        bias = stage.bias / own + (1 / (2 * timesteps) if half and not last else 0.0)
         for place, maps in enumerate(_scaled_paths(net, stage, scales, own)):
             before = SOURCE if stage.terms[place].source == INPUT else ends[stage.terms[place].source]
             name = stage.name if last and not place else f"{stage.name}_synapse{f'_{place + 1}' if place else ''}"
-            made = [_node(one, f"{name}{f'_{at}' if at < len(maps) else ''}") for at, one in enumerate(maps, start=1)]
+            path = [_node(one, f"{name}{f'_{at}' if at < len(maps) else ''}") for at, one in enumerate(maps, start=1)]
             if not place:
-                made[-1] = replace(made[-1], bias=bias)  # type: ignore[call-arg]
-            for node in made:
+                path[-1] = replace(path[-1], bias=bias)  # type: ignore[call-arg]
+            for node in path:
                 nodes.append(node)
                 edges.append((before, node.name))
                 before = node.name
@@ -56,8 +56,11 @@ def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, reset: 
         if last:
             nodes.append(Readout(name=READOUT, shape=stage.shape))
         else:
-            threshold = torch.ones((), dtype=bias.dtype)
-            nodes.append(Neurons(name=stage.name, shape=stage.shape, threshold=threshold, reset=reset))
+            one = torch.ones((), dtype=bias.dtype)
+            made = Neurons(name=stage.name, shape=stage.shape, threshold=one)
+            if like is not None:
+                made = replace(made, reset=like.reset, strictly=like.strictly, levels=like.levels)
+            nodes.append(made)
     return SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=timesteps)
 
 

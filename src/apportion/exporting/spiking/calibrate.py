@@ -11,13 +11,17 @@ The biases hold what is found, so that readers of the file need know nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from apportion.exporting.spiking.graph import Neurons, Reset
 from apportion.exporting.spiking.linear_maps import applied
+from apportion.exporting.spiking.membranes import fired
 from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage, computed
 
 PERCENTILE = 0.9995
@@ -25,7 +29,9 @@ PERCENTILE = 0.9995
 MULTIPLES = (1.0, 0.85, 0.7, 0.57, 0.45, 0.35)
 CORRECTIONS = 3
 """How often the mean rate is corrected."""
-MOST = 2**27
+EXAMPLES = 128
+"""The largest number of calibration examples that are looked at."""
+MOST = 2**26
 """The largest number of currents of a layer, over all steps, that is held at once: examples are fewer where it is
 reached."""
 
@@ -56,12 +62,15 @@ def _percentile(stage: Stage, activations: Tensor, share: float) -> Tensor:
 
 
 @torch.no_grad()
-def calibrated(net: RateNet, x: Tensor, timesteps: int, *, share: float = PERCENTILE) -> Calibrated:
-    """Find scales and corrections of biases for this number of steps; ``x``: calibration examples."""
-    largest = max(_size(stage) for stage in net.stages)
-    x = x[: max(8, min(len(x), MOST // (largest * timesteps)))]
+def calibrated(
+    net: RateNet, x: Tensor, timesteps: int, *, reset: Reset = "subtract", strictly: bool = False
+) -> Calibrated:
+    """Find scales and corrections of biases for this number of steps and this rule of neurons; ``x``: calibration
+    examples, of which fewer are taken where the currents of a layer would fill the memory."""
+    largest = max(math.prod(stage.shape) for stage in net.stages)
+    x = x[: max(8, min(EXAMPLES, MOST // (largest * timesteps)))]
     wanted = computed(net, x)
-    starts = percentiles(net, x, share=share)
+    starts = percentiles(net, x)
     trains: dict[int, Tensor] = {}
     stages: list[Stage] = []
     scales: list[Tensor] = []
@@ -71,21 +80,16 @@ def calibrated(net: RateNet, x: Tensor, timesteps: int, *, share: float = PERCEN
             off = (wanted[number] - currents.mean(0)).mean(0)
             stages.append(replace(stage, bias=stage.bias + off))
             break
-        layer = _Layer(stage, currents, wanted[number], timesteps)
+        one = torch.ones(())
+        neurons = Neurons(name=stage.name, shape=stage.shape, threshold=one, reset=reset, strictly=strictly)
+        layer = _SpikingLayer(wanted=wanted[number], neurons=neurons, currents=currents)
         scale, correction = layer.best(starts[number])
-        trains[number] = layer.fired(scale, correction)
+        trains[number] = torch.stack([spikes.to(torch.uint8) for spikes in layer.fired(scale, correction)])
         stages.append(replace(stage, bias=stage.bias + correction))
         scales.append(scale)
         for old in [n for n in trains if not any(to > number for to in net.consumers(n))]:
             del trains[old]
     return Calibrated(net=replace(net, stages=tuple(stages)), scales=tuple(scales))
-
-
-def _size(stage: Stage) -> int:
-    size = 1
-    for n in stage.shape:
-        size *= n
-    return size
 
 
 def _currents(stage: Stage, x: Tensor, trains: dict[int, Tensor], scales: Sequence[Tensor], steps: int) -> Tensor:
@@ -110,55 +114,31 @@ def _over(channels: Tensor, dimensions: int) -> Tensor:
     return channels.reshape(-1, *[1] * (dimensions - 1))
 
 
-@dataclass(eq=False)
-class _Layer:
-    """A layer of neurons whose currents are known."""
+@dataclass(eq=False, kw_only=True)
+class ScaleSearch(ABC):
+    """The search for the scales of a layer."""
 
-    stage: Stage
-    currents: Tensor
     wanted: Tensor
-    steps: int
+    """The activations of the net itself: (examples, *shape)."""
 
+    @abstractmethod
     def rates(self, scale: Tensor, correction: Tensor) -> Tensor:
-        """scale * spikes / steps of each neuron."""
-        count = torch.zeros_like(self.wanted)
-        for spikes in self._run(scale, correction):
-            count += spikes
-        return count.mul_(_over(scale, count.ndim - 1) / self.steps)
-
-    def fired(self, scale: Tensor, correction: Tensor) -> Tensor:
-        """The spikes of each step."""
-        found = torch.empty(self.currents.shape, dtype=torch.bool)
-        for t, spikes in enumerate(self._run(scale, correction)):
-            found[t] = spikes
-        return found
-
-    def _run(self, scale: Tensor, correction: Tensor):  # type: ignore[no-untyped-def]
-        threshold = _over(scale, self.wanted.ndim - 1)
-        each = _over(correction, self.wanted.ndim - 1) + threshold / (2 * self.steps)
-        v, spikes = torch.zeros_like(self.wanted), torch.empty_like(self.wanted)
-        for current in self.currents:
-            v += current
-            v += each
-            torch.ge(v, threshold, out=spikes)
-            v.addcmul_(spikes, threshold, value=-1)
-            yield spikes
+        """What the layer gives instead, with this scale and this addition to the bias of each channel."""
 
     def best(self, start: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, correction) of each channel."""
         best = torch.full_like(start, torch.inf)
-        scale, correction = start, torch.zeros_like(start)
-        begun = torch.zeros_like(start)
+        scale, correction, begun = start, torch.zeros_like(start), torch.zeros_like(start)
         for multiple in MULTIPLES:
             tried = start * multiple
             error, begun = self._corrected(tried, begun)
-            better = error[0] < best
-            best = torch.where(better, error[0], best)
-            scale, correction = torch.where(better, tried, scale), torch.where(better, error[1], correction)
+            better = error < best
+            best = torch.where(better, error, best)
+            scale, correction = torch.where(better, tried, scale), torch.where(better, begun, correction)
         return scale, correction
 
-    def _corrected(self, scale: Tensor, begun: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """((the mean squared error of each channel, the correction that has it), the last correction)."""
+    def _corrected(self, scale: Tensor, begun: Tensor) -> tuple[Tensor, Tensor]:
+        """(the mean squared error of each channel, the correction that has it)."""
         others = [d for d in range(self.wanted.ndim) if d != 1]
         best = torch.full_like(scale, torch.inf)
         kept, now = begun, begun
@@ -168,4 +148,26 @@ class _Layer:
             better = error < best
             best, kept = torch.where(better, error, best), torch.where(better, now, kept)
             now = now + off.mean(others).clamp(-scale / 4, scale / 4)
-        return (best, kept), kept
+        return best, kept
+
+
+@dataclass(eq=False, kw_only=True)
+class _SpikingLayer(ScaleSearch):
+    """A layer of neurons whose currents are known."""
+
+    neurons: Neurons
+    currents: Tensor
+    """(steps, examples, *shape)."""
+
+    def rates(self, scale: Tensor, correction: Tensor) -> Tensor:
+        """scale * spikes / steps of each neuron."""
+        count = torch.zeros_like(self.wanted)
+        for spikes in self.fired(scale, correction):
+            count += spikes
+        return count.mul_(_over(scale, count.ndim - 1) / len(self.currents))
+
+    def fired(self, scale: Tensor, correction: Tensor) -> Iterator[Tensor]:
+        """The spikes of each step."""
+        neurons = replace(self.neurons, threshold=scale)
+        each = _over(correction + scale / (2 * len(self.currents)), self.wanted.ndim - 1)
+        return fired(neurons, self.currents, each)

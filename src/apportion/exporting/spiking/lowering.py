@@ -79,8 +79,8 @@ def _exported(module: nn.Module, sample: Tensor) -> torch.export.ExportedProgram
     except Exception as error:  # torch.export has no one class for what it refuses
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(
-            f"{type(module).__name__} has no fixed graph for any number of examples, which a spiking net needs: {first}; "
-            "let its forward pass decide nothing by the numbers or the shapes of its inputs"
+            f"{type(module).__name__} has no fixed graph for any number of examples, which a spiking net needs: {first}"
+            "; let its forward pass decide nothing by the numbers or the shapes of its inputs"
         ) from error
 
 
@@ -105,8 +105,8 @@ def _end(program: _Program, exported: torch.export.ExportedProgram, node: fx.Nod
     assert isinstance(results, tuple | list)
     if len(results) != 1 or not isinstance(program.values.get(results[0]), _Sum):  # type: ignore[arg-type]
         raise ValueError(
-            f"{type(program.module).__name__} has {len(results)} outputs, and a spiking net has one readout: return one "
-            "tensor that is computed from the input"
+            f"{type(program.module).__name__} has {len(results)} outputs, and a spiking net has one readout: return "
+            "one tensor that is computed from the input"
         )
     value = program.values[results[0]]  # type: ignore[index]
     assert isinstance(value, _Sum)
@@ -168,8 +168,8 @@ def _stage(program: _Program, value: _Sum, node: fx.Node, otherwise: str, ceilin
         _refuse(
             program,
             node,
-            "two layers without an activation between them leave a bias that differs between pixels; put a ReLU between "
-            "them, or take the padding of the second or the bias of the first away",
+            "two layers without an activation between them leave a bias that differs between pixels; put a ReLU "
+            "between them, or take the padding of the second or the bias of the first away",
         )
     name = _unique(program, node, otherwise)
     return Stage(name=name, shape=value.shape, terms=value.terms, bias=bias.clone(), ceiling=ceiling)

@@ -30,7 +30,7 @@ _OF_OPERATORS = {
     "layer_norm": "norm",
     "group_norm": "norm",
     "instance_norm": "norm",
-    **dict.fromkeys(("sigmoid", "tanh", "gelu", "silu", "elu", "selu", "leaky", "prelu", "hard", "mish", "soft"), "activation"),
+    **dict.fromkeys(("sigmoid", "tanh", "gelu", "silu", "elu", "leaky", "prelu", "hard", "mish", "soft"), "activation"),
 }  # fmt: skip
 _MODULES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
     ((nn.RNNBase, nn.RNNCellBase), "recurrent"),

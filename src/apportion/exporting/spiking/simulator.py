@@ -7,7 +7,7 @@ What depends on nothing but the inputs is computed once, and the readout from th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from apportion.exporting.spiking.graph import (
     Readout,
     SpikingGraph,
 )
+from apportion.exporting.spiking.membranes import Membranes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,81 +43,6 @@ class Simulated:
     is added once for each neuron that it reaches by a weight other than zero: (examples,)."""
     steps: int
     """The number of steps that were run: the graph's, or fewer where nothing fired any more."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Membranes:
-    """The state of a layer of neurons."""
-
-    neurons: Neurons
-    v: Tensor
-    threshold: Tensor
-    spikes: Tensor
-    count: Tensor
-    unit: bool
-    """Whether every threshold is 1."""
-    fired: Tensor | None = None
-    """Spikes of either sign, where there are two."""
-
-    @classmethod
-    def at_rest(cls, neurons: Neurons, like: Tensor) -> Membranes:
-        """The state before the first step; ``like``: a tensor of the currents' shape, type and layout."""
-        threshold = neurons.threshold.to(like.dtype)
-        threshold = threshold.reshape(-1, *[1] * (like.ndim - 2)) if threshold.ndim else threshold
-        return cls(
-            neurons=neurons,
-            v=torch.zeros_like(like),
-            threshold=threshold,
-            spikes=torch.zeros_like(like),
-            count=torch.zeros_like(like),
-            unit=bool((threshold == 1).all()),
-            fired=torch.zeros_like(like) if neurons.reset == "signed" else None,
-        )
-
-    def step(self, current: Tensor | None) -> Tensor:
-        """Add the currents (None: there are none), fire, and return the spikes, which the next step overwrites."""
-        if current is not None:
-            self.v += current
-        {"subtract": self._subtract, "zero": self._zero, "signed": self._signed}.get(
-            self.neurons.reset, self._clipped_multi
-        )()
-        return self.spikes
-
-    def _reached(self) -> None:
-        compare = torch.gt if self.neurons.strictly else torch.ge
-        compare(self.v, self.threshold, out=self.spikes)
-
-    def _take(self, spikes: Tensor) -> None:
-        if self.unit:
-            self.v -= spikes
-        else:
-            self.v.addcmul_(spikes, self.threshold, value=-1)
-
-    def _subtract(self) -> None:
-        self._reached()
-        self._take(self.spikes)
-        self.count += self.spikes
-
-    def _zero(self) -> None:
-        self._reached()
-        self.v.masked_fill_(self.spikes != 0, 0)
-        self.count += self.spikes
-
-    def _clipped_multi(self) -> None:
-        torch.maximum(self.v, -self.threshold, out=self.v)
-        torch.div(self.v, self.threshold, rounding_mode="floor", out=self.spikes)
-        self.spikes.clamp_(min=0)
-        self._take(self.spikes)
-        self.count += self.spikes
-
-    def _signed(self) -> None:
-        assert self.neurons.levels is not None and self.fired is not None
-        torch.ge(self.v, self.threshold, out=self.spikes)
-        self.spikes *= self.count < self.neurons.levels
-        self.spikes -= ((self.v < 0) & (self.count > 0)).to(self.v.dtype)
-        self._take(self.spikes)
-        self.count += self.spikes
-        self.fired += self.spikes.abs()
 
 
 @dataclass(eq=False)
@@ -153,10 +79,10 @@ def synapse(node: Dense | Convolution, x: Tensor, *, biased: bool = True) -> Ten
     bias = node.bias if biased else None
     if isinstance(node, Dense):
         return functional.linear(x, node.weight, bias)
-    if node.groups == len(node.weight) == x.shape[1] and node.weight[0].numel() == 1 and node.stride == (1, 1):
-        if node.padding == (0, 0):  # a product, for which the convolution would take long
-            product = x * node.weight.reshape(-1, 1, 1)
-            return product if bias is None or not bias.any() else product + bias.reshape(-1, 1, 1)
+    single = node.groups == len(node.weight) == x.shape[1] and node.weight[0].numel() == 1
+    if single and node.stride == (1, 1) and node.padding == (0, 0):  # the convolution would take longer
+        product = x * node.weight.reshape(-1, 1, 1)
+        return product if bias is None or not bias.any() else product + bias.reshape(-1, 1, 1)
     return functional.conv2d(x, node.weight, bias, node.stride, node.padding, node.dilation, node.groups)
 
 
@@ -173,7 +99,9 @@ def simulate(graph: SpikingGraph, x: Tensor) -> Simulated:
     run.at_the_end = _after_the_last_neurons(graph)
     for node in graph.nodes:
         if node.name not in fed:
-            run.constant[node.name] = x if isinstance(node, CurrentSource) else run.value(node, run.constant, biased=True)
+            run.constant[node.name] = (
+                x if isinstance(node, CurrentSource) else run.value(node, run.constant, biased=True)
+            )
     steps = graph.timesteps
     for t in range(graph.timesteps):
         if not _one_step(run, fed, first=t == 0) and graph.current == "first_step" and t > 0:
@@ -268,6 +196,4 @@ def fan_out(graph: SpikingGraph, name: str) -> Tensor:
 
 
 def _ones(node: Dense | Convolution) -> Dense | Convolution:
-    from dataclasses import replace
-
     return replace(node, weight=(node.weight != 0).float(), bias=torch.zeros(len(node.weight)))
