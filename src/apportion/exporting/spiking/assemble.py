@@ -1,0 +1,85 @@
+"""From stages and their scales to the graph of neurons with a threshold of 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from apportion.exporting.spiking.graph import (
+    Convolution,
+    CurrentSource,
+    Dense,
+    Flatten,
+    Neurons,
+    Node,
+    Readout,
+    Reset,
+    SpikingGraph,
+)
+from apportion.exporting.spiking.linear_maps import ConvolutionMap, FlattenMap, LinearMap, Maps, scaled, scaled_inputs
+from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage
+
+SOURCE = "input"
+READOUT = "output"
+
+
+def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, reset: Reset = "subtract") -> SpikingGraph:
+    """The graph of a net; ``scales``: for each stage but the last the activation of each channel at which its neurons
+    fire in every step.
+
+    The weights are scaled so that the threshold is 1: each neuron's current is z / scale, and half a threshold over all
+    steps, 1 / (2 T) a step, rounds the count of spikes instead of cutting it off.
+    """
+    source = CurrentSource(name=SOURCE, shape=net.shape)
+    nodes: list[Node] = [source]
+    edges: list[tuple[str, str]] = []
+    ends = [stage.name for stage in net.stages]
+    for number, stage in enumerate(net.stages):
+        last = number == len(net.stages) - 1
+        ends[number] = READOUT if last else stage.name
+        own = torch.ones_like(stage.bias) if last else scales[number]
+        bias = stage.bias / own + (0.0 if last else 1 / (2 * timesteps))
+        for place, maps in enumerate(_scaled_paths(net, stage, scales, own)):
+            before = SOURCE if stage.terms[place].source == INPUT else ends[stage.terms[place].source]
+            name = stage.name if last and not place else f"{stage.name}_synapse{f'_{place + 1}' if place else ''}"
+            made = [_node(one, f"{name}{f'_{at}' if at < len(maps) else ''}") for at, one in enumerate(maps, start=1)]
+            if not place:
+                made[-1] = replace(made[-1], bias=bias)  # type: ignore[call-arg]
+            for node in made:
+                nodes.append(node)
+                edges.append((before, node.name))
+                before = node.name
+            edges.append((before, ends[number]))
+        if last:
+            nodes.append(Readout(name=READOUT, shape=stage.shape))
+        else:
+            threshold = torch.ones((), dtype=bias.dtype)
+            nodes.append(Neurons(name=stage.name, shape=stage.shape, threshold=threshold, reset=reset))
+    return SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=timesteps)
+
+
+def _scaled_paths(net: RateNet, stage: Stage, scales: Sequence[Tensor], own: Tensor) -> list[Maps]:
+    """The maps from spikes to currents in units of the threshold, with weights in the first and the last of them."""
+    found = []
+    for term in stage.terms:
+        maps = term.maps
+        if term.source != INPUT:
+            maps = scaled_inputs(maps, scales[term.source], net.stages[term.source].shape)
+        found.append(scaled(maps, 1 / own, stage.shape))
+    return found
+
+
+def _node(one: LinearMap, name: str) -> Node:
+    """A synapse without a bias, or a flattening."""
+    if isinstance(one, FlattenMap):
+        return Flatten(name=name, shape=one.outs)
+    bias = one.weight.new_zeros(len(one.weight))
+    if not isinstance(one, ConvolutionMap):
+        return Dense(name=name, shape=one.outs, weight=one.weight, bias=bias)
+    return Convolution(
+        name=name, shape=one.outs, weight=one.weight, bias=bias, stride=one.stride, padding=one.padding,
+        dilation=one.dilation, groups=one.groups,
+    )  # fmt: skip
