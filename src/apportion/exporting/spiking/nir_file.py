@@ -60,6 +60,9 @@ def write(graph: SpikingGraph, path: Path, dialect_name: str) -> SpikingGraph:
         "strictly": int(spoken.strictly),
         "timesteps": graph.timesteps,
     }
+    if graph.units is not None:
+        metadata["input_step"], metadata["output_step"] = graph.units
+        metadata["levels"] = max(node.levels or 0 for node in graph.neurons)
     whole = nir.NIRGraph(nodes, edges, metadata=metadata)
     for node in whole.nodes.values():
         if isinstance(node, nir.IF):
@@ -96,7 +99,15 @@ def read(path: Path, dialect_name: str, *, timesteps: int | None = None) -> Spik
         made = _read(name, whole.nodes[name], before, spoken)
         shapes[name] = made.shape
         nodes.append(made)
-    return without_zeros(SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=steps))
+    made_graph = without_zeros(SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=steps))
+    return _of_integers(made_graph, whole.metadata) if spoken.reset == "signed" else made_graph
+
+
+def _of_integers(graph: SpikingGraph, metadata: Mapping[str, Any]) -> SpikingGraph:
+    """Return the graph with the levels and the units of a quantised net, which its file says."""
+    changed = (replace(node, levels=int(metadata["levels"])) for node in graph.neurons)
+    units = (float(metadata["input_step"]), float(metadata["output_step"]))
+    return replace(graph.with_nodes(*changed), current="first_step", units=units)
 
 
 def said_dialect(path: Path) -> str | None:
@@ -281,7 +292,9 @@ def _flatten(name: str, node: Any, comes: Shape) -> Flatten:
 def _neurons(name: str, node: Any, comes: Shape) -> Neurons:
     """Return the neurons, with the rule of the standard."""
     if bool((node.r != 1).any()):
-        raise ValueError(f"{name} (IF) has a resistance r other than 1, which most programs ignore: put it into weights")
+        raise ValueError(
+            f"{name} (IF) has a resistance r other than 1, which most programs ignore: put it into weights"
+        )
     if node.v_reset is not None and bool((node.v_reset != 0).any()):
         raise ValueError(f"{name} (IF) has a v_reset other than 0, which most programs ignore")
     whole = torch.from_numpy(np.ascontiguousarray(node.v_threshold)).expand(comes)
