@@ -32,6 +32,8 @@ class Dialect:
     """How one program reads NIR files."""
 
     name: str
+    program: str
+    """The program and the version of it by which the rules were found."""
     reset: Reset
     """The rule by which it runs an IF node."""
     strictly: bool = False
@@ -83,16 +85,18 @@ _SKIPPED = "leaves it out without a word"
 DIALECTS: Mapping[str, Dialect] = {
     one.name: one
     for one in (
-        Dialect(name="nir", reset="subtract", strictly=True),
+        Dialect(name="nir", program="NIR 1.0.8", reset="subtract", strictly=True),
         Dialect(
             name="sinabs",
+            program="sinabs 3.1.3",
             reset="subtract_clipped_multi",
             wrong={"Linear": _SKIPPED, "AvgPool2d": _SKIPPED},
             depth_first=True,
         ),
-        Dialect(name="spikingjelly", reset="zero", one_threshold=True),
+        Dialect(name="spikingjelly", program="spikingjelly 2.0.0", reset="zero", one_threshold=True),
         Dialect(
             name="norse",
+            program="norse 1.1.0",
             reset="zero",
             strictly=True,
             wrong={"AvgPool2d": _SKIPPED, "Flatten": "flattens the examples too"},
