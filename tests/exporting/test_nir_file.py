@@ -30,11 +30,13 @@ from spiking_graphs import (
     traced,
 )
 
-from apportion.exporting.spiking.dialects.dialect import DIALECTS, dialect
+from apportion.exporting.spiking.dialects.dialect import dialect
 from apportion.exporting.spiking.dialects.execution_order import depth_first, led_depth_first, too_early
 from apportion.exporting.spiking.graph import Convolution, Dense, Neurons, SpikingGraph
 from apportion.exporting.spiking.nir_file import read, write
 from apportion.exporting.spiking.simulator import simulate
+
+NAMES = ("nir", "sinabs", "spikingjelly", "norse")
 
 
 def counts(spiking: SpikingGraph, inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -52,7 +54,7 @@ def without_metadata(path: Path) -> Path:
     return bare
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_simulator_counts_the_spikes_that_were_computed_by_hand(name: str, tmp_path: Path) -> None:
     spiking = write(dialect(name).speaks(traced()), tmp_path / "net.nir", name)
     found = simulate(spiking.to(torch.float64), HALF)
@@ -65,7 +67,7 @@ def test_the_simulator_subtracts_at_the_threshold_as_computed_by_hand() -> None:
     assert tuple(int(found[layer]) for layer in ("first", "second")) == SUBTRACT_AT_THE_THRESHOLD
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", GRAPHS)
 def test_a_file_computes_what_its_graph_computes(case: str, name: str, tmp_path: Path) -> None:
     spiking = dialect(name).speaks(made(case))
@@ -88,8 +90,8 @@ def test_a_file_opens_in_nir_1_0_4_too_which_knows_no_v_reset(tmp_path: Path) ->
         assert all(node["weight"].dtype == np.float32 for node in file["node/nodes"].values() if "weight" in node)
 
 
-@pytest.mark.parametrize("written", DIALECTS)
-@pytest.mark.parametrize("asked", DIALECTS)
+@pytest.mark.parametrize("written", NAMES)
+@pytest.mark.parametrize("asked", NAMES)
 def test_a_file_in_a_wrong_dialect_is_refused_by_what_it_says(written: str, asked: str, tmp_path: Path) -> None:
     path = tmp_path / "net.nir"
     write(dialect(written).speaks(made("fully_connected")), path, written)
@@ -103,14 +105,14 @@ def test_a_file_in_a_wrong_dialect_is_refused_by_what_it_says(written: str, aske
 
 
 NOT_READ = {
-    *((case, written, "norse") for case in ("convolutional", "residual") for written in DIALECTS if written != "norse"),
+    *((case, written, "norse") for case in ("convolutional", "residual") for written in NAMES if written != "norse"),
     *(("residual", written, "sinabs") for written in ("nir", "spikingjelly")),
 }
 """(case, dialect of the file, dialect asked for) where the program would compute something else than the file says."""
 
 
-@pytest.mark.parametrize("written", DIALECTS)
-@pytest.mark.parametrize("asked", DIALECTS)
+@pytest.mark.parametrize("written", NAMES)
+@pytest.mark.parametrize("asked", NAMES)
 @pytest.mark.parametrize("case", ["fully_connected", "convolutional", "residual"])
 def test_a_file_that_says_no_dialect_differs_by_outputs_and_spikes(
     case: str, written: str, asked: str, tmp_path: Path
@@ -127,7 +129,7 @@ def test_a_file_that_says_no_dialect_differs_by_outputs_and_spikes(
     own, theirs = simulate(spiking, inputs).outputs, simulate(found.to(torch.float64), inputs).outputs
     difference = float((own - theirs.reshape(own.shape)).abs().max() / own.abs().max())
     alike = all(map(torch.equal, counts(spiking, inputs), counts(found, inputs)))
-    if DIALECTS[asked].rule == DIALECTS[written].rule:
+    if dialect(asked).rule == dialect(written).rule:
         assert difference < 1e-6
         assert alike
     elif {asked, written} == {"spikingjelly", "norse"}:
@@ -250,7 +252,7 @@ def test_branches_of_different_sizes_are_led_through_too(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("name", "why"), [("snntorch", "leaky neuron of beta=0.9"), ("lava", "is unknown")])
 def test_a_dialect_that_there_is_not_is_refused_with_those_that_there_are(name: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"dialect='{name}' .*{why}.*; ?.*nir, sinabs, spikingjelly, norse"):
+    with pytest.raises(ValueError, match=f"dialect='{name}' .*{why}.*nir.*sinabs.*spikingjelly.*norse"):
         write(traced(), tmp_path / "net.nir", name)
     assert list(tmp_path.iterdir()) == []
 

@@ -32,10 +32,10 @@ class Dialect:
     """How one program reads NIR files."""
 
     name: str
-    program: str
-    """The program and the version of it by which the rules were found."""
     reset: Reset
     """The rule by which it runs an IF node."""
+    program: str = "apportion"
+    """The program, and the version of it by which the rules were found."""
     strictly: bool = False
     """Whether a neuron fires only above the threshold, and not at it."""
     wrong: Mapping[str, str] = field(default_factory=dict)
