@@ -71,7 +71,7 @@ class Membranes:
 
     def _clipped_multi(self) -> None:
         torch.maximum(self.v, -self.threshold, out=self.v)
-        torch.div(self.v, self.threshold, rounding_mode="floor", out=self.spikes)
+        torch.div(self.v, self.threshold, rounding_mode="trunc", out=self.spikes)  # as sinabs rounds
         self.spikes.clamp_(min=0)
         self._take(self.spikes)
         self.count += self.spikes

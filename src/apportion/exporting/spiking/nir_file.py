@@ -4,13 +4,14 @@
 
     SpikingGraph -- adapted to a dialect --> nir.NIRGraph -- HDF5 --> net.nir --> sinabs, spikingjelly, norse, ...
 
-The file says its dialect, the rule of its neurons and its number of steps, which NIR has no fields for, in its metadata.
+The file says in its metadata what NIR has no fields for: its dialect, the rule of its neurons, its number of steps.
 Its numbers are float32, since most programs read no others. It names no v_reset, so that nir 1.0.4 opens it too, which
 sinabs asks for: nir 1.0.8 takes zero where there is none.
 """
 
 from __future__ import annotations
 
+import keyword
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ from apportion.exporting.spiking.graph import (
 _WRITER = "apportion"
 _ALL_BUT_EXAMPLES = (0, -1)
 """The dimensions that a Flatten makes into one, where the examples are not counted."""
+_KINDS = ("Input", "Affine", "Linear", "Conv2d", "SumPool2d", "AvgPool2d", "Flatten", "IF", "Output")
 Shape = tuple[int, ...]
 Edge = tuple[str, str]
 
@@ -59,6 +61,7 @@ def write(graph: SpikingGraph, path: Path, dialect_name: str) -> SpikingGraph:
         "reset": spoken.reset,
         "strictly": int(spoken.strictly),
         "timesteps": graph.timesteps,
+        "outputs": np.array(graph.readout.shape),
     }
     if graph.units is not None:
         metadata["input_step"], metadata["output_step"] = graph.units
@@ -84,8 +87,10 @@ def read(path: Path, dialect_name: str, *, timesteps: int | None = None) -> Spik
         whole = nir.read(path)
     except (OSError, KeyError, TypeError, ValueError, AssertionError) as error:
         raise ValueError(f"{path.name} cannot be read as a NIR file: {error}") from error
+    for name, node in whole.nodes.items():
+        _check_kind(name, type(node).__name__, spoken)
     said = _said(path, whole.metadata, spoken)
-    steps = said or timesteps
+    steps = timesteps if said is None else said
     if steps is None:
         raise ValueError(f"{path.name} does not say for how many steps it is run: give timesteps")
     edges: list[Edge] = [(str(source), str(to)) for source, to in whole.edges]
@@ -99,8 +104,9 @@ def read(path: Path, dialect_name: str, *, timesteps: int | None = None) -> Spik
         made = _read(name, whole.nodes[name], before, spoken)
         shapes[name] = made.shape
         nodes.append(made)
-    made_graph = without_zeros(SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=steps))
-    return _of_integers(made_graph, whole.metadata) if spoken.reset == "signed" else made_graph
+    graph = without_zeros(SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=steps))
+    graph = _with_outputs(graph, _ints(whole.metadata["outputs"])) if said is not None else graph
+    return _of_integers(graph, whole.metadata) if spoken.reset == "signed" else graph
 
 
 def _of_integers(graph: SpikingGraph, metadata: Mapping[str, Any]) -> SpikingGraph:
@@ -108,14 +114,6 @@ def _of_integers(graph: SpikingGraph, metadata: Mapping[str, Any]) -> SpikingGra
     changed = (replace(node, levels=int(metadata["levels"])) for node in graph.neurons)
     units = (float(metadata["input_step"]), float(metadata["output_step"]))
     return replace(graph.with_nodes(*changed), current="first_step", units=units)
-
-
-def said_dialect(path: Path) -> str | None:
-    """Return the dialect that the file says it is written in; None where it says none."""
-    import nir
-
-    found = nir.read(path, type_check=False).metadata.get("dialect")
-    return found if found in DIALECTS else None
 
 
 def _said(path: Path, metadata: Mapping[str, Any], spoken: Dialect) -> int | None:
@@ -137,6 +135,17 @@ def _said(path: Path, metadata: Mapping[str, Any], spoken: Dialect) -> int | Non
     return int(metadata["timesteps"])
 
 
+def _with_outputs(graph: SpikingGraph, shape: Shape) -> SpikingGraph:
+    """Return the graph with outputs of this shape: a file without a Flatten has (outputs, 1, 1)."""
+    if graph.readout.shape == shape:
+        return graph
+    flat = Flatten(name=f"{graph.readout.name}_flat", shape=shape)
+    *before, readout = graph.nodes
+    edges = [(source, flat.name if to == readout.name else to) for source, to in graph.edges]
+    nodes = (*before, flat, replace(graph.readout, shape=shape))
+    return replace(graph, nodes=nodes, edges=(*edges, (flat.name, readout.name)))
+
+
 def _without_v_reset(node: Any) -> Any:
     """Return a ``to_dict`` of the node without the field that nir 1.0.4 does not know."""
     whole = node.to_dict()
@@ -144,13 +153,15 @@ def _without_v_reset(node: Any) -> Any:
 
 
 def _legal_names(names: Iterable[str]) -> dict[str, str]:
-    """Return for each name one that programs can make an attribute of: letters, digits and underscores, all different."""
+    """Return for each name one that a program can name a module by: letters, digits and underscores, all different, and
+    none that modules have already."""
     found: dict[str, str] = {}
-    taken: set[str] = set()
+    taken: set[str] = {"graph", "return_state", "stateful_modules", "execution_order", *keyword.kwlist}
+    modules = torch.nn.ModuleDict()
     for name in names:
         legal = re.sub(r"\W", "_", name, flags=re.ASCII)
         legal = legal if re.match(r"[A-Za-z]", legal) else f"n{legal}"
-        while legal in taken:
+        while legal in taken or hasattr(modules, legal):
             legal += "_"
         taken.add(legal)
         found[name] = legal
@@ -216,14 +227,19 @@ def _check_order(path: Path, first: str, edges: Sequence[Edge], spoken: Dialect)
         )
 
 
-def _read(name: str, node: Any, before: set[Shape], spoken: Dialect) -> Node:
-    """Return the node of a spiking graph."""
-    kind = type(node).__name__
+def _check_kind(name: str, kind: str, spoken: Dialect) -> None:
     if kind in spoken.wrong:
         raise ValueError(
             f"{name} ({kind}): {spoken.name} {spoken.wrong[kind]}, and would compute another network: export the file "
             f"with dialect={spoken.name!r}"
         )
+    if kind not in _KINDS:
+        raise ValueError(f"{name} ({kind}) is no node of a spiking graph, which has {', '.join(_KINDS)}")
+
+
+def _read(name: str, node: Any, before: set[Shape], spoken: Dialect) -> Node:
+    """Return the node of a spiking graph."""
+    kind = type(node).__name__
     if kind == "Input":
         return CurrentSource(name=name, shape=_ints(node.input_type["input"]))
     if len(before) != 1:
@@ -236,11 +252,6 @@ def _read(name: str, node: Any, before: set[Shape], spoken: Dialect) -> Node:
         bias = torch.from_numpy(node.bias) if kind == "Affine" else weight.new_zeros(len(weight))
         return Dense(name=name, shape=(len(weight),), weight=weight, bias=bias)
     makers = {"Conv2d": _convolution, "SumPool2d": _pool, "AvgPool2d": _pool, "Flatten": _flatten, "IF": _neurons}
-    if kind not in makers:
-        raise ValueError(
-            f"{name} ({kind}) is no node of a spiking graph, which has Affine, Linear, Conv2d, SumPool2d, AvgPool2d, "
-            "Flatten and IF"
-        )
     made = makers[kind](name, node, comes)
     return replace(made, reset=spoken.reset, strictly=spoken.strictly) if isinstance(made, Neurons) else made
 

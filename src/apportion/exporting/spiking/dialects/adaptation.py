@@ -19,8 +19,10 @@ from apportion.exporting.spiking.graph import Convolution, Dense, Flatten, Neuro
 
 
 def adapted(graph: SpikingGraph, dialect: Dialect) -> SpikingGraph:
-    """Return an equal graph, with numbers of float32, that the dialect's program computes right. Raises ValueError, with
-    the layer's name and the cure, where there is none."""
+    """Return an equal graph, with numbers of float32, that the dialect's program computes right.
+
+    Raises ValueError, with the layer's name and the cure, where there is none.
+    """
     dialect.check(graph)
     graph = _without_groups(graph)
     if dialect.one_threshold:

@@ -36,6 +36,8 @@ class Dialect:
     name: str
     reset: Reset
     """The rule by which it runs an IF node."""
+    program: str = "apportion"
+    """The program, and the version of it by which the rules were found."""
     strictly: bool = False
     """Whether a neuron fires only above the threshold, and not at it."""
     wrong: Mapping[str, str] = field(default_factory=dict)
@@ -85,17 +87,19 @@ _SKIPPED = "leaves it out without a word"
 DIALECTS: Mapping[str, Dialect] = {
     one.name: one
     for one in (
-        Dialect(name="nir", reset="subtract", strictly=True),
-        Dialect(name="exact", reset="signed"),
+        Dialect(name="nir", program="NIR 1.0.8", reset="subtract", strictly=True),
+        Dialect(name="exact", program="apportion", reset="signed"),
         Dialect(
             name="sinabs",
+            program="sinabs 3.1.3",
             reset="subtract_clipped_multi",
             wrong={"Linear": _SKIPPED, "AvgPool2d": _SKIPPED},
             depth_first=True,
         ),
-        Dialect(name="spikingjelly", reset="zero", one_threshold=True),
+        Dialect(name="spikingjelly", program="spikingjelly 2.0.0", reset="zero", one_threshold=True),
         Dialect(
             name="norse",
+            program="norse 1.1.0",
             reset="zero",
             strictly=True,
             wrong={"AvgPool2d": _SKIPPED, "Flatten": "flattens the examples too"},

@@ -109,8 +109,10 @@ def _leading(graph: SpikingGraph, before: Node, node: Node) -> Node:
     """Return a synapse of zeros from one node to another."""
     comes, goes = before.shape, graph.into(node.name)[0].shape
     name = _unused(f"lead_to_{node.name}", (one.name for one in graph.nodes))
+    dtype = next((one.weight.dtype for one in graph.nodes if isinstance(one, Dense | Convolution)), torch.float32)
+    bias = torch.zeros(goes[0], dtype=dtype)
     if len(comes) == len(goes) == 1:
-        return Dense(name=name, shape=goes, weight=torch.zeros(goes[0], comes[0]), bias=torch.zeros(goes[0]))
+        return Dense(name=name, shape=goes, weight=bias.new_zeros(goes[0], comes[0]), bias=bias)
     if len(comes) == len(goes) == 3:
         for kernel in range(1, _LARGEST_KERNEL + 1):
             ways = [_way(a, b, kernel) for a, b in zip(comes[1:], goes[1:], strict=True)]
@@ -119,8 +121,8 @@ def _leading(graph: SpikingGraph, before: Node, node: Node) -> Node:
                 return Convolution(
                     name=name,
                     shape=goes,
-                    weight=torch.zeros(goes[0], comes[0], kernel, kernel),
-                    bias=torch.zeros(goes[0]),
+                    weight=bias.new_zeros(goes[0], comes[0], kernel, kernel),
+                    bias=bias,
                     stride=(stride, other_stride),
                     padding=(padding, other_padding),
                 )
@@ -144,5 +146,3 @@ def _way(comes: int, goes: int, kernel: int) -> tuple[int, int] | None:
 def _unused(name: str, names: Iterable[str]) -> str:
     taken = set(names)
     return next(one for one in (name, *(f"{name}_{number}" for number in range(len(taken) + 1))) if one not in taken)
-
-

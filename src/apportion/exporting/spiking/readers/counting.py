@@ -44,9 +44,7 @@ def step_by_step(model: nn.Module, names: list[str], inputs: Tensor, timesteps: 
     return total / timesteps, counter.counts
 
 
-def in_batches(
-    run: Callable[[Tensor], tuple[Tensor, Counts]], inputs: Tensor, size: int
-) -> tuple[Tensor, Counts]:
+def in_batches(run: Callable[[Tensor], tuple[Tensor, Counts]], inputs: Tensor, size: int) -> tuple[Tensor, Counts]:
     """Run so many examples at once, and return what all of them give."""
     found = [run(part) for part in inputs.split(size)]
     return torch.cat([outputs for outputs, _ in found]), {

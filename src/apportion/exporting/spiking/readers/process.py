@@ -27,7 +27,7 @@ READERS = ("sinabs", "spikingjelly", "norse")
 DEADLINE = 600.0
 """How long a reader may take, in seconds."""
 OUTPUTS = "outputs"
-"""The key of the outputs among the arrays that a reader's process writes; the others are counts by the neurons' names."""
+"""The key of the outputs among the arrays that a reader's process writes; the others are counts by names of layers."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,7 +75,9 @@ def run(
         try:
             subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=seconds, check=True)
         except subprocess.TimeoutExpired:
-            raise NotVerified(f"{reader} has not run {path.name} within {seconds:g} s: give it fewer examples") from None
+            raise NotVerified(
+                f"{reader} has not run {path.name} within {seconds:g} s: give it fewer examples"
+            ) from None
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
             raise NotVerified(f"{reader} {found} cannot run {path.name}: {said[-1]}") from error

@@ -1,4 +1,4 @@
-"""A NIR file run by spikingjelly, in float64, in steps of 1 (by itself it would take steps of 0.1 ms, and refuse r = 1)."""
+"""A NIR file run by spikingjelly, in float64, in steps of 1: in its own steps of 0.1 ms it refuses r = 1."""
 
 from __future__ import annotations
 
