@@ -22,7 +22,7 @@ from torch import Tensor
 
 from apportion.exporting.spiking.calibration.rounding import rounded
 from apportion.exporting.spiking.conversion.assemble import assembled
-from apportion.exporting.spiking.conversion.linear_maps import FlattenMap
+from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, with_weight
 from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet
 from apportion.exporting.spiking.graph import (
     Convolution,
@@ -104,8 +104,7 @@ def _with_inputs_in(net: RateNet, step: float) -> RateNet:
             maps = term.maps
             if term.source == INPUT and maps:
                 at = next(n for n, one in enumerate(maps) if not isinstance(one, FlattenMap))
-                scaled = replace(maps[at], weight=maps[at].weight * step)  # type: ignore[union-attr,call-arg]
-                maps = (*maps[:at], scaled, *maps[at + 1 :])
+                maps = (*maps[:at], with_weight(maps[at], lambda weight: weight * step), *maps[at + 1 :])
             terms.append(replace(term, maps=maps))
         stages.append(replace(stage, terms=tuple(terms)))
     return replace(net, stages=tuple(stages))
@@ -152,7 +151,8 @@ def _longest_way(graph: SpikingGraph) -> int:
 def _largest(graph: SpikingGraph) -> float:
     """A bound of every sum and every membrane."""
     most: Sequence[float] = [0.0]
-    for node in (*graph.neurons, graph.readout):
+    ends: tuple[Node, ...] = (*graph.neurons, graph.readout)
+    for node in ends:
         total = 0.0
         for each in _synapses(graph, node.name):
             came: float = INPUT_LIMIT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ def multiplications(module: nn.Module, sample: Tensor) -> int:
 def tables(graph: SpikingGraph, found: Cost) -> tuple[Table, ...]:
     """The spikes of each layer, and the joules by each chip's figure."""
     once = graph.current == "first_step"
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (name, neurons, round(spikes, 1), round(spikes / neurons / graph.timesteps, 4), round(operations))
         for name, neurons, spikes, operations in found.layers
     ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from apportion.exporting.spiking.conversion.linear_maps import LinearMap, applied
+from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, LinearMap, applied, with_weight
 from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, Term, summed
 
 TEMPERATURE = 2.0
@@ -128,7 +128,8 @@ def _currents(stage: Stage, x: Tensor, trains: list[Tensor]) -> Tensor:
         return constant
     if constant.shape[0] != len(x):
         return moving + constant
-    return (moving.unflatten(0, (-1, len(x))) + constant).flatten(0, 1)
+    steps: Tensor = moving.unflatten(0, (-1, len(x))) + constant
+    return steps.flatten(0, 1)
 
 
 def _fired(scale: Tensor, currents: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor]:
@@ -186,7 +187,7 @@ def _trainable(net: RateNet) -> tuple[RateNet, list[Tensor]]:
         return trained[-1]
 
     def mapped(one: LinearMap) -> LinearMap:
-        if not hasattr(one, "weight"):
+        if isinstance(one, FlattenMap):
             return one
         return replace(one, weight=one.weight.float() if one.fixed else own(one.weight))
 
@@ -199,7 +200,7 @@ def _trainable(net: RateNet) -> tuple[RateNet, list[Tensor]]:
 
 def _frozen(net: RateNet) -> RateNet:
     def mapped(one: LinearMap) -> LinearMap:
-        return replace(one, weight=one.weight.detach()) if hasattr(one, "weight") else one
+        return with_weight(one, Tensor.detach)
 
     return replace(
         net,

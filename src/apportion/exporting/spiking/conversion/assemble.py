@@ -54,7 +54,9 @@ def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, like: N
             name = stage.name if last and not place else f"{stage.name}_synapse{f'_{place + 1}' if place else ''}"
             path = [_node(one, f"{name}{f'_{at}' if at < len(maps) else ''}") for at, one in enumerate(maps, start=1)]
             if not place:
-                path[-1] = replace(path[-1], bias=bias)  # type: ignore[call-arg]
+                end = path[-1]
+                assert isinstance(end, Dense | Convolution)
+                path[-1] = replace(end, bias=bias)
             for node in path:
                 nodes.append(node)
                 edges.append((before, node.name))

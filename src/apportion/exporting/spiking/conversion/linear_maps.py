@@ -7,7 +7,7 @@ An average pool is a convolution with fixed weights; followed by a convolution i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,6 +94,11 @@ def applied(maps: Sequence[LinearMap], x: Tensor) -> Tensor:
     for one in maps:
         x = one(x)
     return x
+
+
+def with_weight(one: LinearMap, change: Callable[[Tensor], Tensor]) -> LinearMap:
+    """The map with its weights changed; a flattening has none."""
+    return one if isinstance(one, FlattenMap) else replace(one, weight=change(one.weight))
 
 
 def then(maps: Maps, new: LinearMap) -> Maps:

@@ -151,7 +151,7 @@ def _name(program: _Program, node: fx.Node) -> str:
 def _unique(program: _Program, node: fx.Node, otherwise: str) -> str:
     """A name for a stage: the layer's, without what cannot be part of a name in a file."""
     base = (_name(program, node) or otherwise).replace(".", "_")
-    taken, name, number = {stage.name for stage in program.stages}, base, 2
+    taken, name, number = {"input", "output", *(stage.name for stage in program.stages)}, base, 2
     while name in taken:
         name, number = f"{base}_{number}", number + 1
     return name
@@ -229,7 +229,8 @@ def _batch_norm(program: _Program, node: fx.Node) -> _Sum:
     weight, bias, mean, variance = (_constant(program, argument) for argument in node.args[1:5])
     if node.args[5] or mean is None or variance is None:
         _refuse(program, node, "it takes its statistics from the batch; use track_running_stats=True")
-    factor = (variance + float(node.args[7])).rsqrt()  # type: ignore[arg-type]
+    epsilon: Any = node.args[7]
+    factor = (variance + float(epsilon)).rsqrt()
     factor = factor if weight is None else factor * weight
     shift = -mean * factor if bias is None else bias - mean * factor
     return _shifted(_multiplied(value, factor), shift)
@@ -305,7 +306,8 @@ def _mean(program: _Program, node: fx.Node) -> _Sum:
     dims, keep = _filled(node, (None, False), skip=1)
     if len(value.shape) != 3 or sorted(d % 4 for d in dims or ()) != [2, 3]:
         _refuse(program, node, "it averages over other dimensions than an image's height and width")
-    pooled = _mapped(value, pool(value.shape, value.shape[1:], value.shape[1:], (0, 0)))  # type: ignore[arg-type]
+    whole = (value.shape[1], value.shape[2])
+    pooled = _mapped(value, pool(value.shape, whole, whole, (0, 0)))
     return pooled if keep else _mapped(pooled, FlattenMap(ins=pooled.shape))
 
 
@@ -344,8 +346,9 @@ def _slice(program: _Program, node: fx.Node) -> _Sum:
 
 def _pad(program: _Program, node: fx.Node) -> _Sum:
     value = _value(program, node)
-    pads, *rest = [*node.args[1:], *node.kwargs.values()]
-    left, right, top, bottom, before, after = (*pads, *[0] * (6 - len(pads)))  # type: ignore[misc]
+    given: list[Any] = [*node.args[1:], *node.kwargs.values()]
+    pads, *rest = given
+    left, right, top, bottom, before, after = (*pads, *[0] * (6 - len(pads)))
     odd = [x for x in rest if x not in ("constant", None, 0, 0.0)]
     if len(value.shape) != 3 or odd or left != right or top != bottom:
         _refuse(program, node, "it pads with other numbers than zeros, or one side more than the other")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.conversion.linear_maps import Maps, Shape, applied
+from apportion.exporting.spiking.conversion.linear_maps import Maps, Shape, applied, with_weight
 
 INPUT = -1
 """The number of the stage that the inputs themselves stand for."""
@@ -96,7 +96,6 @@ def outputs(net: RateNet, batches: Sequence[Tensor], activation: Activation | No
 
 def _cast(stage: Stage, dtype: torch.dtype) -> Stage:
     def cast(term: Term) -> Term:
-        maps = (replace(m, weight=m.weight.to(dtype)) if hasattr(m, "weight") else m for m in term.maps)
-        return replace(term, maps=tuple(maps))  # type: ignore[arg-type]
+        return replace(term, maps=tuple(with_weight(one, lambda weight: weight.to(dtype)) for one in term.maps))
 
     return replace(stage, bias=stage.bias.to(dtype), terms=tuple(map(cast, stage.terms)))
