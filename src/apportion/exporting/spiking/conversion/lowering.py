@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -229,8 +229,7 @@ def _batch_norm(program: _Program, node: fx.Node) -> _Sum:
     weight, bias, mean, variance = (_constant(program, argument) for argument in node.args[1:5])
     if node.args[5] or mean is None or variance is None:
         _refuse(program, node, "it takes its statistics from the batch; use track_running_stats=True")
-    epsilon: Any = node.args[7]
-    factor = (variance + float(epsilon)).rsqrt()
+    factor = (variance + cast(float, node.args[7])).rsqrt()
     factor = factor if weight is None else factor * weight
     shift = -mean * factor if bias is None else bias - mean * factor
     return _shifted(_multiplied(value, factor), shift)
@@ -347,8 +346,8 @@ def _slice(program: _Program, node: fx.Node) -> _Sum:
 def _pad(program: _Program, node: fx.Node) -> _Sum:
     value = _value(program, node)
     given: list[Any] = [*node.args[1:], *node.kwargs.values()]
-    pads, *rest = given
-    left, right, top, bottom, before, after = (*pads, *[0] * (6 - len(pads)))
+    pads, rest = list(given[0]), given[1:]
+    left, right, top, bottom, before, after = pads + [0] * (6 - len(pads))
     odd = [x for x in rest if x not in ("constant", None, 0, 0.0)]
     if len(value.shape) != 3 or odd or left != right or top != bottom:
         _refuse(program, node, "it pads with other numbers than zeros, or one side more than the other")
