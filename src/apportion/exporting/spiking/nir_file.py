@@ -242,7 +242,14 @@ def _read(name: str, node: Any, before: set[Shape], spoken: Dialect) -> Node:
         return Dense(name=name, shape=(len(weight),), weight=weight, bias=bias)
     makers = {"Conv2d": _convolution, "SumPool2d": _pool, "AvgPool2d": _pool, "Flatten": _flatten, "IF": _neurons}
     made = makers[kind](name, node, comes)
-    return replace(made, reset=spoken.reset, strictly=spoken.strictly) if isinstance(made, Neurons) else made
+    if not isinstance(made, Neurons):
+        return made
+    if spoken.one_threshold and made.threshold.ndim:
+        raise ValueError(
+            f"{name} (IF) has thresholds that differ, and {spoken.name} reads one for a layer: export the file with "
+            f"dialect={spoken.name!r}"
+        )
+    return replace(made, reset=spoken.reset, strictly=spoken.strictly)
 
 
 def _convolution(name: str, node: Any, comes: Shape) -> Convolution:
