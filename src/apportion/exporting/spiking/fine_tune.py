@@ -10,7 +10,7 @@ inputs, softened (Hinton et al., 2015): no labels are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,11 @@ from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage, Term, su
 
 TEMPERATURE = 2.0
 """What the outputs are divided by before they become probabilities."""
-RATE = 5e-4
-"""The learning rate of Adam at the beginning; it falls to 0 as a cosine."""
+RATE = 2e-4
+"""The largest learning rate of Adam, which is reached after ``WARM_UP`` steps and falls to 0 as a cosine."""
+WARM_UP = 8
+FEATURES = 1.0
+"""The weight of the activations' distance beside that of the outputs."""
 BATCH = 64
 
 
@@ -53,24 +56,24 @@ def fine_tuned(
     timesteps: int,
     *,
     data: Dataset[Any],
-    teacher: Callable[[Tensor], Tensor],
+    teacher: Callable[[Tensor], Sequence[Tensor]],
     schedule: Schedule,
 ) -> Tuned:
-    """Train a copy of the net; ``data``: items (inputs, targets); ``teacher``: inputs -> the outputs to be learned."""
+    """Train a copy of the net; ``data``: items (inputs, targets); ``teacher``: inputs -> what is to be learned, the
+    activations of all stages and the outputs, or the outputs alone."""
     net, trained = _trainable(net)
     logs = [scale.log().detach().requires_grad_() for scale in scales]
     for count, spiking in ((schedule.quantized, False), (schedule.spiking, True)):
         steps = math.ceil(count / BATCH)
-        parameters = trained if spiking else [*trained, *logs]
-        optimizer = torch.optim.Adam(parameters, lr=RATE)
+        optimizer = torch.optim.Adam([*trained, *logs], lr=RATE)
         for step, x in enumerate(_batches(data, steps, seed=int(spiking))):
             for group in optimizer.param_groups:
-                group["lr"] = RATE * (1 + math.cos(math.pi * step / steps)) / 2
+                group["lr"] = RATE * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
             now = [log.exp() for log in logs]
             if spiking:
-                found = spiking_outputs(net, [scale.detach() for scale in now], timesteps, x)
+                found = spiking_activations(net, now, timesteps, x)
             else:
-                found = quantized_outputs(net, now, timesteps, x)
+                found = quantized_activations(net, now, timesteps, x)
             with torch.no_grad():
                 wanted = teacher(x)
             loss = _distance(found, wanted)
@@ -80,13 +83,13 @@ def fine_tuned(
     return Tuned(net=_frozen(net), scales=tuple(log.detach().exp() for log in logs))
 
 
-def quantized_outputs(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> Tensor:
-    """The readout of the net with the clip-floor-shift activation, with a gradient."""
+def quantized_activations(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> list[Tensor]:
+    """The activations of all stages and the readout of the net with the clip-floor-shift activation, with a gradient."""
     found: list[Tensor] = []
     for number, stage in enumerate(net.stages):
         z = summed(stage, lambda source: x if source == INPUT else found[source])
         if number == len(net.stages) - 1:
-            return z
+            return [*found, z]
         scale = _over(scales[number], z.ndim - 1)
         share = (z / scale).clamp(0, 1)
         counted = torch.floor(share.detach() * steps + 0.5) / steps
@@ -94,48 +97,64 @@ def quantized_outputs(net: RateNet, scales: list[Tensor], steps: int, x: Tensor)
     raise AssertionError("a net has a readout")
 
 
-def spiking_outputs(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> Tensor:
-    """The readout of the spiking net after so many steps, with the gradient of the clipped rectifier."""
+def spiking_activations(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> list[Tensor]:
+    """The rates of all stages and the readout of the spiking net after so many steps, with the gradient of the clipped rectifier."""
     rates: list[Tensor] = []
     trains: list[Tensor] = []
     for number, stage in enumerate(net.stages):
         z = summed(stage, lambda source: x if source == INPUT else rates[source])
         if number == len(net.stages) - 1:
-            return z
+            return [*rates, z]
         scale = _over(scales[number], z.ndim - 1)
         with torch.no_grad():
-            train = _spikes(stage, scale, steps, _currents(stage, x, trains, scales, steps))
-            rate = train.sum(0) * (scale / steps)
+            train, rate = _fired(scale, _currents(stage, x, trains).split(len(x)), steps)
         trains.append(train)
         passed = torch.minimum(z.clamp(min=0), scale)
         rates.append(rate + passed - passed.detach())
     raise AssertionError("a net has a readout")
 
 
-def _currents(stage: Stage, x: Tensor, trains: list[Tensor], scales: list[Tensor], steps: int) -> Tensor:
-    """(steps or 1, examples, *shape)."""
-    total = _over(stage.bias, len(stage.shape))[None, None]
+def _currents(stage: Stage, x: Tensor, trains: list[Tensor]) -> Tensor:
+    """What flows in each step: (steps * examples, *shape), or (examples, *shape) where it is always the same."""
+    constant: Tensor = _over(stage.bias, len(stage.shape))
+    moving: Tensor | None = None
     for term in stage.terms:
         if term.source == INPUT:
-            total = total + applied(term.maps, x)[None]
+            constant = constant + applied(term.maps, x)
         else:
-            train = trains[term.source] * _over(scales[term.source], trains[term.source].ndim - 2)
-            total = total + applied(term.maps, train.flatten(0, 1)).unflatten(0, train.shape[:2])
+            flow = applied(term.maps, trains[term.source])
+            moving = flow if moving is None else moving + flow
+    if moving is None:
+        return constant
+    if constant.shape[0] != len(x):
+        return moving + constant
+    return (moving.unflatten(0, (-1, len(x))) + constant).flatten(0, 1)
+
+
+def _fired(scale: Tensor, currents: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor]:
+    """(scale times the spikes, (steps * examples, *shape); scale * count / steps); ``currents``: of each step, or one
+    for all of them."""
+    v, count = torch.zeros_like(currents[0]), torch.zeros_like(currents[0])
+    train = torch.empty_like(torch.cat([v] * steps))
+    for spikes, t in zip(train.split(len(v)), range(steps), strict=True):
+        v += currents[t if len(currents) > 1 else 0]
+        v += scale / (2 * steps)
+        torch.ge(v, scale, out=spikes)
+        spikes *= scale
+        v -= spikes
+        count += spikes
+    return train, count / steps
+
+
+def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """The distance of the outputs, and of the activations in units of their own squares where they are wanted."""
+    total = _apart(found[-1], wanted[-1])
+    for own, other in zip(found[:-1], wanted[:-1], strict=False):
+        total = total + FEATURES / (len(found) - 1) * functional.mse_loss(own, other) / other.square().mean()
     return total
 
 
-def _spikes(stage: Stage, scale: Tensor, steps: int, currents: Tensor) -> Tensor:
-    v = torch.zeros_like(currents[0])
-    found = torch.empty(steps, *v.shape)
-    for t in range(steps):
-        v += currents[t if len(currents) > 1 else 0]
-        v += scale / (2 * steps)
-        torch.ge(v, scale, out=found[t])
-        v.addcmul_(found[t], scale.expand_as(v), value=-1)
-    return found
-
-
-def _distance(found: Tensor, wanted: Tensor) -> Tensor:
+def _apart(found: Tensor, wanted: Tensor) -> Tensor:
     if found.ndim == 2 and found.shape[1] > 1:
         soft = functional.softmax(wanted / TEMPERATURE, dim=1)
         return -(soft * functional.log_softmax(found / TEMPERATURE, dim=1)).sum(1).mean()
@@ -153,7 +172,8 @@ def _batches(data: Dataset[Any], steps: int, *, seed: int) -> Iterator[Tensor]:
     for _ in range(steps):
         while len(rows) < BATCH:
             rows += torch.randperm(count, generator=drawn).tolist()
-        yield torch.stack([torch.as_tensor(data[n][0]) for n in rows[:BATCH]]).float()
+        x = torch.stack([torch.as_tensor(data[n][0]) for n in rows[:BATCH]]).float()
+        yield x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
         rows = rows[BATCH:]
 
 

@@ -127,6 +127,9 @@ class SpikingGraph:
     timesteps: int
     """The number of steps that an example is run for, T: the biases are made for it."""
     current: Current = "constant"
+    units: tuple[float, float] | None = None
+    """What the integers of a quantised net count in: an input x goes in as the integer nearest to x / units[0], and the
+    output is units[1] times what comes out; None: inputs and outputs are as they are."""
 
     def __post_init__(self) -> None:
         place = {node.name: number for number, node in enumerate(self.nodes)}

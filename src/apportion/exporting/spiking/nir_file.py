@@ -63,6 +63,9 @@ def write(graph: SpikingGraph, path: Path, dialect_name: str) -> SpikingGraph:
         "timesteps": graph.timesteps,
         "outputs": np.array(graph.readout.shape),
     }
+    if graph.units is not None:
+        metadata["input_step"], metadata["output_step"] = graph.units
+        metadata["levels"] = max(node.levels or 0 for node in graph.neurons)
     whole = nir.NIRGraph(nodes, edges, metadata=metadata)
     for node in whole.nodes.values():
         if isinstance(node, nir.IF):
@@ -102,7 +105,15 @@ def read(path: Path, dialect_name: str, *, timesteps: int | None = None) -> Spik
         shapes[name] = made.shape
         nodes.append(made)
     graph = without_zeros(SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=steps))
-    return _with_outputs(graph, _ints(whole.metadata["outputs"])) if said is not None else graph
+    graph = _with_outputs(graph, _ints(whole.metadata["outputs"])) if said is not None else graph
+    return _of_integers(graph, whole.metadata) if spoken.reset == "signed" else graph
+
+
+def _of_integers(graph: SpikingGraph, metadata: Mapping[str, Any]) -> SpikingGraph:
+    """Return the graph with the levels and the units of a quantised net, which its file says."""
+    changed = (replace(node, levels=int(metadata["levels"])) for node in graph.neurons)
+    units = (float(metadata["input_step"]), float(metadata["output_step"]))
+    return replace(graph.with_nodes(*changed), current="first_step", units=units)
 
 
 def _said(path: Path, metadata: Mapping[str, Any], spoken: Dialect) -> int | None:

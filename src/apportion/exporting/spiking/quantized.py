@@ -15,7 +15,7 @@ which bounds the number of steps: L times the length of the longest way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from apportion.exporting.spiking.graph import (
 from apportion.exporting.spiking.linear_maps import FlattenMap
 from apportion.exporting.spiking.rate_net import INPUT, RateNet
 from apportion.exporting.spiking.rounding import rounded
-from apportion.exporting.spiking.simulator import Simulated, simulate, synapse
+from apportion.exporting.spiking.simulator import synapse
 
 WEIGHT_LIMIT = 127
 """The largest weight of a trained path."""
@@ -41,34 +41,16 @@ INPUT_LIMIT = 127
 """The largest magnitude of an input."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class QuantizedNet:
-    """A net of integers, and what its inputs and outputs count in."""
-
-    graph: SpikingGraph
-    """Of ``signed`` neurons; all its weights, biases and thresholds are integers."""
-    input_step: float
-    """An input x goes in as the integer nearest to x / input_step, of ``INPUT_LIMIT`` at most."""
-    output_step: float
-    """The outputs are this times the integers that come out."""
-
-    def integers(self, x: Tensor) -> Tensor:
-        """The inputs as integers, in float64."""
-        return (x.double() / self.input_step).round().clamp(-INPUT_LIMIT, INPUT_LIMIT)
-
-    def outputs(self, x: Tensor) -> Tensor:
-        """The integers that the quantised net computes for inputs, layer by layer and without spikes: int64."""
-        return quantized_outputs(self.graph, self.integers(x))
-
-    def spiking(self, x: Tensor) -> tuple[Tensor, Simulated]:
-        """The integers that the spiking net ends with, and what it has fired."""
-        found = simulate(self.graph, self.integers(x))
-        return found.outputs.long(), found
+def integers(graph: SpikingGraph, x: Tensor) -> Tensor:
+    """The inputs x as the integers that a quantised graph takes, in float64."""
+    assert graph.units is not None
+    return (x.double() / graph.units[0]).round().clamp(-INPUT_LIMIT, INPUT_LIMIT)
 
 
-def quantized(net: RateNet, x: Tensor, *, levels: int) -> QuantizedNet:
-    """Quantise a float32 net by calibration examples. Raises ValueError where two linear layers follow each other, for
-    whose sum there is no integer of 8 bits."""
+def quantized(net: RateNet, x: Tensor, *, levels: int) -> SpikingGraph:
+    """Quantise a float32 net by calibration examples: a graph of ``signed`` neurons whose weights, biases and
+    thresholds are integers, which takes ``integers`` and has ``units``. Raises ValueError where two linear layers
+    follow each other, for whose sum there is no integer of 8 bits."""
     found = rounded(net, x, levels=levels)
     scales = [scale.double() / levels for scale in found.scales]
     net = found.net.to(torch.float64)
@@ -85,10 +67,11 @@ def quantized(net: RateNet, x: Tensor, *, levels: int) -> QuantizedNet:
     units = {name: _units(graph, name) for name in [*(n.name for n in graph.neurons), graph.readout.name]}
     nodes = [_integer(graph, node, units) for node in graph.nodes]
     made = replace(
-        graph.with_nodes(*nodes, timesteps=levels * _longest_way(graph)), current="first_step"
-    )  # fmt: skip
-    exact = torch.float32 if _largest(made) < 2**23 else torch.float64
-    return QuantizedNet(graph=made.to(exact), input_step=input_step, output_step=float(units[graph.readout.name][0]))
+        graph.with_nodes(*nodes, timesteps=levels * _longest_way(graph)),
+        current="first_step",
+        units=(input_step, float(units[graph.readout.name][0])),
+    )
+    return made.to(torch.float32 if _largest(made) < 2**23 else torch.float64)
 
 
 def quantized_outputs(graph: SpikingGraph, x: Tensor) -> Tensor:

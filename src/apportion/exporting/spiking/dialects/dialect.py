@@ -16,6 +16,8 @@ program has chosen without saying so in the file. What is said here was found by
 | Flatten | right | right | flattens the batch too |
 | numbers | float32; spikes in float32 whatever the model is cast to | float64 | read in float32 |
 
+The dialect ``exact`` is nobody's but apportion's own: neurons that take spikes back, for which NIR has no node.
+
 snntorch makes an IF node a leaky neuron of beta=0.9, which is another network, and has no dialect here.
 """
 
@@ -59,7 +61,7 @@ class Dialect:
 
     def check(self, graph: SpikingGraph) -> None:
         """Raise ValueError, with the layer's name, where a neuron of the graph follows another rule."""
-        if graph.current != "constant":
+        if graph.current != "constant" and self.reset != "signed":
             raise ValueError(
                 f"current={graph.current!r}: a NIR file has biases that flow in every step; convert the network with "
                 "a constant current"
@@ -68,7 +70,7 @@ class Dialect:
             self._check_neurons(node)
 
     def _check_neurons(self, node: Neurons) -> None:
-        if node.reset == "signed":
+        if node.reset == "signed" != self.reset:
             raise ValueError(
                 f"{node.name} (Neurons) takes spikes back, which no NIR node says: convert the network with "
                 "neurons of one sign"
@@ -86,6 +88,7 @@ DIALECTS: Mapping[str, Dialect] = {
     one.name: one
     for one in (
         Dialect(name="nir", program="NIR 1.0.8", reset="subtract", strictly=True),
+        Dialect(name="exact", program="apportion", reset="signed"),
         Dialect(
             name="sinabs",
             program="sinabs 3.1.3",
