@@ -15,11 +15,11 @@ from spiking_graphs import COUNTS, GRAPHS, HALF, examples, made, traced
 from torch import Tensor, nn
 
 from apportion.errors import NotVerified, ProgramMissing
-from apportion.exporting.spiking.assemble import assembled
-from apportion.exporting.spiking.calibrate import percentiles
+from apportion.exporting.spiking.conversion.assemble import assembled
+from apportion.exporting.spiking.calibration.calibrate import percentiles
 from apportion.exporting.spiking.dialects.dialect import dialect
 from apportion.exporting.spiking.graph import SpikingGraph
-from apportion.exporting.spiking.lowering import lowered
+from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.nir_file import write
 from apportion.exporting.spiking.readers.process import READERS, run
 from apportion.exporting.spiking.readers.reading import by_program

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.workload import accuracy
-from apportion.exporting.spiking.assemble import assembled
-from apportion.exporting.spiking.calibrate import EXAMPLES, calibrated
+from apportion.exporting.spiking.calibration.calibrate import EXAMPLES, calibrated
+from apportion.exporting.spiking.calibration.fine_tune import Schedule, fine_tuned
+from apportion.exporting.spiking.calibration.timesteps import chosen
+from apportion.exporting.spiking.conversion.assemble import assembled
+from apportion.exporting.spiking.conversion.lowering import lowered
+from apportion.exporting.spiking.conversion.rate_net import RateNet, computed
 from apportion.exporting.spiking.dialects.dialect import Dialect
-from apportion.exporting.spiking.fine_tune import Schedule, fine_tuned
 from apportion.exporting.spiking.graph import Neurons, SpikingGraph
-from apportion.exporting.spiking.lowering import lowered
 from apportion.exporting.spiking.quantized import integers, quantized
-from apportion.exporting.spiking.rate_net import RateNet, computed
 from apportion.exporting.spiking.simulator import Simulated, simulate
-from apportion.exporting.spiking.timesteps import chosen
 from apportion.exporting.target import Trained, called
 
 JUDGING = 512

@@ -20,7 +20,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.assemble import assembled
+from apportion.exporting.spiking.calibration.rounding import rounded
+from apportion.exporting.spiking.conversion.assemble import assembled
+from apportion.exporting.spiking.conversion.linear_maps import FlattenMap
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet
 from apportion.exporting.spiking.graph import (
     Convolution,
     CurrentSource,
@@ -30,9 +33,6 @@ from apportion.exporting.spiking.graph import (
     Node,
     SpikingGraph,
 )
-from apportion.exporting.spiking.linear_maps import FlattenMap
-from apportion.exporting.spiking.rate_net import INPUT, RateNet
-from apportion.exporting.spiking.rounding import rounded
 from apportion.exporting.spiking.simulator import synapse
 
 WEIGHT_LIMIT = 127

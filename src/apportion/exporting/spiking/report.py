@@ -87,8 +87,8 @@ def tables(graph: SpikingGraph, found: Cost) -> tuple[Table, ...]:
         title="Energy of an example, predicted",
         columns=("hardware", "pJ an operation", "J an example", "source of the figure"),
         rows=tuple((name, round(each, 2), float(f"{total:.3g}"), source) for name, each, total, source in energy),
-        note="Operations times a published figure for one of them: not measured, without the chip at rest, without what "
-        "moves the inputs, and from processes of several years.",
+        note="Operations times a published figure for one of them: not measured, without the chip at rest, without "
+        "what moves the inputs, and from processes of several years.",
     )
     return spent, joules
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from apportion.errors import NotVerified
-from apportion.exporting.spiking import report
+from apportion.exporting.spiking import nir_file, report
 from apportion.exporting.spiking.compile import AT_ONCE, Made, Request, as_taken, compiled
 from apportion.exporting.spiking.dialects.dialect import dialect
 from apportion.exporting.spiking.fingerprints import remembered
 from apportion.exporting.spiking.graph import SpikingGraph
 from apportion.exporting.spiking.quantized import integers, quantized_outputs
+from apportion.exporting.spiking.readers.reading import by_program
 from apportion.exporting.spiking.simulator import simulate
 from apportion.exporting.target import Compiled, Inputs, Reading, Table, Target, Trained
 
@@ -45,7 +46,7 @@ class Spiking(Target):
     dialect: str = "nir"
     """The program that is to read the file, by whose rules neurons fire: nir, sinabs, spikingjelly or norse."""
     neuron: Literal["integrate_and_fire", "exact"] = "integrate_and_fire"
-    """exact: neurons that take spikes back, and compute a net of integers to the bit; apportion's simulator runs them."""
+    """exact: neurons that take spikes back, and compute a net of integers to the bit; only apportion runs them."""
     accuracy: float = 0.01
     """The share of the calibration examples that "auto" may lose: 0.01 is one point."""
     levels: int = 15
@@ -59,8 +60,6 @@ class Spiking(Target):
 
     def write(self, trained: Trained, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says."""
-        from apportion.exporting.spiking import nir_file
-
         request = self._request()
         made = compiled(trained, request)
         written = nir_file.write(made.graph, path, request.dialect.name)
@@ -76,13 +75,13 @@ class Spiking(Target):
         )
 
     def read(self, path: Path, batches: Sequence[Inputs]) -> Sequence[Reading]:
-        """Run the file with apportion's simulator by the dialect's rules, as ``Target.read`` says."""
-        from apportion.exporting.spiking import nir_file
-
-        name = self._request().dialect.name
-        graph = nir_file.read(path, name)
-        version = importlib.metadata.version("apportion")
-        return [Reading(reader=f"{name} (NIR)", simulated_by=f"apportion {version}", outputs=_outputs(graph, batches))]
+        """Run the file with apportion's simulator by the dialect's rules, and with the program itself where it is
+        installed, as ``Target.read`` says."""
+        spoken = self._request().dialect
+        graph = nir_file.read(path, spoken.name)
+        by = f"apportion {importlib.metadata.version('apportion')}"
+        own = Reading(reader=spoken.program, simulated_by=by, outputs=_outputs(graph, batches))
+        return [own, *by_program(path, spoken.name, batches)]
 
     def _request(self) -> Request:
         """The parameters, checked."""
@@ -141,8 +140,8 @@ def _accuracies(made: Made) -> Table:
         title="Accuracy over the number of steps",
         columns=("steps", "accuracy", "accuracy of the net"),
         rows=tuple((number, round(right, 4), round(made.own or 0.0, 4)) for number, right in made.accuracies),
-        note=f"On {made.judged} calibration examples, by which the number of steps is chosen; what is held out is in the "
-        f"verification.{early}",
+        note=f"On {made.judged} calibration examples, by which the number of steps is chosen; what is held out is in "
+        f"the verification.{early}",
     )
 
 

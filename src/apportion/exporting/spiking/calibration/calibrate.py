@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from apportion.exporting.spiking.conversion.linear_maps import applied
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, computed
 from apportion.exporting.spiking.graph import Neurons, Reset
-from apportion.exporting.spiking.linear_maps import applied
 from apportion.exporting.spiking.membranes import fired
-from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage, computed
 
 PERCENTILE = 0.9995
 """Of the activations of a channel, which its scales are multiples of."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.calibrate import EXAMPLES, Calibrated, ScaleSearch, percentiles
-from apportion.exporting.spiking.rate_net import INPUT, RateNet, computed, summed
+from apportion.exporting.spiking.calibration.calibrate import EXAMPLES, Calibrated, ScaleSearch, percentiles
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, computed, summed
 
 
 @torch.no_grad()

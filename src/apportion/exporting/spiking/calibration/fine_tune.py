@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from apportion.exporting.spiking.linear_maps import LinearMap, applied
-from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage, Term, summed
+from apportion.exporting.spiking.conversion.linear_maps import LinearMap, applied
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, Term, summed
 
 TEMPERATURE = 2.0
 """What the outputs are divided by before they become probabilities."""
@@ -84,7 +84,7 @@ def fine_tuned(
 
 
 def quantized_activations(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> list[Tensor]:
-    """The activations of all stages and the readout of the net with the clip-floor-shift activation, with a gradient."""
+    """The activations of all stages and the readout of the net with the clip-floor-shift activation."""
     found: list[Tensor] = []
     for number, stage in enumerate(net.stages):
         z = summed(stage, lambda source: x if source == INPUT else found[source])
@@ -98,7 +98,7 @@ def quantized_activations(net: RateNet, scales: list[Tensor], steps: int, x: Ten
 
 
 def spiking_activations(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> list[Tensor]:
-    """The rates of all stages and the readout of the spiking net after so many steps, with the gradient of the clipped rectifier."""
+    """The rates of all stages and the readout of the spiking net, with the gradient of the clipped rectifier."""
     rates: list[Tensor] = []
     trains: list[Tensor] = []
     for number, stage in enumerate(net.stages):

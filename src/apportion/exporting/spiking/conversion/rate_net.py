@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.linear_maps import Maps, Shape, applied
+from apportion.exporting.spiking.conversion.linear_maps import Maps, Shape, applied
 
 INPUT = -1
 """The number of the stage that the inputs themselves stand for."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from apportion.exporting.spiking.linear_maps import (
+from apportion.exporting.spiking.conversion.linear_maps import (
     ConvolutionMap,
     DenseMap,
     FlattenMap,
@@ -20,8 +20,8 @@ from apportion.exporting.spiking.linear_maps import (
     scaled,
     then,
 )
-from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage, Term
-from apportion.exporting.spiking.refusals import cure_for_operator, refuse_modules
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, Term
+from apportion.exporting.spiking.conversion.refusals import cure_for_operator, refuse_modules
 
 aten = torch.ops.aten
 

@@ -8,6 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from apportion.exporting.spiking.conversion.linear_maps import (
+    ConvolutionMap,
+    FlattenMap,
+    LinearMap,
+    Maps,
+    scaled,
+    scaled_inputs,
+)
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage
 from apportion.exporting.spiking.graph import (
     Convolution,
     CurrentSource,
@@ -18,8 +27,6 @@ from apportion.exporting.spiking.graph import (
     Readout,
     SpikingGraph,
 )
-from apportion.exporting.spiking.linear_maps import ConvolutionMap, FlattenMap, LinearMap, Maps, scaled, scaled_inputs
-from apportion.exporting.spiking.rate_net import INPUT, RateNet, Stage
 
 SOURCE = "input"
 READOUT = "output"

@@ -1,0 +1,1 @@
+"""From a module to stages, and from stages to neurons."""
