@@ -29,7 +29,7 @@ FOLDER = Path(sys.prefix) / "readers"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IMAGES = 200
 LIMIT = 1e-4
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("cold_programs")]
 installed = pytest.mark.skipif(not FOLDER.is_dir(), reason="scripts/test slow installs tests/readers.txt")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,15 @@ def read(path: Path, dialect_name: str, *, timesteps: int | None = None) -> Spik
         nodes.append(made)
     graph = without_zeros(SpikingGraph(nodes=tuple(nodes), edges=tuple(edges), timesteps=steps))
     graph = _with_outputs(graph, _ints(whole.metadata["outputs"])) if said is not None else graph
-    return _of_integers(graph, whole.metadata) if spoken.reset == "signed" else graph
+    return _of_integers(path, graph, whole.metadata) if spoken.reset == "signed" else graph
 
 
-def _of_integers(graph: SpikingGraph, metadata: Mapping[str, Any]) -> SpikingGraph:
+def _of_integers(path: Path, graph: SpikingGraph, metadata: Mapping[str, Any]) -> SpikingGraph:
     """Return the graph with the levels and the units of a quantised net, which its file says."""
+    if not {"levels", "input_step", "output_step"} <= set(metadata):
+        raise ValueError(
+            f"{path.name} does not say the levels and the units of integers: it is no file of exact neurons"
+        )
     changed = (replace(node, levels=int(metadata["levels"])) for node in graph.neurons)
     units = (float(metadata["input_step"]), float(metadata["output_step"]))
     return replace(graph.with_nodes(*changed), current="first_step", units=units)
@@ -251,9 +255,18 @@ def _read(name: str, node: Any, before: set[Shape], spoken: Dialect) -> Node:
         weight = torch.from_numpy(node.weight)
         bias = torch.from_numpy(node.bias) if kind == "Affine" else weight.new_zeros(len(weight))
         return Dense(name=name, shape=(len(weight),), weight=weight, bias=bias)
-    makers = {"Conv2d": _convolution, "SumPool2d": _pool, "AvgPool2d": _pool, "Flatten": _flatten, "IF": _neurons}
+    makers: dict[str, Callable[[str, Any, Shape], Node]] = {
+        "Conv2d": _convolution, "SumPool2d": _pool, "AvgPool2d": _pool, "Flatten": _flatten, "IF": _neurons,
+    }  # fmt: skip
     made = makers[kind](name, node, comes)
-    return replace(made, reset=spoken.reset, strictly=spoken.strictly) if isinstance(made, Neurons) else made
+    if not isinstance(made, Neurons):
+        return made
+    if spoken.one_threshold and made.threshold.ndim:
+        raise ValueError(
+            f"{name} (IF) has thresholds that differ, and {spoken.name} reads one for a layer: export the file with "
+            f"dialect={spoken.name!r}"
+        )
+    return replace(made, reset=spoken.reset, strictly=spoken.strictly)
 
 
 def _convolution(name: str, node: Any, comes: Shape) -> Convolution:

@@ -140,7 +140,7 @@ def _result(run: _Run, fed: set[str], steps: int) -> Simulated:
     for node in graph.nodes:
         if isinstance(node, Neurons):
             values[node.name] = run.membranes[node.name].count / per_step
-        elif node.name in run.at_the_end:
+        elif node.name in run.at_the_end and node.name in fed:
             values[node.name] = run.value(node, values, biased=True)
     outputs = values[graph.readout.name]
     assert outputs is not None

@@ -81,6 +81,8 @@ def run(
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
             raise NotVerified(f"{reader} {found} cannot run {path.name}: {said[-1]}") from error
+        if not made.exists():
+            raise NotVerified(f"{reader} {found} has ended without a word about {path.name}")
         with np.load(made) as arrays:
             tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     return Run(reader=f"{reader} {found}", outputs=tensors.pop(OUTPUTS), counts=tensors)
