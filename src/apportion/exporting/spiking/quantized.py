@@ -148,6 +148,13 @@ def _longest_way(graph: SpikingGraph) -> int:
     return longest[graph.readout.name]
 
 
+def _largest_input(graph: SpikingGraph, node: Node) -> int:
+    """The largest magnitude of what comes out of neurons or the source, or of a flattening of them."""
+    if isinstance(node, Flatten):
+        return max(_largest_input(graph, before) for before in graph.into(node.name))
+    return (node.levels or 0) if isinstance(node, Neurons) else INPUT_LIMIT
+
+
 def _largest(graph: SpikingGraph) -> float:
     """A bound of every sum and every membrane."""
     most: Sequence[float] = [0.0]
@@ -155,9 +162,7 @@ def _largest(graph: SpikingGraph) -> float:
     for node in ends:
         total = 0.0
         for each in _synapses(graph, node.name):
-            came: float = INPUT_LIMIT
-            for before in graph.into(each.name):
-                came = max(came, before.levels or 0) if isinstance(before, Neurons) else came
+            came = max(_largest_input(graph, before) for before in graph.into(each.name))
             total += float((each.weight.abs().flatten(1).sum(1) * came + each.bias.abs()).max())
         if isinstance(node, Neurons):
             total += float(node.threshold.max()) * ((node.levels or 0) + 1)

@@ -250,7 +250,7 @@ def _over(channels: Tensor, shape: Shape) -> Tensor:
 
 def _add(program: _Program, node: fx.Node, sign: float = 1.0) -> _Sum:
     left, right = (program.values.get(x) if isinstance(x, fx.Node) else x for x in node.args[:2])
-    sign *= float(node.kwargs.get("alpha", 1))
+    sign *= cast(float, node.kwargs.get("alpha", 1))
     if isinstance(left, _Sum) and isinstance(right, int | float):
         return replace(left, bias=left.bias + sign * right)
     if not isinstance(left, _Sum) or not isinstance(right, _Sum) or left.shape != right.shape:

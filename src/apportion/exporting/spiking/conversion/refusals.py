@@ -18,9 +18,8 @@ _CURES = {
     "and sums",
 }
 _OF_OPERATORS = {
+    "softmax": "softmax",  # before "max", which is a part of it
     "max": "max_pool",
-    "amax": "max_pool",
-    "softmax": "softmax",
     "attention": "attention",
     "matmul": "attention",
     "bmm": "attention",
