@@ -33,7 +33,7 @@ QUANTIZED_SHARE = 0.4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request:
+class SpikingRequest:
     """What the graph is to be."""
 
     timesteps: int | None
@@ -69,7 +69,7 @@ class Made:
 class _Compiler:
     """A compilation."""
 
-    request: Request
+    request: SpikingRequest
     trained: Trained
     net: RateNet
     x: Tensor
@@ -121,7 +121,7 @@ def as_taken(graph: SpikingGraph, x: Tensor) -> Tensor:
     return x if graph.units is None else integers(graph, x)
 
 
-def compiled(trained: Trained, request: Request) -> Made:
+def compiled(trained: Trained, request: SpikingRequest) -> Made:
     """Compile a trained net. Raises ValueError, with the layer's name and the cure, where it cannot be."""
     compiler = _compiler(trained, request)
     classes = isinstance(compiler.targets, Tensor) and not compiler.targets.is_floating_point()
@@ -152,7 +152,7 @@ def compiled(trained: Trained, request: Request) -> Made:
     )
 
 
-def _compiler(trained: Trained, request: Request) -> _Compiler:
+def _compiler(trained: Trained, request: SpikingRequest) -> _Compiler:
     if request.fine_tune and trained.training is None:
         raise ValueError(f"fine_tune={request.fine_tune} needs training examples: give data=Data(training=...)")
     net = lowered(trained.module, trained.sample, average_instead_of_max=request.average_instead_of_max)

@@ -18,7 +18,7 @@ from apportion.exporting.target import Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class SpikingCost:
     """The means of some examples, for one example."""
 
     examples: int
@@ -40,7 +40,7 @@ class Cost:
         return sum(operations for _, _, _, operations in self.layers)
 
 
-def cost(graph: SpikingGraph, found: Sequence[Simulated], module: nn.Module, sample: Tensor) -> Cost:
+def cost(graph: SpikingGraph, found: Sequence[Simulated], module: nn.Module, sample: Tensor) -> SpikingCost:
     """The cost of a graph by what it has fired for some batches."""
     count = sum(len(one.outputs) for one in found)
     layers = tuple(
@@ -53,7 +53,7 @@ def cost(graph: SpikingGraph, found: Sequence[Simulated], module: nn.Module, sam
         for node in graph.neurons
     )
     input_macs = int(fan_out(graph, graph.source.name).sum())
-    return Cost(examples=count, layers=layers, input_macs=input_macs, macs=multiplications(module, sample))
+    return SpikingCost(examples=count, layers=layers, input_macs=input_macs, macs=multiplications(module, sample))
 
 
 def multiplications(module: nn.Module, sample: Tensor) -> int:
@@ -64,7 +64,7 @@ def multiplications(module: nn.Module, sample: Tensor) -> int:
     return int(counter.get_total_flops()) // 2 // len(sample)
 
 
-def tables(graph: SpikingGraph, found: Cost) -> tuple[Table, ...]:
+def tables(graph: SpikingGraph, found: SpikingCost) -> tuple[Table, ...]:
     """The spikes of each layer, and the joules by each chip's figure."""
     once = graph.current == "first_step"
     rows: list[tuple[Any, ...]] = [
@@ -94,7 +94,7 @@ def tables(graph: SpikingGraph, found: Cost) -> tuple[Table, ...]:
     return spent, joules
 
 
-def conclusion(found: Cost) -> str:
+def conclusion(found: SpikingCost) -> str:
     """Whether spikes are worth it, by the same figures."""
     ratio = found.operations / found.macs
     said = (

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from apportion.errors import NotVerified
 from apportion.exporting.spiking import nir_file, report
-from apportion.exporting.spiking.compile import AT_ONCE, Made, Request, as_taken, compiled
+from apportion.exporting.spiking.compile import AT_ONCE, Made, SpikingRequest, as_taken, compiled
 from apportion.exporting.spiking.dialects.dialect import dialect
 from apportion.exporting.spiking.fingerprints import remembered
 from apportion.exporting.spiking.graph import SpikingGraph
@@ -83,7 +83,7 @@ class Spiking(Target):
         own = Reading(reader=spoken.program, simulated_by=by, outputs=_outputs(graph, batches))
         return [own, *by_program(path, spoken.name, batches)]
 
-    def _request(self) -> Request:
+    def _request(self) -> SpikingRequest:
         """The parameters, checked."""
         if self.timesteps != "auto":
             self._must_be_whole("timesteps")
@@ -105,7 +105,7 @@ class Spiking(Target):
                 'max_pool="average" makes another net, which must be trained again: give fine_tune, a number of '
                 "training examples"
             )
-        return Request(
+        return SpikingRequest(
             timesteps=None if self.timesteps == "auto" else self.timesteps,
             lost=self.accuracy,
             fine_tune=self.fine_tune,
@@ -114,7 +114,7 @@ class Spiking(Target):
             dialect=dialect(EXACT if exact else self.dialect),
         )
 
-    def _about(self, made: Made, cost: report.Cost) -> dict[str, Any]:
+    def _about(self, made: Made, cost: report.SpikingCost) -> dict[str, Any]:
         graph = made.graph
         return {
             "timesteps": graph.timesteps,
