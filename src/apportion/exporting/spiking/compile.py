@@ -44,7 +44,7 @@ class SpikingRequest:
     """The number of training examples that the net is trained for; 0: none."""
     average_instead_of_max: bool
     levels: int | None
-    """Of a quantised net; None: integrate-and-fire neurons."""
+    """The number of levels of a quantised net; None: integrate-and-fire neurons."""
     dialect: Dialect
 
 
@@ -67,7 +67,7 @@ class Made:
 
 @dataclass(eq=False, kw_only=True)
 class _Compiler:
-    """A compilation."""
+    """The parts of a compilation that each number of steps needs."""
 
     request: SpikingRequest
     trained: Trained

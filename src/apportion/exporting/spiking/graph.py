@@ -50,7 +50,7 @@ class Dense:
 
     name: str
     shape: tuple[int, ...]
-    """(outputs,)."""
+    """The shape (outputs,) of what comes out."""
     weight: Tensor
     """(outputs, inputs)."""
     bias: Tensor
@@ -156,13 +156,13 @@ class SpikingGraph:
 
     @property
     def source(self) -> CurrentSource:
-        """The input."""
+        """The node that the inputs flow in at."""
         assert isinstance(self.nodes[0], CurrentSource)
         return self.nodes[0]
 
     @property
     def readout(self) -> Readout:
-        """The output."""
+        """The node that the outputs are read at."""
         assert isinstance(self.nodes[-1], Readout)
         return self.nodes[-1]
 

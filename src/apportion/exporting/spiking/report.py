@@ -31,12 +31,12 @@ class SpikingCost:
 
     @property
     def spikes(self) -> float:
-        """Of all layers."""
+        """The spikes of all layers."""
         return sum(spikes for _, _, spikes, _ in self.layers)
 
     @property
     def operations(self) -> float:
-        """Of all layers."""
+        """The synaptic operations of all layers."""
         return sum(operations for _, _, _, operations in self.layers)
 
 

@@ -25,7 +25,7 @@ from apportion.exporting.spiking.graph import Neurons, Reset
 from apportion.exporting.spiking.membranes import fired
 
 PERCENTILE = 0.9995
-"""Of the activations of a channel, which its scales are multiples of."""
+"""The percentile of the activations of a channel that its scales are multiples of."""
 MULTIPLES = (1.0, 0.85, 0.7, 0.57, 0.45, 0.35)
 CORRECTIONS = 3
 """How often the mean rate is corrected."""

@@ -1,1 +1,1 @@
-"""From a module to stages, and from stages to neurons."""
+"""Conversion of a module to stages, and of stages to neurons."""

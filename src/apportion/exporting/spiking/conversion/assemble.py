@@ -1,4 +1,4 @@
-"""From stages and their scales to the graph of neurons with a threshold of 1."""
+"""Conversion of stages and their scales to the graph of neurons with a threshold of 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a module to its stages, by torch.export: what cannot become neurons is refused by the layer's name."""
+"""Conversion of a module to its stages, by torch.export: what cannot become neurons is refused by the layer's name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sum:
     shape: Shape
     terms: tuple[Term, ...]
     bias: Tensor
-    """Of the whole ``shape``, float64."""
+    """A float64 tensor of the whole ``shape``."""
 
 
 @dataclass(eq=False, kw_only=True)
