@@ -1,0 +1,1 @@
+"""Scales, biases and numbers of steps, by calibration and training examples."""

@@ -1,0 +1,1 @@
+"""Conversion of a module to stages, and of stages to neurons."""

@@ -1,0 +1,180 @@
+"""The target spiking: integrate-and-fire neurons in a NIR file, for neuromorphic chips and the programs beside them.
+
+::
+
+    nn.Module -- torch.export --> stages -- scales, biases --> graph of neurons -- a dialect of NIR --> net.nir
+
+It wins where a chip adds a weight only when a spike arrives, and few arrive. It loses nearly everywhere else: a net
+that was trained with rectifiers needs several steps, and more additions than it had multiplications. The report says
+which of both it is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from apportion.errors import NotVerified
+from apportion.exporting.spiking import nir_file, report
+from apportion.exporting.spiking.compile import AT_ONCE, Made, SpikingRequest, as_taken, compiled
+from apportion.exporting.spiking.dialects.dialect import dialect
+from apportion.exporting.spiking.fingerprints import remembered
+from apportion.exporting.spiking.graph import SpikingGraph
+from apportion.exporting.spiking.quantized import integers, quantized_outputs
+from apportion.exporting.spiking.readers.reading import by_program
+from apportion.exporting.spiking.simulator import simulate
+from apportion.exporting.target import Compiled, Inputs, Reading, Table, Target, Trained
+
+EXACT = "exact"
+LIMIT = 1e-4
+"""The limit of the outputs' difference, of float32 sums in another order."""
+
+
+@final
+@dataclass(frozen=True, repr=False)
+class Spiking(Target):
+    """A net of integrate-and-fire neurons, as a NIR file."""
+
+    timesteps: int | Literal["auto"] = "auto"
+    """The number of steps; "auto": as few as ``accuracy`` allows on calibration examples."""
+    dialect: str = "nir"
+    """The program that is to read the file, by whose rules neurons fire: nir, sinabs, spikingjelly or norse."""
+    neuron: Literal["integrate_and_fire", "exact"] = "integrate_and_fire"
+    """exact: neurons that take spikes back, and compute a net of integers to the bit; only apportion runs them."""
+    accuracy: float = 0.01
+    """The share of the calibration examples that "auto" may lose: 0.01 is one point."""
+    levels: int = 15
+    """The number of levels of an activation above 0, where the neurons are exact."""
+    fine_tune: int = 0
+    """The number of training examples that the net is trained for, to compute well in few steps; 0: none."""
+    max_pool: Literal["refuse", "average"] = "refuse"
+    """average: max pools become average pools, for which the net is trained again (``fine_tune``)."""
+
+    suffix = ".nir"
+
+    def write(self, trained: Trained, path: Path) -> Compiled:
+        """Write the file as ``Target.write`` says."""
+        request = self._request()
+        made = compiled(trained, request)
+        written = nir_file.write(made.graph, path, request.dialect.name)
+        sample = as_taken(made.graph, trained.sample[:AT_ONCE])
+        _hold_equal(made.graph, written, sample)
+        cost = report.cost(made.graph, made.found, trained.module, trained.sample)
+        return Compiled(
+            about=self._about(made, cost),
+            reference=_reference(written),
+            limit=0.0 if self.neuron == EXACT else LIMIT,
+            tables=(_accuracies(made), *report.tables(made.graph, cost)),
+            conclusion=report.conclusion(cost),
+        )
+
+    def read(self, path: Path, batches: Sequence[Inputs]) -> Sequence[Reading]:
+        """Run the file with apportion's simulator by the dialect's rules, and with the program itself where it is
+        installed, as ``Target.read`` says."""
+        spoken = self._request().dialect
+        graph = nir_file.read(path, spoken.name)
+        by = f"apportion {importlib.metadata.version('apportion')}"
+        own = Reading(reader=spoken.program, simulated_by=by, outputs=_outputs(graph, batches))
+        return [own, *by_program(path, spoken.name, batches)]
+
+    def _request(self) -> SpikingRequest:
+        """The parameters, checked."""
+        if self.timesteps != "auto":
+            self._must_be_whole("timesteps")
+        self._must_be_whole("levels")
+        self._must_be_whole("fine_tune", least=0)
+        for name, allowed in (("neuron", ("integrate_and_fire", EXACT)), ("max_pool", ("refuse", "average"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+        if not 0 <= self.accuracy < 1:
+            raise ValueError(f"accuracy={self.accuracy!r} is the share that may be lost: give 0 to 1, 0.01 for a point")
+        exact = self.neuron == EXACT
+        if exact and (self.dialect != "nir" or self.timesteps != "auto" or self.fine_tune):
+            raise ValueError(
+                'neuron="exact" has a number of steps of its own, no training, and only apportion runs it: leave '
+                "timesteps, fine_tune and dialect out"
+            )
+        if self.max_pool == "average" and not self.fine_tune:
+            raise ValueError(
+                'max_pool="average" makes another net, which must be trained again: give fine_tune, a number of '
+                "training examples"
+            )
+        return SpikingRequest(
+            timesteps=None if self.timesteps == "auto" else self.timesteps,
+            lost=self.accuracy,
+            fine_tune=self.fine_tune,
+            average_instead_of_max=self.max_pool == "average",
+            levels=self.levels if exact else None,
+            dialect=dialect(EXACT if exact else self.dialect),
+        )
+
+    def _about(self, made: Made, cost: report.SpikingCost) -> dict[str, Any]:
+        graph = made.graph
+        return {
+            "timesteps": graph.timesteps,
+            "dialect": self._request().dialect.name,
+            "neuron": self.neuron,
+            "reset": graph.neurons[0].reset if graph.neurons else None,
+            "neurons": sum(neurons for _, neurons, _, _ in cost.layers),
+            "inputs": list(graph.source.shape),
+            "outputs": list(graph.readout.shape),
+            "current": graph.current,
+            "units": list(graph.units) if graph.units else None,
+            "spikes": cost.spikes,
+            "synaptic_operations": cost.operations,
+            "multiplications_of_the_net": cost.macs,
+            "training_seconds": round(made.training, 1),
+        }
+
+
+def _accuracies(made: Made) -> Table:
+    steps = max(one.steps for one in made.found)
+    early = f" Nothing fires after step {steps}." if steps < made.graph.timesteps else ""
+    return Table(
+        title="Accuracy over the number of steps",
+        columns=("steps", "accuracy", "accuracy of the net"),
+        rows=tuple((number, round(right, 4), round(made.own or 0.0, 4)) for number, right in made.accuracies),
+        note=f"On {made.judged} calibration examples, by which the number of steps is chosen; what is held out is in "
+        f"the verification.{early}",
+    )
+
+
+def _reference(graph: SpikingGraph) -> Any:
+    """The function that computes what the file is to compute."""
+
+    def arrays(inputs: Inputs) -> list[Any]:
+        if graph.units is None:
+            return [_simulated(graph, inputs)]
+        whole = [quantized_outputs(graph, integers(graph, x)) for x in inputs.split(AT_ONCE)]
+        return [torch.cat(whole).double().mul(graph.units[1]).numpy()]
+
+    return arrays
+
+
+def _outputs(graph: SpikingGraph, batches: Sequence[Inputs]) -> Iterator[Sequence[Any]]:
+    for inputs in batches:
+        yield [_simulated(graph, inputs)]
+
+
+def _simulated(graph: SpikingGraph, inputs: Tensor) -> Any:
+    """The outputs of the graph, which are computed once for the same graph and the same inputs."""
+
+    def compute() -> Tensor:
+        outputs = torch.cat([simulate(graph, as_taken(graph, x)).outputs for x in inputs.split(AT_ONCE)])
+        return outputs if graph.units is None else outputs.double() * graph.units[1]
+
+    return remembered(graph, inputs, compute).numpy()
+
+
+def _hold_equal(graph: SpikingGraph, written: SpikingGraph, x: Tensor) -> None:
+    """Raise NotVerified where the file's graph, rewritten for its dialect, is not the compiled one, in float64."""
+    wide = [simulate(one.to(torch.float32).to(torch.float64), x).outputs for one in (graph, written)]
+    apart = float((wide[0] - wide[1]).abs().max() / wide[0].abs().max().clamp(min=1e-12))
+    if not apart <= LIMIT:
+        raise NotVerified(f"the graph of the file differs from the compiled one by {apart:.2g}: nothing was written")
