@@ -1,4 +1,4 @@
-"""Trained nets as spiking ones: small cases by hand, refusals by layer name, digits within two points."""
+"""TrainedNetwork nets as spiking ones: small cases by hand, refusals by layer name, digits within two points."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from apportion.exporting.target import (
     Inputs,
     Reading,
     Target,
-    Trained,
+    TrainedNetwork,
     Verification,
     called,
 )
@@ -85,7 +85,7 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     data = data or Data()
     wide = _at_least_two(sample)
     batches = [wide, _rows(wide, slice(0, 1)), *check]
-    trained = Trained(
+    trained = TrainedNetwork(
         module=model, sample=wide, calibration=data.calibration, training=data.training, loss=data.loss
     )  # fmt: skip
     with _evaluating(model), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:

@@ -40,7 +40,7 @@ class Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class TrainedNetwork:
     """A trained network, and all that its compiler may look at: what it is judged by is not in here."""
 
     module: nn.Module
@@ -97,7 +97,7 @@ class Reading:
     """For each of the inputs the outputs, numpy arrays in the order of the model's, computed as they are asked for. A
     slow reader may end after the first two of them: how many examples it has run is said."""
     simulated_by: str | None = None
-    """Who ran it by those rules, where it was not the reader itself."""
+    """The name of the simulator that ran it by those rules, where it was not the reader itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Target(Value, ABC):
     """The suffix of the target's files."""
 
     @abstractmethod
-    def write(self, trained: Trained, path: Path) -> Compiled:
+    def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file for this network. Raises ValueError, with the layer's name and the cure, where the network
         cannot be exported to the target; it is raised before anything is written."""
 

@@ -16,7 +16,7 @@ from apportion.exporting.quantization.evaluator import evaluator
 from apportion.exporting.quantization.graph import compacted, halved, with_metadata
 from apportion.exporting.quantization.processor import this_processor
 from apportion.exporting.quantization.speed import seconds_each
-from apportion.exporting.target import Compiled, Inputs, Table, Trained
+from apportion.exporting.target import Compiled, Inputs, Table, TrainedNetwork
 
 LIMIT = 0.05
 """The limit of how much the outputs of an int8 file differ from what its operators are defined to compute, relative to
@@ -29,7 +29,9 @@ COMPARED = 250
 """The number of examples that an int8 file is compared on with the evaluator, which is slow."""
 
 
-def write_int8(model: Any, trained: Trained, path: Path, *, weight_bits: int | None, most_lost: float) -> Compiled:
+def write_int8(
+    model: Any, trained: TrainedNetwork, path: Path, *, weight_bits: int | None, most_lost: float
+) -> Compiled:
     """Write a model (an ``onnx.ModelProto`` of float32) in int8. ``weight_bits``: None is what this processor has
     products for. ``most_lost``: of the accuracy. Raises ValueError as ``quantized`` does, and where there is nothing to
     calibrate with."""
@@ -73,7 +75,7 @@ def write_int8(model: Any, trained: Trained, path: Path, *, weight_bits: int | N
     )
 
 
-def write_float16(model: Any, trained: Trained, path: Path, *, most_lost: float) -> Compiled:
+def write_float16(model: Any, trained: TrainedNetwork, path: Path, *, most_lost: float) -> Compiled:
     """Write a model (an ``onnx.ModelProto`` of float32) with its weights in float16, which are made float32 when the
     file is loaded. Raises ValueError where a weight is out of the range of float16."""
     float32 = model.SerializeToString()

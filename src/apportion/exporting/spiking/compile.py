@@ -22,7 +22,7 @@ from apportion.exporting.spiking.dialects.dialect import Dialect
 from apportion.exporting.spiking.graph import Neurons, SpikingGraph
 from apportion.exporting.spiking.quantized import integers, quantized
 from apportion.exporting.spiking.simulator import Simulated, simulate
-from apportion.exporting.target import Trained, called
+from apportion.exporting.target import TrainedNetwork, called
 
 JUDGING = 512
 """The largest number of calibration examples on which accuracies are taken."""
@@ -70,7 +70,7 @@ class _Compiler:
     """The parts of a compilation that each number of steps needs."""
 
     request: SpikingRequest
-    trained: Trained
+    trained: TrainedNetwork
     net: RateNet
     x: Tensor
     """Calibration examples by which scales are found."""
@@ -121,7 +121,7 @@ def as_taken(graph: SpikingGraph, x: Tensor) -> Tensor:
     return x if graph.units is None else integers(graph, x)
 
 
-def compiled(trained: Trained, request: SpikingRequest) -> Made:
+def compiled(trained: TrainedNetwork, request: SpikingRequest) -> Made:
     """Compile a trained net. Raises ValueError, with the layer's name and the cure, where it cannot be."""
     compiler = _compiler(trained, request)
     classes = isinstance(compiler.targets, Tensor) and not compiler.targets.is_floating_point()
@@ -152,7 +152,7 @@ def compiled(trained: Trained, request: SpikingRequest) -> Made:
     )
 
 
-def _compiler(trained: Trained, request: SpikingRequest) -> _Compiler:
+def _compiler(trained: TrainedNetwork, request: SpikingRequest) -> _Compiler:
     if request.fine_tune and trained.training is None:
         raise ValueError(f"fine_tune={request.fine_tune} needs training examples: give data=Data(training=...)")
     net = lowered(trained.module, trained.sample, average_instead_of_max=request.average_instead_of_max)

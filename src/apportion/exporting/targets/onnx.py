@@ -26,7 +26,7 @@ from torch import nn
 from apportion.core.torch_private import pytree
 from apportion.exporting.onnxruntime_session import BF16, WEIGHTS, run_bits, runtime, session
 from apportion.exporting.quantization.files import write_float16, write_int8
-from apportion.exporting.target import Compiled, Inputs, Reading, Target, Trained
+from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
 from apportion.exporting.weights_digest import weights_digest
 
 MOST_BYTES = 2**31 - 2**20
@@ -69,7 +69,7 @@ class Onnx(Target):
         if self.precision != "float32":  # a run's float32 file stays beside it
             object.__setattr__(self, "suffix", f".{self.precision}.onnx")
 
-    def write(self, trained: Trained, path: Path) -> Compiled:
+    def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says. Weights of more than 2 GiB lie in a file beside it."""
         module = trained.module
         weights = sum(t.nbytes for t in module.state_dict().values())

@@ -29,7 +29,7 @@ from apportion.exporting.spiking.graph import SpikingGraph
 from apportion.exporting.spiking.quantized import integers, quantized_outputs
 from apportion.exporting.spiking.readers.reading import by_program
 from apportion.exporting.spiking.simulator import simulate
-from apportion.exporting.target import Compiled, Inputs, Reading, Table, Target, Trained
+from apportion.exporting.target import Compiled, Inputs, Reading, Table, Target, TrainedNetwork
 
 EXACT = "exact"
 LIMIT = 1e-4
@@ -58,7 +58,7 @@ class Spiking(Target):
 
     suffix = ".nir"
 
-    def write(self, trained: Trained, path: Path) -> Compiled:
+    def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says."""
         request = self._request()
         made = compiled(trained, request)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from apportion.core.torch_private import pytree
-from apportion.exporting.target import Compiled, Examples, Inputs, Reading, Table, Target, Trained, called
+from apportion.exporting.target import Compiled, Examples, Inputs, Reading, Table, Target, TrainedNetwork, called
 from apportion.exporting.tpu import cost, lowering, training_check
 from apportion.exporting.tpu.archive import FORWARD, STEP, Archive
 from apportion.exporting.tpu.jax_packages import jax_package, versions
@@ -63,7 +63,7 @@ class Stablehlo(Target):
         if self.topology is not None and not re.fullmatch(r"v\d+\w*:\d+(x\d+){1,2}", self.topology):
             raise ValueError(f"topology={self.topology!r} must be written as libtpu does, 'v5e:2x2'")
 
-    def write(self, trained: Trained, path: Path) -> Compiled:
+    def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says. Raises NotVerified where the training step differs from torch's."""
         versions()  # raises ModuleNotFoundError first of all
         weights = lowering.weights_of(trained.module)
@@ -115,7 +115,7 @@ class Stablehlo(Target):
     def _lowering(self) -> lowering.Lowering:
         return lowering.Lowering(platforms=tuple(dict.fromkeys((*self.platforms, "cpu"))), precision=self.precision)
 
-    def _forward(self, trained: Trained) -> tuple[Any, bool]:
+    def _forward(self, trained: TrainedNetwork) -> tuple[Any, bool]:
         """Return the program of the forward pass, and whether it takes any number of examples: where that cannot be
         lowered, it takes as many as the sample has."""
         try:
@@ -123,13 +123,13 @@ class Stablehlo(Target):
         except Exception:  # what is wrong, if it is not the number, is said next
             return self._forward_of(trained, dynamic=False), False
 
-    def _forward_of(self, trained: Trained, *, dynamic: bool) -> Any:
+    def _forward_of(self, trained: TrainedNetwork, *, dynamic: bool) -> Any:
         function = lowering.jax_function(traced_network(trained.module, trained.sample, dynamic=dynamic))
         leaves = lowering.leaves_of(trained.sample, "inputs")
         weights = lowering.weights_of(trained.module)
         return self._lowering().lowered(lowering.forward_of(function), weights, *leaves, dynamic=dynamic)
 
-    def _examples(self, trained: Trained) -> tuple[Examples | None, str]:
+    def _examples(self, trained: TrainedNetwork) -> tuple[Examples | None, str]:
         """Return the examples of the training step, as many as the sample has, or None and why there is no such
         step."""
         if not self.training:
@@ -142,7 +142,13 @@ class Stablehlo(Target):
         return Examples(inputs, targets), ""
 
     def _step(
-        self, trained: Trained, network: nn.Module, examples: Examples, weights: Mapping[str, Any], *, dynamic: bool
+        self,
+        trained: TrainedNetwork,
+        network: nn.Module,
+        examples: Examples,
+        weights: Mapping[str, Any],
+        *,
+        dynamic: bool,
     ) -> tuple[Any, bool]:
         """Return the program of the training step, and whether it takes any number of examples."""
         if dynamic:
@@ -153,7 +159,13 @@ class Stablehlo(Target):
         return self._step_of(trained, network, examples, weights, dynamic=False), False
 
     def _step_of(
-        self, trained: Trained, network: nn.Module, examples: Examples, weights: Mapping[str, Any], *, dynamic: bool
+        self,
+        trained: TrainedNetwork,
+        network: nn.Module,
+        examples: Examples,
+        weights: Mapping[str, Any],
+        *,
+        dynamic: bool,
     ) -> Any:
         assert trained.loss is not None
         traced = traced_loss(network, trained.loss, examples.inputs, examples.targets, dynamic=dynamic)
@@ -164,7 +176,7 @@ class Stablehlo(Target):
         ]
         return self._lowering().lowered(step, weights, np.float32(LEARNING_RATE), *batch, dynamic=dynamic)
 
-    def _about(self, trained: Trained, forward: Any, dynamic: bool, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _about(self, trained: TrainedNetwork, forward: Any, dynamic: bool, more: Mapping[str, Any]) -> dict[str, Any]:
         inputs = _named(trained.sample, "input")
         with torch.no_grad():
             outputs = _named(called(trained.module, trained.sample), "output")

@@ -39,7 +39,7 @@ from apportion.exporting.fpga.tools.simulators import SIMULATORS, integers_in, m
 from apportion.exporting.fpga.tools.synthesis import tools
 from apportion.exporting.fpga.verilog_reader import circuit_in
 from apportion.exporting.fpga.verilog_text import CircuitPorts, ports_of
-from apportion.exporting.target import Compiled, Inputs, Reading, Target, Trained
+from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
 
 MOST_BITS = 8
 VERIFY = ("installed", "simulated")
@@ -82,7 +82,7 @@ class Verilog(Target):
         if not 0 <= self.prune < 1:
             raise ValueError(f"prune={self.prune!r} must be at least 0 and less than 1")
 
-    def write(self, trained: Trained, path: Path) -> Compiled:
+    def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says: first what the network is in integers, then the circuit of it."""
         self._ask_for_programs()
         layers = imported(trained.module, trained.sample)
@@ -142,7 +142,7 @@ class Verilog(Target):
         if self._places:
             tools(self._device)
 
-    def _in_integers(self, layers: Sequence[FloatLayer], calibration: Tensor, trained: Trained) -> FixedNet:
+    def _in_integers(self, layers: Sequence[FloatLayer], calibration: Tensor, trained: TrainedNetwork) -> FixedNet:
         layers = pruned(layers, self.prune)
         if self.finetune:
             if trained.training is None or trained.loss is None:
