@@ -1,4 +1,5 @@
-"""From the network in integers to a file that is placed: how many numbers enter at once, and how many stages it has."""
+"""Compiles a network in integers to a file that can be placed, and chooses how many numbers enter at once, and how many
+stages it has."""
 
 from __future__ import annotations
 

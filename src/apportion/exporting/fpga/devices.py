@@ -24,7 +24,7 @@ class FpgaDevice:
     options: tuple[str, ...]
     """What the placer is called with."""
     step_ns: float
-    """From the output of a cell to that of the next one, routing included."""
+    """The delay from the output of a cell to that of the next one, routing included."""
     carry_ns: float
     """The time of one bit of a carry chain."""
     clock_mhz: float

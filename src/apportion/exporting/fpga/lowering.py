@@ -1,4 +1,4 @@
-"""From the network in integers to a netlist of additions, limits and comparisons."""
+"""Lowers a network in integers to a netlist of additions, limits and comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From float layers to integers: exponents are chosen on examples for calibration.
+"""Turns float layers into integers: exponents are chosen on examples for calibration.
 
 Every exponent is the one of the least squared error: of the weights of an output channel by themselves, of an
 activation over the examples. Activations are those of the network whose earlier layers are in integers already.

@@ -14,7 +14,6 @@ whole one, whatever dies. Nothing is pickled.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -43,6 +42,7 @@ from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.append_only_file import open_own
 from apportion.runtime.checkpoint.code_ownership import source_of
 from apportion.runtime.checkpoint.run_writer import claimed, publish, refuse_superseded, told, writer_of
+from apportion.runtime.checkpoint.synced_files import sync, unwritten, write_json
 from apportion.runtime.checkpoint.tensor_file import read_tensors, storable
 from apportion.runtime.checkpoint.terms import RunWriter
 from apportion.runtime.checkpoint.validation import (
@@ -88,9 +88,9 @@ class RunDirectory:
             with self._locked():
                 run = self.read_run()
                 self._writer = claimed(writer_of(run), start, generation)
-                publish(self.path, {**run, **told(self._writer)}, _write_json)
+                publish(self.path, {**run, **told(self._writer)}, write_json)
         except OSError as error:
-            raise _unwritten(self.path, error) from error
+            raise unwritten(self.path, error) from error
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Make the folder and write ``run.json``: ``run`` (plain JSON: ``address``, ``strategy``, ``launcher``,
@@ -108,11 +108,11 @@ class RunDirectory:
         about["source"] = source_of(about.get("address"), about["cwd"])
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            publish(self.path, about, _write_json)
+            publish(self.path, about, write_json)
             for folder in (self.path, self.path.resolve().parent):
-                _sync(folder)
+                sync(folder)
         except OSError as error:
-            raise _unwritten(self.path, error) from error
+            raise unwritten(self.path, error) from error
 
     def resume(self, fingerprint: Mapping[str, Any]) -> State:
         """Returns the newest state of this run. Raises ValueError where it was started with another workload;
@@ -165,14 +165,14 @@ class RunDirectory:
                 manifest["files"] = self._write(
                     {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers")}
                 )
-                size = _write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
+                size = write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
                 late = best and state.step < self._newest
                 links = ("best",) if late else ("latest", "best") if best else ("latest",)
                 self._publish(path, manifest, links)
                 self._newest = self._newest if late else state.step
                 self._prune(self._newest, keep)
         except (OSError, SafetensorError) as error:
-            raise _unwritten(path, error) from error
+            raise unwritten(path, error) from error
         size += sum(entry["bytes"] for entry in manifest["files"].values())
         return Saved(state.step, path, time.perf_counter() - started, size)
 
@@ -290,14 +290,14 @@ class RunDirectory:
         with ThreadPoolExecutor(2) as pool:  # one file is hashed and one synced while the next is written
             for name, (tensors, notes) in parts.items():
                 save_file(tensors, folder / name, notes)
-                files[name] = pool.submit(_describe, folder / name), pool.submit(_sync, folder / name)
+                files[name] = pool.submit(_describe, folder / name), pool.submit(sync, folder / name)
             for _, synced in files.values():
                 synced.result()
             return {name: described.result() for name, (described, _) in files.items()}
 
     def _publish(self, path: Path, manifest: Mapping[str, Any], links: tuple[str, ...]) -> None:
         written, replaced = self.checkpoints / _WRITING, self.checkpoints / f"{REPLACED}{path.name}"
-        _sync(written)
+        sync(written)
         if not _holds(path, manifest):
             if path.exists():
                 os.rename(path, replaced)  # found there by readers and by the next writer, should this one die here
@@ -305,7 +305,7 @@ class RunDirectory:
         for link in links:
             os.symlink(path.name, self.checkpoints / _LINK)
             os.replace(self.checkpoints / _LINK, self.checkpoints / link)
-        _sync(self.checkpoints)
+        sync(self.checkpoints)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, step: int, keep: int) -> None:
@@ -403,25 +403,6 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _sync(path: Path) -> None:
-    """Writes the contents of a file, or the names in a folder, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> int:
-    """Writes and syncs a file of JSON; returns how many bytes it has."""
-    text = json.dumps(content, indent=1).encode()
-    with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return len(text)
-
-
 def _plain(value: Any, place: str) -> Any:
     """Returns a value as JSON gives it back (tuples as lists). Raises a ValueError that names what JSON cannot hold."""
     if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
@@ -439,18 +420,3 @@ def _name(step: int) -> str:
 
 def _versions() -> dict[str, str]:
     return {"apportion": metadata.version("apportion"), "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _unwritten(path: Path, error: Exception) -> CheckpointError:
-    cures = {
-        errno.ENOSPC: "free some of the disk, or use a --run-dir on another one",
-        errno.EDQUOT: "free some of your quota, or use a --run-dir on another disk",
-        errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-        errno.EACCES: "make the folder writable, or use another --run-dir",
-        errno.EROFS: "use a --run-dir on a disk that is writable",
-    }
-    told = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
-    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
-    cause = os.strerror(number) if number else str(error)
-    cure = cures.get(number or 0, "check the disk, or use another --run-dir")
-    return CheckpointError(f"{path} could not be written: {cause}; what was there before is intact; {cure}")

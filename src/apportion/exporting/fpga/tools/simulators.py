@@ -83,7 +83,8 @@ SIMULATORS: dict[str, tuple[str, Callable[[Path, CircuitPorts, NDArray[np.int64]
     "iverilog": ("-V", icarus),
     "verilator": ("--version", verilator),
 }
-"""By the name of the program, which is that of the Debian package too: (how to ask its version, how to run it)."""
+"""The simulators by the name of the program, which is that of the Debian package too: (how to ask its version, how to
+run it)."""
 
 
 def beats_of(integers: NDArray[np.int64], ports: CircuitPorts) -> list[int]:

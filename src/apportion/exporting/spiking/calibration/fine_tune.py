@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, LinearMap, applied, with_weight
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, Term, summed
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, summed
 
 TEMPERATURE = 2.0
 """What the outputs are divided by before they become probabilities."""
@@ -191,7 +191,7 @@ def _trainable(net: RateNet) -> tuple[RateNet, list[Tensor]]:
             return one
         return replace(one, weight=one.weight.float() if one.fixed else own(one.weight))
 
-    def termed(term: Term) -> Term:
+    def termed(term: RateTerm) -> RateTerm:
         return replace(term, maps=tuple(map(mapped, term.maps)))
 
     stages = tuple(replace(stage, terms=tuple(map(termed, stage.terms)), bias=own(stage.bias)) for stage in net.stages)

@@ -20,7 +20,7 @@ from apportion.exporting.spiking.conversion.linear_maps import (
     scaled,
     then,
 )
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, Term
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage
 from apportion.exporting.spiking.conversion.refusals import cure_for_operator, refuse_modules
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class _Sum:
     """A value of the program: linear paths from stages, and a constant."""
 
     shape: Shape
-    terms: tuple[Term, ...]
+    terms: tuple[RateTerm, ...]
     bias: Tensor
     """A float64 tensor of the whole ``shape``."""
 
@@ -94,7 +94,7 @@ def _place_inputs(program: _Program, exported: torch.export.ExportedProgram) -> 
         if target is None:
             shape = _shape(node)
             zeros = torch.zeros(shape, dtype=torch.float64)
-            program.values[node] = _Sum(shape=shape, terms=(Term(source=INPUT),), bias=zeros)
+            program.values[node] = _Sum(shape=shape, terms=(RateTerm(source=INPUT),), bias=zeros)
         else:
             found = tensors.get(target)
             program.values[node] = torch.empty(0) if found is None else found.detach().double()
@@ -270,7 +270,7 @@ def _rectify(program: _Program, node: fx.Node, ceiling: float | None = None) -> 
     value = _value(program, node)
     program.stages.append(_stage(program, value, node, "relu", ceiling))
     zeros = torch.zeros(value.shape, dtype=torch.float64)
-    return _Sum(shape=value.shape, terms=(Term(source=len(program.stages) - 1),), bias=zeros)
+    return _Sum(shape=value.shape, terms=(RateTerm(source=len(program.stages) - 1),), bias=zeros)
 
 
 def _clip(program: _Program, node: fx.Node, default: tuple[Any, Any] = (None, None)) -> _Sum:

@@ -19,7 +19,7 @@ INPUT = -1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Term:
+class RateTerm:
     """One linear path into a stage."""
 
     source: int
@@ -35,7 +35,7 @@ class Stage:
     """The layer's name in the net."""
     shape: Shape
     """The shape of an example that comes out."""
-    terms: tuple[Term, ...]
+    terms: tuple[RateTerm, ...]
     bias: Tensor
     """One number for each channel, dimension 0 of ``shape``."""
     ceiling: float | None = None
@@ -95,7 +95,7 @@ def outputs(net: RateNet, batches: Sequence[Tensor], activation: Activation | No
 
 
 def _cast(stage: Stage, dtype: torch.dtype) -> Stage:
-    def cast(term: Term) -> Term:
+    def cast(term: RateTerm) -> RateTerm:
         return replace(term, maps=tuple(with_weight(one, lambda weight: weight.to(dtype)) for one in term.maps))
 
     return replace(stage, bias=stage.bias.to(dtype), terms=tuple(map(cast, stage.terms)))
