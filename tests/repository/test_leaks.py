@@ -34,7 +34,10 @@ def test_nothing_is_found_where_nothing_is_left(watch: Watch) -> None:
 @pytest.mark.processes
 def test_a_child_process_is_found_and_ended(watch: Watch) -> None:
     before = watch.look()
-    with subprocess.Popen(SLEEP) as child:
+    says_so = [sys.executable, "-c", f"print(flush=True); {SLEEP[-1]}"]
+    with subprocess.Popen(says_so, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"\n", "before it runs, it has no command line"
         (leak,) = watch.leaks(before, grace=0)
         assert leak.startswith(f"process: {child.pid}, child of {os.getpid()}")
         assert "time.sleep(60)" in leak
