@@ -133,7 +133,7 @@ def tuned(environment, example, **sizes):
 TUNED = {
     "cartpole": tuned("CartPole-v1", "a3c_cartpole", environments=8, frames=60_000),
     "acrobot": tuned("Acrobot-v1", "a3c_acrobot", environments=16, frames=100_000),
-    "lunar": tuned("LunarLander-v3", "a3c_lunar_lander", environments=32, steps=128, frames=1_500_000),
+    "lunar": tuned("LunarLander-v3", "a3c_lunar_lander", environments=8, steps=128, frames=3_000_000),
 }  # fmt: skip
 """Ours."""
 AS_SB3 = ours(

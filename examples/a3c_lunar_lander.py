@@ -2,14 +2,14 @@
 
     apportion train examples/a3c_lunar_lander.py:workload --strategy single_device
 
-It is solved when the mean over 100 episodes, played greedily, is at least 200. These settings do not do it with every
-seed. They are the best of about 17 that were tried, most of them with seed 0 alone. Of 3 seeds, by single_device, 2 got
-there, and were stopped there: seed 0, in a training of 1,200,000 frames, after 700,000 and 55 seconds of one slow core
-without the evaluations, and seed 2 after 1,253,000 and 101 seconds. Seed 1 ended at 189; its best was 194. Scores were
-looked at every 50,000 or 100,000 frames, once the episodes of the training had a mean of 170 to 180. The score rises
-and falls on its way. With rollouts of 5 to 64 steps no run was seen to get to 200: most fell back, to hovering until
-the time is over or to crashes, and so did one with 128 steps, 128 units and gamma=0.998. By a parameter server it was
-not measured.
+It is solved when the mean over 100 episodes, played greedily, is at least 200. By single_device 3 of 3 seeds got there,
+and were stopped there: seed 0 after 2,880,000 frames, seed 1 after 2,185,000 and seed 3 after 1,689,000. Scores were
+looked at every 98,000 frames; they rise and fall on their way. The seconds were not measured with nothing beside.
+
+What matters, of about 25 settings that were tried, most of them with one or two seeds: rollouts of 128 steps (with 5 to
+64 most runs fell back, to hovering until the time is over or to crashes), of few environments, so that there are many
+updates (32 environments with a learning rate of 0.005 got 2 of 5 seeds there), and orthogonal matrices to begin with.
+By a parameter server it was not measured.
 """
 
 import torch
@@ -25,8 +25,13 @@ class ActorCritic(nn.Module):
         super().__init__()
         self.policy = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
         self.value = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-        with torch.no_grad():
-            self.policy[-1].weight.mul_(0.1)  # at first each engine is as probable as the others
+        for layers, last in (
+            (self.policy, 0.01),
+            (self.value, 1.0),
+        ):  # at first each engine is as probable as the others
+            for layer, gain in zip(layers[::2], (2**0.5, 2**0.5, last), strict=True):
+                nn.init.orthogonal_(layer.weight, gain)
+                nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.policy(x), self.value(x)
@@ -35,9 +40,9 @@ class ActorCritic(nn.Module):
 workload = apportion.actor_critic(
     "LunarLander-v3",
     model=ActorCritic,
-    optimizer=lambda p: torch.optim.Adam(p, lr=0.005, eps=1e-5),
-    frames=1_500_000,
-    environments=32,
+    optimizer=lambda p: torch.optim.Adam(p, lr=0.002, eps=1e-5),
+    frames=3_000_000,
+    environments=8,
     steps=128,
     gamma=0.997,
     gae=0.98,
