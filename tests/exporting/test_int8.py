@@ -29,7 +29,7 @@ from apportion.exporting.quantization.files import LIMIT
 from apportion.exporting.quantization.processor import described_processor, this_processor
 from apportion.exporting.target import Exported
 
-INT8 = "onnx(precision='int8', accuracy=1.0)"
+INT8 = "onnx(precision='int8', most_lost=0.01)"
 
 
 def digits_net() -> nn.Module:
@@ -249,7 +249,7 @@ def test_what_cannot_be_quantized_is_refused_with_the_cure(tmp_path: Path) -> No
     cases: Sequence[tuple[Any, str, Data | None, str]] = (
         (net, "onnx(precision='bfloat16')", None, r"no arithmetic in bfloat16 on the CPU.*use 'float16'.*or 'int8'"),
         (net, "onnx(precision='int4')", None, r"precision='int4' must be float32, float16 or int8"),
-        (net, "onnx(precision='int8', accuracy=-1)", None, r"accuracy=-1 must be points of accuracy"),
+        (net, "onnx(precision='int8', most_lost=-1)", None, r"most_lost=-1 must be the accuracy"),
         (net, "onnx(precision='int8', weight_bits=6)", None, r"weight_bits=6 must be 7 or 8, or None"),
         (net, "onnx(precision='int8')", None, r"there are none: give data=Data\(calibration="),
         (nn.Flatten(), "onnx(precision='int8')", data, r"no layer with weights .*: use precision=\"float32\""),

@@ -206,11 +206,11 @@ def test_what_cannot_become_neurons_is_refused_by_its_layer_with_the_cure(case: 
     ("target", "said"),
     [
         ("spiking(timesteps=0)", "timesteps=0 must be a whole number"),
-        ("spiking(accuracy=2)", "accuracy=2 is the share"),
+        ("spiking(most_lost=2)", "most_lost=2 is the share"),
         ("spiking(neuron='exact', timesteps=4)", "a number of steps of its own"),
-        ("spiking(max_pool='average')", "must be trained again: give fine_tune"),
+        ("spiking(max_pool='average')", "must be trained again: give fine_tune_examples"),
         ("spiking(timesteps=4)", r"give data=Data\(calibration=...\)"),
-        ("spiking(timesteps=4, fine_tune=9)", r"needs training examples: give data=Data\(training=...\)"),
+        ("spiking(timesteps=4, fine_tune_examples=9)", r"needs training examples: give data=Data\(training=...\)"),
         ("spiking(timesteps=4, dialect='snntorch')", "snntorch"),
     ],
 )
@@ -263,7 +263,7 @@ def test_auto_takes_the_fewest_steps_that_lose_no_more_than_allowed(
     sample = data.held_out.inputs[:4]
     steps = []
     for lost in (0.2, 0.002):
-        made = export(net, sample, tmp_path / "net.nir", target=f"spiking(accuracy={lost})", data=data)
+        made = export(net, sample, tmp_path / "net.nir", target=f"spiking(most_lost={lost})", data=data)
         tried = made.tables[0].rows
         assert all(right < own - lost for _, right, own in tried[:-1])
         assert tried[-1][1] >= round(tried[-1][2] - lost, 4) - 1e-4

@@ -65,7 +65,7 @@ def test_the_circuit_is_the_network_in_integers_for_every_input(name: str, bits:
 @pytest.mark.parametrize("name", ["dense", "convolutional"])
 def test_icarus_and_verilator_compute_500_held_out_examples_to_the_bit(name: str, bits: int, tmp_path: Path) -> None:
     net = digits_nets.trained(NETS[name])
-    target = Verilog(bits=bits, place=False, finetune=5)
+    target = Verilog(bits=bits, place=False, fine_tune_epochs=5)
     made = export(net, sample(), tmp_path / "net.v", target=target, data=digits_nets.data())
     assert [one.reader.split()[0] for one in made.verifications] == ["Icarus", "Verilator"]
     for one in made.verifications:
@@ -152,7 +152,10 @@ def test_fine_tuning_and_pruning_leave_the_network_alone_and_the_weights_at_zero
     net = digits_nets.trained(digits_nets.dense)
     before = {name: x.clone() for name, x in net.state_dict().items()}
     found = {}
-    for name, target in (("all", SIMULATED), ("pruned", replace(SIMULATED, prune=0.5, finetune=3, most_lost=0.05))):
+    for name, target in (
+        ("all", SIMULATED),
+        ("pruned", replace(SIMULATED, prune=0.5, fine_tune_epochs=3, most_lost=0.05)),
+    ):
         made = export(net, sample(), tmp_path / f"{name}.v", target=target, data=digits_nets.data())
         found[name] = dict(made.tables[1].rows)["products of a weight and an input"]
     assert found["pruned"] <= 0.51 * 888

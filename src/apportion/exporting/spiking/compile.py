@@ -40,7 +40,7 @@ class SpikingRequest:
     """None: as few as ``lost`` allows."""
     lost: float
     """The share of the calibration examples that may be lost."""
-    fine_tune: int
+    fine_tune_examples: int
     """The number of training examples that the net is trained for; 0: none."""
     average_instead_of_max: bool
     levels: int | None
@@ -85,9 +85,9 @@ class _Compiler:
         set_up = partial(calibrated, timesteps=steps, reset=rule.reset, strictly=rule.strictly)
         like = Neurons(name="", shape=(), threshold=torch.ones(()), reset=rule.reset, strictly=rule.strictly)
         start = set_up(self.net, self.x)
-        if not self.request.fine_tune:
+        if not self.request.fine_tune_examples:
             return assembled(start.net, start.scales, steps, like=like)
-        begun, count = time.perf_counter(), self.request.fine_tune
+        begun, count = time.perf_counter(), self.request.fine_tune_examples
         assert self.trained.training is not None
         quantized_part = round(count * QUANTIZED_SHARE)
         tuned = fine_tuned(
@@ -153,8 +153,10 @@ def compiled(trained: TrainedNetwork, request: SpikingRequest) -> Made:
 
 
 def _compiler(trained: TrainedNetwork, request: SpikingRequest) -> _Compiler:
-    if request.fine_tune and trained.training is None:
-        raise ValueError(f"fine_tune={request.fine_tune} needs training examples: give data=Data(training=...)")
+    if request.fine_tune_examples and trained.training is None:
+        raise ValueError(
+            f"fine_tune_examples={request.fine_tune_examples} needs training examples: give data=Data(training=...)"
+        )
     net = lowered(trained.module, trained.sample, average_instead_of_max=request.average_instead_of_max)
     if trained.calibration is None:
         raise ValueError(

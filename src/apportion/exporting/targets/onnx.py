@@ -42,14 +42,14 @@ class Onnx(Target):
     """The ONNX format. ``opset``: the version of ONNX's operators; None takes torch's own choice.
 
     ``precision``: "float32"; "float16" for weights of half the size, which are computed with in float32; "int8" for
-    weights of a quarter of the size and for speed. ``accuracy``: the points, of a hundred, by which float16 and int8
-    may be less accurate than the model on what is held out. ``weight_bits``: 7 or 8 bits of an int8 weight; None: 8
-    where this processor has int8 dot products, and else 7, since sums would be cut off.
+    weights of a quarter of the size and for speed. ``most_lost``: the largest loss of accuracy on held-out examples
+    that float16 and int8 may have: 0.003 is 0.3 points of a hundred. ``weight_bits``: 7 or 8 bits of an int8 weight;
+    None: 8 where this processor has int8 dot products, and else 7, since sums would be cut off.
     """
 
     opset: int | None = None
     precision: Precision = "float32"
-    accuracy: float = 0.3
+    most_lost: float = 0.003
     weight_bits: int | None = None
 
     suffix = ".onnx"
@@ -62,8 +62,8 @@ class Onnx(Target):
             )
         if self.precision not in get_args(Precision):
             raise ValueError(f"precision={self.precision!r} must be float32, float16 or int8")
-        if not (isinstance(self.accuracy, int | float) and 0 <= self.accuracy <= 100):
-            raise ValueError(f"accuracy={self.accuracy!r} must be points of accuracy that may be lost, from 0 to 100")
+        if not (isinstance(self.most_lost, int | float) and 0 <= self.most_lost <= 1):
+            raise ValueError(f"most_lost={self.most_lost!r} must be the accuracy that may be lost, from 0 to 1")
         if self.weight_bits not in (None, 7, 8):
             raise ValueError(f"weight_bits={self.weight_bits!r} must be 7 or 8, or None")
         if self.precision != "float32":  # a run's float32 file stays beside it
@@ -81,9 +81,9 @@ class Onnx(Target):
         model = self._program(module, trained.sample).model_proto
         try:
             if self.precision == "int8":
-                compiled = write_int8(model, trained, path, weight_bits=self.weight_bits, most_lost=self.accuracy / 100)
+                compiled = write_int8(model, trained, path, weight_bits=self.weight_bits, most_lost=self.most_lost)
             else:
-                compiled = write_float16(model, trained, path, most_lost=self.accuracy / 100)
+                compiled = write_float16(model, trained, path, most_lost=self.most_lost)
         except ValueError as error:
             raise ValueError(f"{type(module).__name__} cannot be exported to {self}: {error}") from error
         return replace(compiled, about={**self._described(module, path), **compiled.about})

@@ -42,19 +42,19 @@ class Spiking(Target):
     """A net of integrate-and-fire neurons, as a NIR file."""
 
     timesteps: int | Literal["auto"] = "auto"
-    """The number of steps; "auto": as few as ``accuracy`` allows on calibration examples."""
+    """The number of steps; "auto": as few as ``most_lost`` allows on calibration examples."""
     dialect: str = "nir"
     """The program that is to read the file, by whose rules neurons fire: nir, sinabs, spikingjelly or norse."""
     neuron: Literal["integrate_and_fire", "exact"] = "integrate_and_fire"
     """exact: neurons that take spikes back, and compute a net of integers to the bit; only apportion runs them."""
-    accuracy: float = 0.01
+    most_lost: float = 0.01
     """The share of the calibration examples that "auto" may lose: 0.01 is one point."""
     levels: int = 15
     """The number of levels of an activation above 0, where the neurons are exact."""
-    fine_tune: int = 0
+    fine_tune_examples: int = 0
     """The number of training examples that the net is trained for, to compute well in few steps; 0: none."""
     max_pool: Literal["refuse", "average"] = "refuse"
-    """average: max pools become average pools, for which the net is trained again (``fine_tune``)."""
+    """average: max pools become average pools, for which the net is trained again (``fine_tune_examples``)."""
 
     suffix = ".nir"
 
@@ -88,27 +88,29 @@ class Spiking(Target):
         if self.timesteps != "auto":
             self._must_be_whole("timesteps")
         self._must_be_whole("levels")
-        self._must_be_whole("fine_tune", least=0)
+        self._must_be_whole("fine_tune_examples", least=0)
         for name, allowed in (("neuron", ("integrate_and_fire", EXACT)), ("max_pool", ("refuse", "average"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
-        if not 0 <= self.accuracy < 1:
-            raise ValueError(f"accuracy={self.accuracy!r} is the share that may be lost: give 0 to 1, 0.01 for a point")
+        if not 0 <= self.most_lost < 1:
+            raise ValueError(
+                f"most_lost={self.most_lost!r} is the share that may be lost: give 0 to 1, 0.01 for a point"
+            )
         exact = self.neuron == EXACT
-        if exact and (self.dialect != "nir" or self.timesteps != "auto" or self.fine_tune):
+        if exact and (self.dialect != "nir" or self.timesteps != "auto" or self.fine_tune_examples):
             raise ValueError(
                 'neuron="exact" has a number of steps of its own, no training, and only apportion runs it: leave '
-                "timesteps, fine_tune and dialect out"
+                "timesteps, fine_tune_examples and dialect out"
             )
-        if self.max_pool == "average" and not self.fine_tune:
+        if self.max_pool == "average" and not self.fine_tune_examples:
             raise ValueError(
-                'max_pool="average" makes another net, which must be trained again: give fine_tune, a number of '
-                "training examples"
+                'max_pool="average" makes another net, which must be trained again: give fine_tune_examples, the number '
+                "of examples"
             )
         return SpikingRequest(
             timesteps=None if self.timesteps == "auto" else self.timesteps,
-            lost=self.accuracy,
-            fine_tune=self.fine_tune,
+            lost=self.most_lost,
+            fine_tune_examples=self.fine_tune_examples,
             average_instead_of_max=self.max_pool == "average",
             levels=self.levels if exact else None,
             dialect=dialect(EXACT if exact else self.dialect),

@@ -51,9 +51,9 @@ class Verilog(Target):
     """A circuit in Verilog for an FPGA.
 
     ``bits``: of the inputs, the weights and the activations. ``device``: the FPGA that it is placed on. ``clock_mhz``:
-    the clock that stages are cut for; None: 60 MHz on an iCE40 HX8K and 80 MHz on an ECP5. ``finetune``: epochs of
-    training with rounding. ``prune``: the share of each layer's weights that are set to 0. ``most_lost``: the largest
-    loss of accuracy on held-out examples. ``place``: whether yosys and nextpnr place and route it. ``verify``:
+    the clock that stages are cut for; None: 60 MHz on an iCE40 HX8K and 80 MHz on an ECP5. ``fine_tune_epochs``: epochs
+    of training with rounding. ``prune``: the share of each layer's weights that are set to 0. ``most_lost``: the
+    largest loss of accuracy on held-out examples. ``place``: whether yosys and nextpnr place and route it. ``verify``:
     "installed" runs the file in Icarus Verilog and in Verilator, in those that are installed; "simulated" runs it by
     their rules here, and asks for no program.
     """
@@ -61,7 +61,7 @@ class Verilog(Target):
     bits: int = 6
     device: str = "ice40-hx8k"
     clock_mhz: float | None = None
-    finetune: int = 0
+    fine_tune_epochs: int = 0
     prune: float = 0.0
     most_lost: float | None = 0.02
     place: bool = True
@@ -71,7 +71,7 @@ class Verilog(Target):
 
     def __post_init__(self) -> None:
         self._must_be_whole("bits", least=2)
-        self._must_be_whole("finetune", least=0)
+        self._must_be_whole("fine_tune_epochs", least=0)
         if self.bits > MOST_BITS:
             raise ValueError(f"bits={self.bits} must be at most {MOST_BITS}: each bit makes every adder wider")
         for name, known in (("device", sorted(DEVICES)), ("verify", VERIFY)):
@@ -144,10 +144,12 @@ class Verilog(Target):
 
     def _in_integers(self, layers: Sequence[FloatLayer], calibration: Tensor, trained: TrainedNetwork) -> FixedNet:
         layers = pruned(layers, self.prune)
-        if self.finetune:
+        if self.fine_tune_epochs:
             if trained.training is None or trained.loss is None:
-                raise ValueError(f"finetune={self.finetune} needs training data and a loss: give both in data")
-            layers = fine_tuned(layers, calibration, trained.training, trained.loss, self.bits, self.finetune)
+                raise ValueError(
+                    f"fine_tune_epochs={self.fine_tune_epochs} needs training data and a loss: give both in data"
+                )
+            layers = fine_tuned(layers, calibration, trained.training, trained.loss, self.bits, self.fine_tune_epochs)
         return quantized(layers, calibration, self.bits)
 
     def _about(self, net: FixedNet, circuit: Circuit, limits: dict[str, bool]) -> dict[str, Any]:

@@ -32,5 +32,5 @@ def chosen(build: Callable[[int], SpikingGraph], judge: Callable[[SpikingGraph],
     steps, best = max(tried, key=lambda one: one[1])
     raise ValueError(
         f"no number of steps up to {GRID[-1]} is right in {at_least:.2%} of the calibration examples: the best is "
-        f"{steps} with {best:.2%}; allow more to be lost (accuracy=), or train for few steps (fine_tune=)"
+        f"{steps} with {best:.2%}; allow more to be lost (most_lost=), or train for few steps (fine_tune_examples=)"
     )
