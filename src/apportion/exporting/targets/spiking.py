@@ -104,8 +104,8 @@ class Spiking(Target):
             )
         if self.max_pool == "average" and not self.fine_tune_examples:
             raise ValueError(
-                'max_pool="average" makes another net, which must be trained again: give fine_tune_examples, the number '
-                "of examples"
+                'max_pool="average" makes another net, which must be trained again: give fine_tune_examples, the '
+                "number of examples"
             )
         return SpikingRequest(
             timesteps=None if self.timesteps == "auto" else self.timesteps,
