@@ -68,15 +68,9 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     limit: float = LIMIT,
     report: Callable[[Exported], Mapping[str, str]] | None = None,
 ) -> Exported:
-    """Write the model to the path, for the target, and compare what the file computes with what it must compute.
-
-    ``sample``: inputs as the model takes them, with the examples in dimension 0: they give the shapes, and both compute
-    them. ``check``: more such inputs that both compute. ``data``: the examples of the task, by which some targets make
-    choices, and on which network and file are compared. ``limit``: the limit of the largest difference of any output,
-    relative to the largest number in it, where the target has none of its own. ``report``: returns the texts that are
-    written beside the file, by the ending that each of them adds to its name. The model is left as it was, in training
-    mode if it was so. Raises ValueError where the model cannot be exported to the target, and NotVerified where the
-    file computes something else, or is worse than the target allows; then no file is left.
+    """Write the model to the path, for the target, and hold what the file computes to what it must compute, as
+    ``apportion.export`` says. ``report``: returns the texts that are written beside the file, by the ending that each
+    of them adds to its name.
     """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     path = Path(path)
