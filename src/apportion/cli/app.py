@@ -31,6 +31,11 @@ _EXTRAS = {
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
     **dict.fromkeys(("httptools", "orjson", "prometheus_client", "simdjson"), "serve"),
     **dict.fromkeys(("jax", "jaxlib", "torchax"), "tpu"),
+    **dict.fromkeys(("nir", "h5py"), "spiking"),
+    **dict.fromkeys(("gymnasium", "Box2D", "pygame", "ale_py"), "rl"),
+    **{name: name for name in ("ray", "tensorboard")},
+    "alkaid": "fpga",
+    "matplotlib": "report",
 }
 """What brings a package that is missing."""
 _START_WORKERS = ("train", "check", "compare", "plan")
