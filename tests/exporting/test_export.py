@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,10 +18,10 @@ from commands import SECONDS, finish, start
 from torch import Tensor, nn
 
 import apportion
-from apportion.errors import NotVerified
-from apportion.exporting.exporter import export
+from apportion.errors import ApportionError, NotVerified
+from apportion.exporting.exporter import Data, export
 from apportion.exporting.onnxruntime_session import session
-from apportion.exporting.target import Reading
+from apportion.exporting.target import Examples, Reading
 from apportion.exporting.targets.onnx import Onnx
 
 
@@ -128,6 +129,22 @@ def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, mo
     monkeypatch.setattr(Onnx, "read", wrong)
     with pytest.raises(NotVerified, match=r"something else than the model: outputs by .* differ by 0.001"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["onnx", "spiking(timesteps=4)", "verilog(verify='simulated', place=False)"])
+def test_a_disk_without_room_is_named_and_nothing_is_left(target: str, tmp_path: Path) -> None:
+    """Of every target: some write by libraries that end the process where they find no room."""
+    net = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
+    x = torch.randn(64, 40)
+    data = Data(calibration=Examples(x, torch.arange(64) % 3))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, before[1]))
+    try:
+        with pytest.raises(ApportionError, match=r"net could not be written: .*; free some of the disk"):
+            export(net, x, tmp_path / "net", target=target, data=data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 from apportion.core.torch_private import pytree
 from apportion.core.value import parse
 from apportion.core.workload import accuracy
-from apportion.errors import NotVerified
+from apportion.errors import ApportionError, NotVerified
 from apportion.exporting.target import (
     Compiled,
     Examples,
@@ -37,6 +38,8 @@ LIMIT = 1e-4
 """The largest relative difference of the outputs that is accepted: float32 sums are taken in another order."""
 AT_ONCE = 250
 """The number of examples in a batch of those that are held out."""
+
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 
 MeanMetric = Callable[[Any, Any], Any]
 
@@ -82,7 +85,8 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     trained = TrainedNetwork(
         module=model, sample=wide, calibration=data.calibration, training=data.training, loss=data.loss
     )  # fmt: skip
-    with _evaluating(model), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    aside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
+    with _named(path), _evaluating(model), aside as folder:
         made = Path(folder) / path.name
         compiled = chosen.write(trained, made)
         judge = _Judge(model, compiled, path.name, compiled.limit if compiled.limit is not None else limit)
@@ -233,6 +237,19 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
             apart = float(np.abs(a[other] - b[other]).max() / most)
             worst = max(worst, apart) if np.isfinite(apart) else float("inf")
     return worst
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise ApportionError, with the file's name and the cure, where there is no room for it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise ApportionError(
+            f"{path} could not be written: {error.strerror}; free some of the disk, or give a path on another one"
+        ) from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ sinabs asks for: nir 1.0.8 takes zero where there is none.
 
 from __future__ import annotations
 
+import io
 import keyword
 import math
 import re
@@ -70,7 +71,9 @@ def write(graph: SpikingGraph, path: Path, dialect_name: str) -> SpikingGraph:
     for node in whole.nodes.values():
         if isinstance(node, nir.IF):
             node.to_dict = _without_v_reset(node)
-    nir.write(path, whole)
+    file = io.BytesIO()  # h5py ends the process where a disk is full
+    nir.write(file, whole)
+    path.write_bytes(file.getvalue())
     return read(path, dialect_name)
 
 
