@@ -97,6 +97,7 @@ class _Compiler:
             data=self.trained.training,
             teacher=self._teacher,
             schedule=Schedule(quantized=quantized_part, spiking=count - quantized_part),
+            like=like,
         )
         self.training += time.perf_counter() - begun
         return assembled(tuned.net, tuned.scales, steps, like=like)

@@ -156,7 +156,12 @@ def _largest_input(graph: SpikingGraph, node: Node) -> int:
 
 
 def _largest(graph: SpikingGraph) -> float:
-    """A bound of every sum and every membrane."""
+    """A bound of every sum and every membrane.
+
+    What has flowed into a neuron up to any step is a sum of weights times counts from 0 to L, at most ``total`` in
+    magnitude. A neuron fires where its membrane stays at 0 or above, and takes a spike back where it stays below the
+    threshold, so that the membrane leaves this range only by what flows in afterwards, a difference of two such sums.
+    """
     most: Sequence[float] = [0.0]
     ends: tuple[Node, ...] = (*graph.neurons, graph.readout)
     for node in ends:
@@ -165,6 +170,6 @@ def _largest(graph: SpikingGraph) -> float:
             came = max(_largest_input(graph, before) for before in graph.into(each.name))
             total += float((each.weight.abs().flatten(1).sum(1) * came + each.bias.abs()).max())
         if isinstance(node, Neurons):
-            total += float(node.threshold.max()) * ((node.levels or 0) + 1)
+            total = 2 * total + float(node.threshold.max())
         most = [*most, total]
     return max(most)

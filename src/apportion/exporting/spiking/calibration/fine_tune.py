@@ -21,6 +21,8 @@ from torch.utils.data import Dataset
 
 from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, LinearMap, applied, with_weight
 from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, summed
+from apportion.exporting.spiking.graph import Neurons
+from apportion.exporting.spiking.membranes import fired
 
 TEMPERATURE = 2.0
 """What the outputs are divided by before they become probabilities."""
@@ -30,6 +32,9 @@ WARM_UP = 8
 FEATURES = 1.0
 """The weight of the activations' distance beside that of the outputs."""
 BATCH = 64
+SUBTRACT = Neurons(name="", shape=(), threshold=torch.ones(()))
+AT_ONCE = 16
+"""The number of examples whose spikes are found at once: those of all steps of a layer stay in a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +63,11 @@ def fine_tuned(
     data: Dataset[Any],
     teacher: Callable[[Tensor], Sequence[Tensor]],
     schedule: Schedule,
+    like: Neurons = SUBTRACT,
 ) -> Tuned:
     """Train a copy of the net; ``data``: items (inputs, targets); ``teacher``: inputs -> what is to be learned, the
-    activations of all stages and the outputs, or the outputs alone."""
+    activations of all stages and the outputs, or the outputs alone; ``like``: neurons with the rule of those that will
+    fire."""
     net, trained = _trainable(net)
     logs = [scale.log().detach().requires_grad_() for scale in scales]
     for count, spiking in ((schedule.quantized, False), (schedule.spiking, True)):
@@ -71,7 +78,7 @@ def fine_tuned(
                 group["lr"] = RATE * min(1, (step + 1) / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
             now = [log.exp() for log in logs]
             if spiking:
-                found = spiking_activations(net, now, timesteps, x)
+                found = spiking_activations(net, now, timesteps, x, like=like)
             else:
                 found = quantized_activations(net, now, timesteps, x)
             with torch.no_grad():
@@ -97,25 +104,40 @@ def quantized_activations(net: RateNet, scales: list[Tensor], steps: int, x: Ten
     raise AssertionError("a net has a readout")
 
 
-def spiking_activations(net: RateNet, scales: list[Tensor], steps: int, x: Tensor) -> list[Tensor]:
-    """The rates of all stages and the readout of the spiking net, with the gradient of the clipped rectifier."""
+def spiking_activations(
+    net: RateNet, scales: list[Tensor], steps: int, x: Tensor, *, like: Neurons = SUBTRACT
+) -> list[Tensor]:
+    """The rates of all stages and the readout of the spiking net, with the gradient of the clipped rectifier; ``like``:
+    neurons with the rule of those that fire."""
+    with torch.no_grad():
+        parts = [_fired_rates(net, scales, steps, part, like) for part in x.split(AT_ONCE)]
+        found = [torch.cat(rates) for rates in zip(*parts, strict=True)]
     rates: list[Tensor] = []
-    trains: list[Tensor] = []
     for number, stage in enumerate(net.stages):
         z = summed(stage, lambda source: x if source == INPUT else rates[source])
         if number == len(net.stages) - 1:
             return [*rates, z]
-        scale = _over(scales[number], z.ndim - 1)
-        with torch.no_grad():
-            train, rate = _fired(scale, _currents(stage, x, trains).split(len(x)), steps)
-        trains.append(train)
-        passed = torch.minimum(z.clamp(min=0), scale)
-        rates.append(rate + passed - passed.detach())
+        passed = torch.minimum(z.clamp(min=0), _over(scales[number], z.ndim - 1))
+        rates.append(found[number] + passed - passed.detach())
     raise AssertionError("a net has a readout")
 
 
-def _currents(stage: Stage, x: Tensor, trains: list[Tensor]) -> Tensor:
-    """What flows in each step: (steps * examples, *shape), or (examples, *shape) where it is always the same."""
+def _fired_rates(net: RateNet, scales: list[Tensor], steps: int, x: Tensor, like: Neurons) -> list[Tensor]:
+    """scale * count / steps of the neurons of every stage but the readout."""
+    rates: list[Tensor] = []
+    trains: list[Tensor] = []
+    for stage, scale in zip(net.stages, scales, strict=False):
+        moving, constant = _currents(stage, x, trains)
+        neurons = replace(like, name=stage.name, shape=stage.shape, threshold=scale)
+        train, rate = _fired(neurons, moving, constant, steps, examples=len(x))
+        trains.append(train)
+        rates.append(rate)
+    return rates
+
+
+def _currents(stage: Stage, x: Tensor, trains: list[Tensor]) -> tuple[Tensor | None, Tensor]:
+    """(what spikes cause in each step, (steps * examples, *shape), None where there are no spikes before the stage;
+    what flows in every step besides)."""
     constant: Tensor = _over(stage.bias, len(stage.shape))
     moving: Tensor | None = None
     for term in stage.terms:
@@ -124,26 +146,21 @@ def _currents(stage: Stage, x: Tensor, trains: list[Tensor]) -> Tensor:
         else:
             flow = applied(term.maps, trains[term.source])
             moving = flow if moving is None else moving + flow
-    if moving is None:
-        return constant
-    if constant.shape[0] != len(x):
-        return moving + constant
-    steps: Tensor = moving.unflatten(0, (-1, len(x))) + constant
-    return steps.flatten(0, 1)
+    return moving, constant
 
 
-def _fired(scale: Tensor, currents: Sequence[Tensor], steps: int) -> tuple[Tensor, Tensor]:
-    """(scale times the spikes, (steps * examples, *shape); scale * count / steps); ``currents``: of each step, or one
-    for all of them."""
-    v, count = torch.zeros_like(currents[0]), torch.zeros_like(currents[0])
-    train = torch.empty_like(torch.cat([v] * steps))
-    for spikes, t in zip(train.split(len(v)), range(steps), strict=True):
-        v += currents[t if len(currents) > 1 else 0]
-        v += scale / (2 * steps)
-        torch.ge(v, scale, out=spikes)
-        spikes *= scale
-        v -= spikes
-        count += spikes
+def _fired(
+    neurons: Neurons, moving: Tensor | None, constant: Tensor, steps: int, *, examples: int
+) -> tuple[Tensor, Tensor]:
+    """(threshold times the spikes, (steps * examples, *shape); threshold * count / steps)."""
+    scale = _over(neurons.threshold, len(neurons.shape))
+    each = (constant + scale / (2 * steps)).expand(examples, *neurons.shape)
+    currents = [torch.zeros_like(each)] * steps if moving is None else moving.split(examples)
+    layout = torch.channels_last if each.ndim == 4 else torch.contiguous_format
+    train = torch.empty((steps * examples, *neurons.shape), memory_format=layout)
+    count = torch.zeros_like(train[:examples])
+    for flow, spikes in zip(train.split(examples), fired(neurons, currents, each), strict=True):
+        count += torch.mul(spikes, scale, out=flow)
     return train, count / steps
 
 
