@@ -29,7 +29,7 @@ OTHERS = ("torchrun", "torch.distributed.run", "sshd")
 HELD_SECONDS = 1.0
 """For connections that are held and say little, or nothing."""
 HUGE = 8 << 20
-AT_ONCE = 4
+AT_ONCE = 8
 """Visitors of each place."""
 _ETH_IPV4 = 0x0800
 _LISTED = re.compile(r"LISTEN\s+\d+\s+\d+\s+(\S+):(\d+)\s+\S+(?:\s+users:\(\((.*)\)\))?")
@@ -179,7 +179,8 @@ class Visitor:
         host = host.partition("%")[0]
         with suppress(OSError, RuntimeError, ValueError):
             if kind == "torch's store client":
-                self._store(host, port)
+                # What answers nothing that it knows holds torch's client for minutes.
+                threading.Thread(target=self._store, args=(host, port), daemon=True).start()
             else:
                 self._say(kind, socket.create_connection((host, port), 5), port)
             self.made[f"{address}:{port}"] += 1
@@ -223,9 +224,11 @@ class Visitor:
         import torch.distributed as dist
 
         client: Any = dist
-        store = client.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=0.2), wait_for_workers=False)
-        store.set("anything", b"x" * 1000)
-        self.answered[f"torch's store client at {port}"] = "a store"
+        wait = timedelta(seconds=0.2)
+        with suppress(OSError, RuntimeError, ValueError):
+            store = client.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+            store.set("anything", b"x" * 1000)
+            self.answered[f"torch's store client at {port}"] = "a store"
 
     def _release(self) -> None:
         now = time.monotonic()
@@ -265,6 +268,8 @@ def main() -> None:
         "answered": {where: what for visitor in visitors for where, what in visitor.answered.items()},
     }
     told.write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # torch's clients may still wait
 
 
 if __name__ == "__main__":
