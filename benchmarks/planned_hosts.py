@@ -1,6 +1,6 @@
 """What the ranks of two hosts plan for themselves, against what is then measured on them. See planner.py.
 
-Each of three networks has its own pair of processes, one a host (on_host.py), for all rates of the cable.
+Each network has its own pair of processes, one a host (on_host.py), for all rates of the cable.
 """
 
 import json
@@ -15,13 +15,11 @@ from hosts import cannot, two_hosts
 from parked import Side, SideFailed
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("digits", "mlp10m", "cifar10")
+NAMES = ("digits", "mlp10m", "cifar10", "resnet20", "gpt")
 RATES = {"100m": 1e8, "1g": 1e9, "unlimited": None}
 ROUNDS, LEAST_ROUNDS, ROUND_SECONDS, SECONDS = 11, 3, 0.4, 40.0
 CLOSE = 1.3
 ALONE, PARALLEL = "single_device", "data_parallel"
-CROSSED = ("resnet20", "gpt")
-"""Looked at for their crossing alone: of the three above, the small ones have none."""
 SLOWEST, FASTEST = 2.5e7, 1e10
 """Bits/s between which it is looked for. Above, the cable is not what limits: the machine copies no faster."""
 HALVINGS = 6

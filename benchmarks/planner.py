@@ -168,7 +168,7 @@ ROWS = {
     },
     **{
         f"hosts_crossing_{name}": ("", "Mb/s", guarded(planned_hosts.crossing, WORKLOADS[name]))
-        for name in (*planned_hosts.NAMES, *planned_hosts.CROSSED)
+        for name in planned_hosts.NAMES
     },
 }
 
