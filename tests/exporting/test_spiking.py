@@ -1,4 +1,4 @@
-"""TrainedNetwork nets as spiking ones: small cases by hand, refusals by layer name, digits within two points."""
+"""Trained nets as spiking ones: small cases by hand, refusals by layer name, digits within two points."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apportion.core.workload import accuracy
 from apportion.exporting.spiking.calibration.calibrate import EXAMPLES, calibrated
-from apportion.exporting.spiking.calibration.fine_tune import Schedule, fine_tuned
+from apportion.exporting.spiking.calibration.fine_tune import fine_tuned
 from apportion.exporting.spiking.calibration.timesteps import chosen
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
@@ -28,8 +28,6 @@ JUDGING = 512
 """The largest number of calibration examples on which accuracies are taken."""
 AT_ONCE = 50
 """The number of examples that are simulated at once."""
-QUANTIZED_SHARE = 0.4
-"""The share of the training with quantised activations; in the rest of it neurons fire."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,14 +87,12 @@ class _Compiler:
             return assembled(start.net, start.scales, steps, like=like)
         begun, count = time.perf_counter(), self.request.fine_tune_examples
         assert self.trained.training is not None
-        quantized_part = round(count * QUANTIZED_SHARE)
         tuned = fine_tuned(
-            start.net,
-            start.scales,
+            start,
             steps,
             data=self.trained.training,
             teacher=self._teacher,
-            schedule=Schedule(quantized=quantized_part, spiking=count - quantized_part),
+            examples=count,
             like=like,
         )
         self.training += time.perf_counter() - begun
