@@ -81,7 +81,7 @@ def small_net() -> tuple[nn.Module, RateNet, tuple[Tensor, ...], Tensor]:
     ).eval()  # fmt: skip
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter *= 3
+            parameter.mul_(3)
     x = torch.rand(6, 1, 8, 8)
     net = lowered(module, x[:2]).to(torch.float32)
     scales = tuple(a.transpose(0, 1).flatten(1).amax(1).clamp(min=0.05) for a in computed(net, x)[:-1])
@@ -104,23 +104,20 @@ def test_what_is_trained_fires_as_the_simulator_does(reset: Reset, strictly: boo
 
 
 @pytest.mark.parametrize("reset", RESETS)
-def test_training_brings_the_spiking_outputs_nearer_to_those_of_the_net(reset: Reset) -> None:
-    module, net, scales, _ = small_net()
+def test_training_brings_the_spiking_net_nearer_to_what_it_is_to_compute(reset: Reset) -> None:
+    _, net, scales, _ = small_net()
     like = Neurons(name="", shape=(), threshold=torch.ones(()), reset=reset)
     x = torch.rand(128, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     items = [(row, 0) for row in x[:96]]
-    scales = tuple(3 * scale for scale in scales)  # so that four steps are few
+
+    def teacher(some: Tensor) -> list[Tensor]:
+        return [1.5 * outputs for outputs in computed(net, some)]
 
     def apart(net: RateNet, scales: tuple[Tensor, ...]) -> float:
-        outputs = spiking_activations(net, list(scales), 4, x[96:], like=like)[-1]
-        return float((outputs - module(x[96:])).square().mean())
+        found = spiking_activations(net, list(scales), 6, x[96:], like=like)
+        both = zip(found, teacher(x[96:]), strict=True)
+        return sum(float((own - other).detach().square().mean()) for own, other in both)
 
-    tuned = fine_tuned(
-        Calibrated(net=net, scales=scales),
-        4,
-        data=items,  # type: ignore[arg-type]
-        teacher=lambda some: computed(net, some),
-        examples=64 * 60,
-        like=like,
-    )
-    assert apart(tuned.net, tuned.scales) < 0.5 * apart(net, scales)
+    start = Calibrated(net=net, scales=tuple(1.5 * scale for scale in scales))
+    tuned = fine_tuned(start, 6, data=items, teacher=teacher, examples=64 * 80, like=like)  # type: ignore[arg-type]
+    assert apart(tuned.net, tuned.scales) < 0.8 * apart(net, start.scales)

@@ -27,7 +27,7 @@ from apportion.exporting.spiking.graph import Neurons
 
 TEMPERATURE = 2.0
 """What the outputs are divided by before they become probabilities."""
-RATE = 1e-3
+RATE = 2e-3
 """The largest learning rate of Adam, as a share of the root mean square of each tensor that is trained: that of two
 layers may differ by a factor of a hundred. It falls to 0 as a cosine."""
 WARM_UP = 0.1
