@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apportion.exporting.spiking.calibration.calibrate import calibrated
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
-from apportion.exporting.spiking.graph import SpikingGraph
+from apportion.exporting.spiking.graph import Neurons, SpikingGraph
 from apportion.exporting.spiking.quantized import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.simulator import simulate
 
@@ -42,6 +42,14 @@ def test_in_32_steps_it_is_right_in_88_percent_without_training(net: nn.Module) 
     x, y = unseen(500)
     made = calibrated(lowered(net, x[:2]).to(torch.float32), calibration()[:64], 32)
     assert right(assembled(made.net, made.scales, 32), x, y) >= 0.88
+
+
+@pytest.mark.timeout(900)
+def test_in_8_steps_neurons_that_fire_several_times_a_step_are_right_in_89_percent(net: nn.Module) -> None:
+    x, y = unseen(500)
+    neurons = Neurons(name="", shape=(), threshold=torch.ones(()), reset="subtract_clipped_multi")
+    made = calibrated(lowered(net, x[:2]).to(torch.float32), calibration(), 8, reset=neurons.reset)
+    assert right(assembled(made.net, made.scales, 8, like=neurons), x, y) >= 0.89
 
 
 @pytest.mark.timeout(900)
