@@ -127,7 +127,10 @@ def _single(settings: Sequence[_Setting]) -> list[_Setting]:
 def _beside(cluster: Cluster, here: Device, measured: Sequence[_Setting]) -> list[tuple[Device, _Setting]]:
     """Return the other places of a host with GPUs that rollouts are measured in: a GPU, one core, and all cores. The
     layouts of such a host have their workers on GPUs, and a network that acts may be faster on cores."""
-    there = {d.kind: d for d in reversed(cluster.devices) if d.host == here.host}  # the first of each kind
+    there: dict[str, Device] = {}
+    for device in cluster.devices:
+        if device.host == here.host:
+            there.setdefault(device.kind, device)
     if set(there) == {"cpu"}:
         return []
     known = {(here.kind, setting.together) for setting in measured}
@@ -141,13 +144,13 @@ def _beside(cluster: Cluster, here: Device, measured: Sequence[_Setting]) -> lis
 
 def gathered(grids: Sequence[RolloutGrid], facts: Message) -> RolloutTimes:
     """Return what was measured of rollouts in all places."""
-    left_out = {width: reason for grid in grids for width, reason in grid.left_out.items()}
+    left_out = {what: reason for grid in grids for what, reason in grid.left_out.items()}
     return RolloutTimes(
         environments=facts["environments"],
         steps=facts["rollout_steps"],
         played=tuple(t for grid in grids for t in grid.played),
         learned=tuple(t for grid in grids for t in grid.learned),
-        left_out="; ".join(f"{width} environments: {reason}" for width, reason in sorted(left_out.items())),
+        left_out="; ".join(f"{what}: {reason}" for what, reason in left_out.items()),
     )
 
 

@@ -20,6 +20,8 @@ FEW_RUNS = 3
 """The number of times that something slow is learnt from at the least."""
 PLAYING = 0.4
 """The share of the time for playing; learning has the rest."""
+LITTLE = 0.05
+"""The share of the time in which something is learnt from even where the time is up."""
 
 Ask = Callable[[dict[str, Any]], Sequence[Message]]
 """Gives workers an order, and returns what each of them answers."""
@@ -45,27 +47,27 @@ class RolloutGrid:
         self._ask, self._own, self._device, self._together = ask, own, device, together
         self.played: list[PlayTiming] = []
         self.learned: list[LearnTiming] = []
-        self.left_out: dict[int, str] = {}
-        """The numbers of environments that were not played, each with the reason."""
+        self.left_out: dict[str, str] = {}
+        """The numbers of environments and of steps that were not measured, each with the reason."""
 
     def measure(self, seconds: float) -> None:
         """Measure what there is time for. Each order is given its share of the time that is left."""
         began = time.monotonic()
         self._play(began, PLAYING * seconds)
-        self._learn(began + seconds)
+        self._learn(began + seconds, LITTLE * seconds)
 
     def _play(self, began: float, seconds: float) -> None:
         left, opening = widths(self._own[0]), math.inf
         while left:
             width = left.pop(0)
             if self.played and self._playing(width, opening) > seconds:
-                self.left_out[width] = "they take too long to open and to play"
+                self.left_out[f"{width} environments"] = "they take too long to open and to play"
                 continue
             share = max(0.0, began + seconds - time.monotonic()) / (1 + len(left))
             answers = self._ask({"kind": "play", "environments": width, "seconds": share})
             refused = next((a["refused"] for a in answers if a["refused"]), "")
             if refused:
-                self.left_out[width] = refused
+                self.left_out[f"{width} environments"] = refused
                 continue
             if width != self._own[0]:  # the workload's own are open already
                 opening = min(opening, max(a["opening"] for a in answers) / width)
@@ -80,15 +82,17 @@ class RolloutGrid:
         a_step = max((t.environment + t.acting) / t.environments for t in self.played)
         return width * (opening + FEW_STEPS * a_step)
 
-    def _learn(self, end: float) -> None:
+    def _learn(self, end: float, little: float) -> None:
         sizes = [(width, steps) for steps in lengths(self._own[1]) for width in self._widths()]
         for at, (width, steps) in enumerate(sizes):
             time_left = end - time.monotonic()
-            if self.learned and FEW_RUNS * self._learning(width * steps) > time_left:
+            if self.learned and FEW_RUNS * self._learning(width * steps) > max(time_left, little):
                 continue
             share = max(0.0, time_left) / (len(sizes) - at)
             order = {"kind": "learn", "environments": width, "steps": steps, "seconds": share}
             self.learned.append(self._learnt(width, steps, self._ask(order)))
+        for steps in sorted({steps for _, steps in sizes} - {t.steps for t in self.learned}):
+            self.left_out[f"{steps} steps"] = "they take too long to learn from"
 
     def _widths(self) -> list[int]:
         """Return the numbers of environments that were played, the workload's own first, where it is among them."""
