@@ -9,7 +9,7 @@ import pytest
 
 from apportion.cost_model.cluster import Cluster, Device, Rate
 from apportion.profiler import measure_workload
-from apportion.profiler.measure_workload import _beside, _Setting
+from apportion.profiler.measure_workload import _beside, _Setting, gathered
 from apportion.profiler.rollouts import grid
 from apportion.profiler.rollouts.grid import RolloutGrid, lengths, widths
 
@@ -118,6 +118,13 @@ def test_environments_that_do_not_open_are_left_out_with_their_own_words(monkeyp
     found = measured(Made(1e-4, 1e-5, 1e-6, refused=(1, 2, 32)), monkeypatch)
     assert [t.environments for t in found.played] == [8]
     assert found.left_out == dict.fromkeys([f"{k} environments" for k in (1, 2, 32)], "there are no so many")
+
+
+def test_what_was_left_out_in_one_place_alone_is_told_with_the_place() -> None:
+    one, two = (RolloutGrid(lambda order: [], (8, 16), "cores", together) for together in (1, 2))
+    one.left_out, two.left_out = {"32 environments": "slow"}, {"32 environments": "slow", "64 steps": "slower"}
+    told = gathered([one, two], {"environments": 8, "rollout_steps": 16})
+    assert told.left_out == "32 environments: slow; 64 steps by 2 workers at once on cores: slower"
 
 
 def test_a_host_with_a_gpu_is_measured_on_it_and_on_its_cores() -> None:

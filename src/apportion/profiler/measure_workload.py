@@ -144,7 +144,11 @@ def _beside(cluster: Cluster, here: Device, measured: Sequence[_Setting]) -> lis
 
 def gathered(grids: Sequence[RolloutGrid], facts: Message) -> RolloutTimes:
     """Return what was measured of rollouts in all places."""
-    left_out = {what: reason for grid in grids for what, reason in grid.left_out.items()}
+    left_out: dict[str, str] = {}
+    for grid in grids:
+        for what, reason in grid.left_out.items():
+            everywhere = all(what in other.left_out for other in grids)
+            left_out[what if everywhere else f"{what} {grid.where}"] = reason
     return RolloutTimes(
         environments=facts["environments"],
         steps=facts["rollout_steps"],

@@ -38,6 +38,8 @@ class RolloutRate:
     """Has the workload these numbers of environments and steps itself?"""
     frames_per_second: float
     """The frames a second of all workers together."""
+    error: float
+    """The share by which they may be off, by the rule for other predictions."""
     environment_seconds: float
     acting_seconds: float
     learning_seconds: float
@@ -82,7 +84,7 @@ def predicted(
     device, workers = layout.device(0), layout.ranks
     examples = workers if family(strategy) == SYNCHRONOUS else 1  # of a batch: those of all workers, or each one's own
     sized = of_size(profile, times, device.model, layout.together(0), size, examples)
-    p = priced(strategy, layout, sized)
+    p = priced(strategy, layout, sized).with_overhead(sized)
     if p.cost is None:
         return None
     frames = size[0] * size[1]
@@ -102,6 +104,7 @@ def predicted(
         steps=size[1],
         own=size == (times.environments, times.steps),
         frames_per_second=workers / a_frame,
+        error=p.error,
         environment_seconds=environment,
         acting_seconds=acting,
         learning_seconds=learning,
@@ -135,6 +138,7 @@ def of_size(
         backward=learning.backward,
         update=update,
         fused_update=fused,
+        without_core=profile.without_core,
     )
     return replace(
         profile,

@@ -69,7 +69,10 @@ def why(rates: Sequence[RolloutRate], left_out: str = "") -> tuple[str, ...]:
 
 
 def _most(best: RolloutRate, rates: Sequence[RolloutRate]) -> str:
-    text = f"most frames a second are predicted of {_size(best)} by {_who(best)}: {best.frames_per_second:,.0f}"
+    text = (
+        f"most frames a second are predicted of {_size(best)} by {_who(best)}: {best.frames_per_second:,.0f} (within "
+    )
+    text += f"{best.error:.0%})"
     own = [r for r in rates if r.own]
     if best.own or not own:
         return f"{text}, the workload's own size" if best.own else text

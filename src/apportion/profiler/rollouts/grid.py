@@ -50,6 +50,12 @@ class RolloutGrid:
         self.left_out: dict[str, str] = {}
         """The numbers of environments and of steps that were not measured, each with the reason."""
 
+    @property
+    def where(self) -> str:
+        """The place of the workers in words."""
+        many = "by one worker" if self._together == 1 else f"by {self._together} workers at once"
+        return f"{many} on {self._device}"
+
     def measure(self, seconds: float) -> None:
         """Measure what there is time for. Each order is given its share of the time that is left."""
         began = time.monotonic()
