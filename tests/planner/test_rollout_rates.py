@@ -176,10 +176,8 @@ def test_a_cell_has_the_number_of_workers_that_makes_most_frames_and_a_gpu_a_col
 
 def test_cores_win_and_what_they_lose_is_named() -> None:
     told = why((rate(1, 25_000), rate(2, 40_000, learning=20.0)))
-    assert told[0] == (
-        "most frames a second are predicted of 4 x 8 by hogwild with 2 workers: 40,000 (within 10%), the workload's own "
-        "size"
-    )
+    most = "most frames a second are predicted of 4 x 8 by hogwild with 2 workers: 40,000 (within 10%)"
+    assert told[0] == f"{most}, the workload's own size"
     assert told[1] == (
         "of a frame of a worker there 10 us the environment, 10 us acting, 20 us learning and 10 us the rest (the "
         "update, pushing, pulling, waiting)"
