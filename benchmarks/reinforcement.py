@@ -27,8 +27,9 @@ sharded_hogwild   frames/s of parameter_server, two workers, with a lock for eac
 sample_efficiency frames until 475 in CartPole, ours and A2C with the same settings; the ratio is how many times as many
                   frames ours takes.
 planned_*         frames/s that `apportion plan` predicts without a trial against those measured, of the examples
-                  CartPole, Acrobot, Pendulum and LunarLander by every strategy and number of workers that is priced:
-                  ours is the median error, the peer the 0.2 that is allowed. `points` has each pair.
+                  CartPole, Acrobot, Pendulum and LunarLander by every strategy and number of workers that is priced,
+                  and of two other sizes of their rollouts by every strategy that `plan` tells of: ours is the median
+                  error, the peer the 0.2 that is allowed. `points` has each pair.
 
 Frames are steps of environments, without those that only begin an episode again. Every process has one thread. The two
 sides run in turn, A B A B, the other one parked; a side that has settings to choose from is tried with each for 3 s

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
+from apportion.parallel.ops.factored_linear import plain_layers, redirect
 from apportion.parallel.ops.running_statistics import RunningStatistics
 from apportion.parallel.rollouts.acting import NumpyActing, TorchActing, fastest
 from apportion.parallel.rollouts.actor import Actor, Rollout
@@ -238,9 +239,33 @@ def test_a_perceptron_acts_by_numpy_as_it_does_by_torch() -> None:
             parameter.data = torch.randn_like(parameter)
 
 
+def test_a_perceptron_whose_gradients_go_to_shared_pages_acts_by_numpy_too() -> None:
+    """As under data_parallel, which exchanges the factors of the gradients of Linear layers."""
+    net, given = network(torch.float32), list[Tensor]()
+    for layer in plain_layers(net):
+        redirect(layer, lambda inputs, gradient: given.append(gradient))
+    observations = np.random.default_rng(0).standard_normal((6, NUMBERS)).astype(np.float32)
+    way = fastest(Unrolled(net), observations)
+    assert isinstance(way, NumpyActing)
+    begins = np.zeros(6, dtype=bool)
+    found, exact = way(observations, (), begins)[0], TorchActing(Unrolled(net))(observations, (), begins)[0]
+    assert np.abs(found - exact).max() < 1e-6
+    net(torch.from_numpy(observations))[0].sum().backward()
+    assert given, "its gradients go there still"
+
+
+class Doubled(nn.Linear):
+    """A layer that is no nn.Linear, whatever it is made from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def test_what_is_no_perceptron_does_not_act_by_numpy() -> None:
     with pytest.raises(ValueError, match="which is no layer of a multilayer perceptron"):
         NumpyActing(Unrolled(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
+    observations = np.zeros((4, 2), np.float32)
+    assert isinstance(fastest(Unrolled(nn.Sequential(Doubled(2, 2), nn.Tanh())), observations), TorchActing)
 
 
 def test_a_perceptron_is_found_to_act_by_numpy() -> None:

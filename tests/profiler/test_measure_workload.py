@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -277,6 +278,36 @@ def test_a_frame_is_timed_in_the_environment_and_in_acting() -> None:
     assert found.environment_seconds + found.acting_seconds <= 1.5 * found.loading_seconds
 
 
+def test_rollouts_of_other_sizes_are_timed_in_every_place_with_one_thread() -> None:
+    """As many sizes as there is time for on a machine that may be busy; the workload's own in any case."""
+    with by_value(played):
+        found = profile(played.workload(), CLUSTER, (ALONE, TWO), seconds=1.0, rollouts=2.0)
+    times = found.rollouts
+    assert times is not None
+    assert (times.environments, times.steps) == (4, 6)
+    assert times.places == [("here", 1), ("here", 2)]
+    for together in (1, 2):
+        assert {1, 4} <= {t.environments for t in times.played if t.together == together} <= {1, 4, 16}
+        sizes = {(t.environments, t.steps) for t in times.learned if t.together == together}
+        assert {(4, 6)} < sizes <= {(k, t) for k in (1, 4, 16) for t in (1, 6, 24)}
+    assert min(min(t.environment, t.acting) for t in times.played) > 0
+    assert min(min(t.forward, t.backward, t.update) for t in times.learned) > 0
+
+
+@pytest.mark.parametrize("case", ["recurrent_normalised", "by_torch"])
+def test_rollouts_of_any_network_are_timed(case: str) -> None:
+    with by_value(played):
+        found = profile(played.workload(**played.cases[case]), CLUSTER, (ALONE,), seconds=0.5, rollouts=1.0)
+    assert found.rollouts is not None
+    assert {(1, 6), (4, 6)} <= {*found.rollouts.sizes("here", 1)}
+
+
 def test_what_is_given_has_no_frames() -> None:
-    found = measured(networks.workload(networks.perceptron, networks.tabular(16, 10), 16), ALONE, seconds=0.5)
+    """Nor is anything measured of rollouts, however much time there is for them."""
+    with by_value(networks):
+        given = networks.workload(networks.perceptron, networks.tabular(16, 10), 16)
+        began = time.monotonic()
+        found = profile(given, CLUSTER, (ALONE,), seconds=0.5, rollouts=1000.0)
     assert (found.frames, found.environment_seconds, found.acting_seconds) == (0, 0.0, 0.0)
+    assert found.rollouts is None
+    assert time.monotonic() - began < 500

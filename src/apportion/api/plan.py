@@ -15,6 +15,9 @@ from apportion.planner.search import places_of, search
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
 
+ROLLOUT_SECONDS = 5.0
+"""The seconds for rollouts of other sizes than the workload's own, where its network makes its examples."""
+
 
 def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     workload: Workload | str | None = None,
@@ -58,7 +61,10 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
         profile = profile_of(network)
     else:
         assert workload is not None
-        profile = _profiled(workload, machines, workers) if here else _profiled(workload, _here(remeasure), None)
+        if here:
+            profile = _profiled(workload, machines, workers, rollouts=ROLLOUT_SECONDS)
+        else:
+            profile = _profiled(workload, _here(remeasure), None)
     found = search(profile, machines, workers=workers)
     name = workload if isinstance(workload, str) else None
     given = network is not None
@@ -148,9 +154,9 @@ def _here(remeasure: bool) -> Cluster:
     return measure(remeasure=remeasure)
 
 
-def _profiled(workload: Workload | str, here: Cluster, workers: int | None) -> Profile:
+def _profiled(workload: Workload | str, here: Cluster, workers: int | None, *, rollouts: float = 0.0) -> Profile:
     """Profiles the workload on this machine, whichever the plan is for: elsewhere the times are worked out from its
-    rates."""
+    rates. ``rollouts``: the seconds for rollouts of other sizes."""
     from apportion.profiler.measure_workload import profile
 
-    return profile(workload, here, places_of(here, workers))
+    return profile(workload, here, places_of(here, workers), rollouts=rollouts)

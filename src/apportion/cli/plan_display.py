@@ -9,6 +9,7 @@ from rich.table import Table
 
 from apportion.planner.candidate import Priced, family
 from apportion.planner.plan import Plan
+from apportion.planner.rollouts.told import table as rates_table
 from apportion.planner.units import gibibytes, number
 
 MOST_ROWS = 12
@@ -43,9 +44,32 @@ def show_plan(plan: Plan) -> None:
     say.list("when it would change", plan.sensitivities)
     if plan.matched is not None:
         say.list("side by side", [plan.matched.text])
+    if plan.rollouts:
+        say.line("\nother rollouts: frames/s, predicted")
+        console.print(_rollouts(plan))
+        for text in _SIZES:
+            say.dim(text)
+        say.list("", plan.rollouts_why)
     ours, torchrun = plan.commands
     say.list("to run it", [ours] if ours is not None else ["on each host, with its own NODE_RANK from 0 up:"])
     say.list("", [torchrun] if ours is None else [f"or under torchrun: {torchrun}"])
+
+
+_SIZES = (
+    "K x T: environments of each worker x steps of a rollout; (workers): the number of them that makes most frames",
+    "one actor a worker: data_parallel deals as many actors as it has workers, which is actors= of the workload",
+)
+
+
+def _rollouts(plan: Plan) -> Table:
+    """Makes the table of frames a second by size and strategy."""
+    heads, texts = rates_table(plan.rollouts)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right" if head != heads[0] else "left", no_wrap=True)
+    for row in texts:
+        table.add_row(*row)
+    return table
 
 
 class _Say:

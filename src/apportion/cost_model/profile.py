@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from apportion.cost_model.cluster import Device, Rate
 from apportion.cost_model.json_file import JsonFile
+from apportion.cost_model.rollouts import RolloutTimes
 
 
 class Seconds(NamedTuple):
@@ -138,6 +139,8 @@ class Profile(JsonFile):
     """The seconds of an example in the environments; with ``acting_seconds`` they are ``loading_seconds``, nearly."""
     acting_seconds: float = 0.0
     """The seconds of an example in which the network acts."""
+    rollouts: RolloutTimes | None = None
+    """What examples of other sizes take, where the network makes them; None: that was not measured."""
     batch_norm: bool = False
     """Does a layer look at the whole batch?"""
     cut_by_rows: bool = True

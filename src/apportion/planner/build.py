@@ -10,6 +10,8 @@ from apportion.planner.calibration import Correction, correction
 from apportion.planner.candidate import Priced, family, folded, ranked, trials_of
 from apportion.planner.explain import why_first, why_not
 from apportion.planner.plan import Matched, Plan
+from apportion.planner.rollouts.rates import rates
+from apportion.planner.rollouts.told import why
 from apportion.planner.search import search
 from apportion.planner.units import label, milliseconds
 from apportion.planner.what_if.cluster_variants import of_hosts
@@ -43,6 +45,8 @@ def make(  # noqa: PLR0913 (what a plan is of, and what was asked for)
     if first is None or first.cost is None or (chosen is None and not first.strategy.exact):
         raise ValueError(_none(order, profile, cluster))
     candidates = [p.with_overhead(profile) for p in folded([first, *(p for p in order if p is not first)])]
+    taught = _taught(order)
+    played = rates(profile, cluster, taught)
     return Plan(
         workload=profile.name if workload is None else workload,
         profile=profile,
@@ -51,7 +55,9 @@ def make(  # noqa: PLR0913 (what a plan is of, and what was asked for)
         candidates=tuple(candidates),
         why=why_first(candidates, profile),
         reasons=tuple(why_not(p, candidates[0], profile) for p in candidates),
-        sensitivities=sensitivities(order, first, profile, cluster, taught=_taught(order), workers=workers),
+        sensitivities=sensitivities(order, first, profile, cluster, taught=taught, workers=workers),
+        rollouts=played,
+        rollouts_why=why(played, "" if profile.rollouts is None else profile.rollouts.left_out),
         matched=None if against is None else match(candidates[0], profile, cluster, against),
         found=tuple(order),
         only_workers=workers,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.cost import TERMS
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced
+from apportion.planner.rollouts.rates import RolloutRate
 from apportion.runtime.launch.local import Local
 
 MOST_SPANS = 1500
@@ -53,6 +54,11 @@ class Plan:
     sensitivities: tuple[str, ...] = ()
     """The lines that say when the answer would change."""
     matched: Matched | None = None
+    rollouts: tuple[RolloutRate, ...] = ()
+    """The frames a second that are predicted of other numbers of environments and steps, by every strategy; empty where
+    the network does not make its examples by what it does, or only the workload's own numbers were measured."""
+    rollouts_why: tuple[str, ...] = ()
+    """The lines that say which of ``rollouts`` is the fastest, why, and whether cores or a GPU win."""
     found: tuple[Priced, ...] = ()
     """Every strategy on every layout that was looked at."""
     only_workers: int | None = None
@@ -91,6 +97,7 @@ class Plan:
         """Return the plan as plain data: the chosen candidate's ``strategy``, ``launcher``, ``workers``,
         ``step_seconds``, ``exact`` and its other fields (see ``described``); all ``candidates``, described in the same
         way and each with its ``why``; ``because`` (lines), ``sensitivities``, ``commands``, ``matched``; the
+        ``rollouts`` (see ``RolloutRate``) and what is to be said of them, ``rollouts_because`` (lines); the
         ``timeline`` of one step."""
         cost = self.chosen.cost
         assert cost is not None
@@ -104,6 +111,8 @@ class Plan:
             "sensitivities": list(self.sensitivities),
             "commands": {"apportion": self.commands.apportion, "torchrun": self.commands.torchrun},
             "matched": None if self.matched is None else _matched(self.matched),
+            "rollouts": [asdict(rate) for rate in self.rollouts],
+            "rollouts_because": list(self.rollouts_why),
             "timeline": [
                 {"on": s.on, "name": s.name, "kind": s.kind, "begin": s.begin, "end": s.end}
                 for s in cost.timeline[:MOST_SPANS]

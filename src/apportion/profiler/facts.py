@@ -14,6 +14,7 @@ from apportion.core.sampling.sampler import DataShard
 from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.optim.elementwise import rule_of
 from apportion.parallel.optim.fused import needs_whole_weights
+from apportion.parallel.rollouts.rollouts import Rollouts
 from apportion.parallel.tracing import network
 from apportion.parallel.tracing.network import Layer
 from apportion.profiler.call_timer import TimedCall, kept_bytes
@@ -36,14 +37,19 @@ def facts(own: TimedStep) -> Message:
     numel = sum(p.numel() for p in replica.trainable())
     slots = sum(t.numel() for _, t in replica.optimizers.slots() if t.dim())
     layers, untraceable = _layers(own)
+    dataset = own.step.source.dataset
+    played: object = dataset
+    rollouts = played if isinstance(played, Rollouts) else None
     return {
         "batch_size": len(own.batch),  # fewer than asked for where there are fewer examples
         "model": type(model).__name__,
         "parameter_bytes": sum(p.nbytes for p in model.parameters()),
         "slots": round(slots / max(1, numel)),
         "buffer_bytes": sum(b.nbytes for b in model.buffers()),
-        "examples": len(own.step.source.dataset),  # type: ignore[arg-type]
-        "frames": dataset.frames if isinstance(dataset := own.step.source.dataset, ActedDataset) else 0,
+        "examples": len(dataset),  # type: ignore[arg-type]
+        "frames": dataset.frames if isinstance(dataset, ActedDataset) else 0,
+        "environments": 0 if rollouts is None else rollouts.environments,
+        "rollout_steps": 0 if rollouts is None else rollouts.steps,
         "batch_norm": batch_norm,
         "cut_by_rows": workload.count is not None,
         "own_update": workload.update is not None,

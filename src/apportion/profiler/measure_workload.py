@@ -20,7 +20,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from apportion.comm.channel import Message
@@ -29,6 +29,8 @@ from apportion.core.workload import Workload
 from apportion.cost_model.cluster import Cluster, Device
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
+from apportion.cost_model.rollouts import RolloutTimes
+from apportion.profiler.rollouts.grid import RolloutGrid
 from apportion.runtime.launch.local import Local
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import MANY_STEPS, Job
@@ -48,6 +50,8 @@ MOST_PARTS = 8
 """The largest number of parts that a layer is timed in; for more parts the time is worked out."""
 PART_SECONDS = 0.5
 """The seconds of timing a part of a layer, at most."""
+MOST_ON_CORES = 16
+"""The largest number of workers that rollouts are measured with on the cores of a host with GPUs."""
 PARTS_STEP_SECONDS = 0.1
 """The least seconds of a step on the rows that parts are timed on: the fewest such rows; where no step takes so long,
 all rows."""
@@ -77,12 +81,15 @@ def profile(
     *,
     seconds: float = SECONDS,
     device: str | None = None,
+    rollouts: float = 0.0,
 ) -> Profile:
     """Measure what a step of the workload takes on this host, in each way in which workers of these layouts share it.
 
     ``seconds``: for all of it but the start of the processes; a network so slow that the least number of runs takes
     longer is still given these runs. ``device``: the cluster's device that this host is; None: that of the first
-    layout. Raises ValueError where no layout has a worker on such a device, or where the workload cannot be run.
+    layout. ``rollouts``: the further seconds for rollouts of other sizes than the workload's, where its network makes
+    its examples; 0: none are measured. Raises ValueError where no layout has a worker on such a device, or where the
+    workload cannot be run.
     """
     if not seconds > 0:
         raise ValueError(f"seconds={seconds} must be above 0: a profile is measured; {SECONDS:g} are enough for most")
@@ -92,7 +99,10 @@ def profile(
         raise ValueError(f"no layout has a worker on {here.name}, whose times are to be measured: give one that has")
     facts: Message = {}
     found: list[Found] = []
-    left = seconds
+    grids: list[RolloutGrid] = []
+    single = _single(settings)
+    beside = _beside(cluster, here, single)
+    left, each = seconds, rollouts / (len(single) + len(beside))
     for at, setting in enumerate(settings):
         share = setting.weight / sum(later.weight for later in settings[at:])
         with _Measuring(workload, here, setting) as measuring:
@@ -100,7 +110,52 @@ def profile(
             began = time.monotonic()
             found.append(measuring.measure(facts, left * share))
             left = max(0.0, left - (time.monotonic() - began))
-    return made(workload if isinstance(workload, str) else None, here.model, facts, found)
+            if each and facts["environments"] and setting in single:
+                grids.append(measuring.rollouts(facts, each))
+    for other, setting in beside if each and facts["environments"] else ():
+        with _Measuring(workload, other, setting) as measuring:
+            grids.append(measuring.rollouts(facts, each))
+    whole = made(workload if isinstance(workload, str) else None, here.model, facts, found)
+    return replace(whole, rollouts=gathered(grids, facts)) if grids else whole
+
+
+def _single(settings: Sequence[_Setting]) -> list[_Setting]:
+    """Return the settings that rollouts are measured in: whoever acts computes with one thread, whatever it has."""
+    return [s for s in settings if s.threads == 1] or list(settings[:1])
+
+
+def _beside(cluster: Cluster, here: Device, measured: Sequence[_Setting]) -> list[tuple[Device, _Setting]]:
+    """Return the other places of a host with GPUs that rollouts are measured in: a GPU, one core, and all cores. The
+    layouts of such a host have their workers on GPUs, and a network that acts may be faster on cores."""
+    there: dict[str, Device] = {}
+    for device in cluster.devices:
+        if device.host == here.host:
+            there.setdefault(device.kind, device)
+    if set(there) == {"cpu"}:
+        return []
+    known = {(here.kind, setting.together) for setting in measured}
+    wanted = [
+        (device, together)
+        for kind, device in there.items()
+        for together in sorted({1, min(device.cores, MOST_ON_CORES)} if kind == "cpu" else {1})
+    ]
+    return [(device, _Setting(1, together)) for device, together in wanted if (device.kind, together) not in known]
+
+
+def gathered(grids: Sequence[RolloutGrid], facts: Message) -> RolloutTimes:
+    """Return what was measured of rollouts in all places."""
+    left_out: dict[str, str] = {}
+    for grid in grids:
+        for what, reason in grid.left_out.items():
+            everywhere = all(what in other.left_out for other in grids)
+            left_out[what if everywhere else f"{what} {grid.where}"] = reason
+    return RolloutTimes(
+        environments=facts["environments"],
+        steps=facts["rollout_steps"],
+        played=tuple(t for grid in grids for t in grid.played),
+        learned=tuple(t for grid in grids for t in grid.learned),
+        left_out="; ".join(f"{what}: {reason}" for what, reason in left_out.items()),
+    )
 
 
 def _here(cluster: Cluster, layouts: Sequence[Placement], device: str | None) -> Device:
@@ -130,7 +185,7 @@ class _Measuring:
     """The workers of one setting."""
 
     def __init__(self, workload: Workload | str, here: Device, setting: _Setting) -> None:
-        self._setting = setting
+        self._setting, self._here = setting, here
         launcher = Local(workers=setting.together, threads=setting.threads, device=here.kind)
         job = Job(
             workload=workload,
@@ -171,6 +226,13 @@ class _Measuring:
         if self._setting.counts and facts["untraceable"] is None:
             self._parts(facts["layers"], found, max(end, time.monotonic() + seconds * PARTS_LEAST))
         return found
+
+    def rollouts(self, facts: Message, seconds: float) -> RolloutGrid:
+        """Measure rollouts of a few sizes."""
+        own = facts["environments"], facts["rollout_steps"]
+        grid = RolloutGrid(self._ask, own, self._here.model, self._setting.together)
+        grid.measure(seconds)
+        return grid
 
     def _rows(self, facts: Message) -> list[int]:
         batch = facts["batch_size"]
@@ -269,6 +331,9 @@ def _both(timing: Timing) -> float:
 
 # The profile
 
+_APART = "kind", "layers", "model", "parameter_bytes", "environments", "rollout_steps"
+"""The facts that are no fields of a profile, as they are."""
+
 
 @dataclass
 class Found:
@@ -288,7 +353,7 @@ class Found:
 def made(name: str | None, device: str, facts: Message, found: Sequence[Found]) -> Profile:
     """Make the profile: of ``facts`` that one worker has reported, and times from all settings. ``name``: the name of
     the profile; None: the model's."""
-    told = {what: value for what, value in facts.items() if what not in ("kind", "layers", "model", "parameter_bytes")}
+    told = {what: value for what, value in facts.items() if what not in _APART}
     passes = tuple(p for f in found for p in f.passes)
     layers = [_layer(layer, found) for layer in facts["layers"]]
     if not layers:  # one that is not known to have parts

@@ -22,6 +22,7 @@ from apportion.profiler.facts import facts, loading
 from apportion.profiler.layer_shards import PartCalls, TimedPart
 from apportion.profiler.layer_splits import part_of
 from apportion.profiler.profiled_step import TimedStep
+from apportion.profiler.rollouts.timer import RolloutTimer
 from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.entry import run_program
 from apportion.runtime.worker.job import Job
@@ -52,7 +53,7 @@ def main(sock: socket.socket, payload: bytes) -> int:
 
 def serve_timings(job: Job, world: World, channel: Channel) -> None:
     """Make the workload's step (``ready``); then obey orders: ``facts``, ``loading``, ``pass``, ``layers``, ``part``,
-    ``close``. Rank 0 finds out for all what the workload is.
+    ``play``, ``learn``, ``close``. Rank 0 finds out for all what the workload is.
 
     Every rank begins to time when all are there, and goes on for the same number of seconds.
     """
@@ -81,6 +82,11 @@ class StepProfiler:
                 return self.layers(order["rows"], order["seconds"])
             case "part":
                 return self.part(order)
+            case "play":
+                return RolloutTimer(self._own, self._world).played(order["environments"], order["seconds"])
+            case "learn":
+                timer = RolloutTimer(self._own, self._world)
+                return self._steps(timer.batch(order["environments"], order["steps"]), order["seconds"])
         if self._world.rank:
             return {}
         return facts(self._own) if order["kind"] == "facts" else loading(self._own)
@@ -109,7 +115,9 @@ class StepProfiler:
     def whole(self, rows: int, seconds: float) -> Message:
         """Time steps of so many rows: seconds of each one's forward (with the loss), backward and update; every other
         one with a ``fused`` update, where there is one."""
-        batch = self._own.rows(rows)
+        return self._steps(self._own.rows(rows), seconds)
+
+    def _steps(self, batch: Batch, seconds: float) -> Message:
         found: dict[str, list[float]] = {"forward": [], "backward": [], "update": [], "fused": []}
         waited = Waited()
         for run in self._timed(seconds, STEPS):

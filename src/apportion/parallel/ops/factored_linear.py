@@ -96,6 +96,11 @@ def redirect(layer: nn.Linear, sink: Sink) -> None:
     layer._sink = layer.weight, sink  # type: ignore[assignment]
 
 
+def computes_as_linear(layer: nn.Module) -> bool:
+    """Return whether a layer computes what ``nn.Linear`` does: one of these, wherever its gradient goes."""
+    return type(layer) in (nn.Linear, _Redirected)
+
+
 class _Redirected(nn.Linear):
     _sink: tuple[Tensor, Sink]
     """The sink, and the weight that it is for: another may stand in its place (``torch.func.functional_call``)."""

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from apportion.core import tree
 from apportion.core.torch_private import hooked
+from apportion.parallel.ops.factored_linear import computes_as_linear
 from apportion.parallel.rollouts.unrolled import MOST_DEVIATIONS, Unrolled
 
 Array = NDArray[Any]
@@ -54,7 +55,9 @@ class _Layers(fx.Tracer):
     """Traces down to single layers."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not isinstance(m, nn.Sequential) and super().is_leaf_module(m, module_qualified_name)
+        if isinstance(m, nn.Sequential):
+            return False
+        return computes_as_linear(m) or super().is_leaf_module(m, module_qualified_name)
 
 
 def _linear(layer: nn.Linear) -> Callable[[Array], Array]:
@@ -102,7 +105,7 @@ class NumpyActing:
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             raise ValueError(f"{node} is no layer of a multilayer perceptron")
         layer = self._network.get_submodule(str(node.target))
-        if type(layer) is not nn.Linear and type(layer) not in _ELEMENTWISE:
+        if not computes_as_linear(layer) and type(layer) not in _ELEMENTWISE:
             raise ValueError(f"{node.target} is a {type(layer).__name__}, which is no layer of a multilayer perceptron")
         if hooked(layer, forward_only=True):
             raise ValueError(f"{node.target} has hooks, which numpy would not call")

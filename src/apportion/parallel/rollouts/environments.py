@@ -62,7 +62,13 @@ class EnvironmentLoop:
 
     def __init__(self, make: Factory, width: int, first: Any = None) -> None:
         """``first``: one that is open already."""
-        self._all = [make() if k or first is None else first for k in range(width)]
+        self._all = [] if first is None else [first]
+        try:
+            while len(self._all) < width:
+                self._all.append(make())
+        except BaseException:  # those that did open are no use to anybody
+            self.close()
+            raise
         self.width = width
         self.observation_space, self.action_space = self._all[0].observation_space, self._all[0].action_space
         self._whole = type(self.action_space).__name__ == "Discrete"

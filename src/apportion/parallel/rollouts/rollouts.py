@@ -40,8 +40,8 @@ class Rollouts(ActedDataset):
         gamma: float = 0.0,
         state: Callable[[int], Any] | None = None,
     ) -> None:
-        self._environment, self._many, self._width, self._steps = environment, actors, environments, steps
-        self._gamma, self._state = gamma, state
+        self._environment, self._many, self._gamma, self._state = environment, actors, gamma, state
+        self.environments, self.steps = environments, steps
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._acting = Acting()
@@ -54,7 +54,7 @@ class Rollouts(ActedDataset):
     @property
     def frames(self) -> int:
         """The steps of environments in an example."""
-        return self._width * self._steps
+        return self.environments * self.steps
 
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         """An example as it may be, made without the network."""
@@ -64,7 +64,7 @@ class Rollouts(ActedDataset):
     def _actor(self, number: int) -> Actor:
         key = self.worker, number
         if key not in self._actors:
-            self._actors[key] = self._new_actor(self.worker * self._many + number, self._width)
+            self._actors[key] = self._new_actor(self.worker * self._many + number, self.environments)
         return self._actors[key]
 
     def _new_actor(self, key: int, width: int) -> Actor:
@@ -83,10 +83,36 @@ class Rollouts(ActedDataset):
                 def nothing(observations: Any, state: Any, begins: Any) -> tuple[Any, Any]:
                     return np.zeros((len(observations), numbers), dtype=np.float32), state
 
-                self._example = _widened(actor.play(nothing, self._steps, 0), self._width)
+                self._example = actor.play(nothing, self.steps, 0)
             finally:
                 actor.close()
-        return _inputs([self._example] * many), _targets([self._example] * many)
+        example = _widened(self._example, self.environments)
+        return _inputs([example] * many), _targets([example] * many)
+
+    def shaped(self, environments: int, steps: int) -> tuple[Any, Any]:
+        """Return the inputs and targets of one example of other sizes, as it may be: what one environment has done is
+        repeated, and nothing is played for it."""
+        self._sample(1)
+        assert self._example is not None
+        example = _widened(_lengthened(self._example, steps), environments)
+        return _inputs([example]), _targets([example])
+
+    def resized(self, environments: int, *, steps: int | None = None, actors: int = 1) -> Rollouts:
+        """Return rollouts of other sizes, of environments of their own, played by the same network. steps=None: as many
+        as here."""
+        sizes = {"actors": actors, "environments": environments, "steps": self.steps if steps is None else steps}
+        found = Rollouts(self._environment, **sizes, gamma=self._gamma, state=self._state)
+        found.network, found.seed, found.worker = self.network, self.seed, self.worker
+        self._sample(1)
+        assert self._example is not None
+        found._example = _lengthened(self._example, found.steps)  # else it opens one environment more
+        return found
+
+    def close(self) -> None:
+        """Let go of all environments; whoever plays again opens new ones."""
+        actors, self._actors, self._made = self._actors, {}, {}
+        for actor in actors.values():
+            actor.close()
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         if self.network is None:  # of the right shape, and nothing that the actors have done
@@ -96,7 +122,7 @@ class Rollouts(ActedDataset):
         for number in index.tolist():
             key = self.worker, number
             if self._made.get(key, (-1, None))[0] != step:
-                rollout = self._actor(number).play(act, self._steps, step)
+                rollout = self._actor(number).play(act, self.steps, step)
                 self._made[key] = step, rollout
                 self._told.take(rollout)
             played.append(self._made[key][1])
@@ -149,6 +175,16 @@ def _widened(rollout: Rollout, width: int) -> Rollout:
     found: dict[str, Any] = {name: np.repeat(getattr(rollout, name), width, axis=1) for name in names}
     state = tree.map_tensors(lambda t: t.repeat_interleave(width, dim=0), rollout.state)
     return replace(rollout, **found, state=state)
+
+
+def _lengthened(rollout: Rollout, steps: int) -> Rollout:
+    """The rollout with so many steps, in which what was done is done again from the beginning."""
+    found: dict[str, Any] = {}
+    for name in (*_TARGETS, "last_at", "returns", "observations", "begins"):
+        array = getattr(rollout, name)
+        many = steps + len(array) - len(rollout.rewards)  # of observations there is one more
+        found[name] = array[np.arange(many) % len(array)]
+    return replace(rollout, **found)
 
 
 def _inputs(played: list[Rollout]) -> Played:

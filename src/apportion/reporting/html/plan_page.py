@@ -27,6 +27,7 @@ def plan_sections(plan: Mapping[str, Any], pictures: ModuleType | None) -> list[
     return [
         section("The plan", _chosen(plan)),
         section("Strategies", _strategies(plan, pictures)),
+        _rollouts(plan),
         _step(plan, pictures),
         section("To run it", _commands(plan)),
     ]
@@ -88,6 +89,37 @@ def _row(candidate: Mapping[str, Any]) -> list[str]:
         f"{number(candidate['examples_per_second'])} ±{candidate['error']:.0%}",
         tables.size(candidate["memory_bytes"]),
         exact,
+    ]
+
+
+def _rollouts(plan: Mapping[str, Any]) -> str:
+    """Write the frames a second of other numbers of environments and steps; nothing where the network does not make its
+    examples, or an older version has made the plan."""
+    rates = plan.get("rollouts") or []
+    if not rates:
+        return ""
+    heads = ["environments x steps", "strategy", "device", "workers", "frames/s", *(f"{p}, us" for p in _PARTS)]
+    most = max(rate["frames_per_second"] for rate in rates)
+    table = tables.table(heads, [_rate(rate, most) for rate in rates], texts=3)
+    note = "Predicted. Microseconds are those of a frame, of the worker that makes it; each worker has one actor."
+    lines = "".join(f"<p>{escape(text)}</p>" for text in [*plan["rollouts_because"], note])
+    return section("Other rollouts", lines + numbers("All in numbers", table, shown=False))
+
+
+_PARTS = ("environment", "acting", "learning", "rest")
+
+
+def _rate(rate: Mapping[str, Any], most: float) -> list[str]:
+    size = f"{rate['environments']} x {rate['steps']}{' (own)' if rate['own'] else ''}"
+    best = " (most)" if rate["frames_per_second"] == most else ""
+    each = (number(rate[f"{part}_seconds"] * 1e6) for part in _PARTS)
+    return [
+        size,
+        rate["strategy"],
+        rate["kind"],
+        f"{rate['workers']}",
+        f"{rate['frames_per_second']:,.0f}{best}",
+        *each,
     ]
 
 
