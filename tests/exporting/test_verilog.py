@@ -60,6 +60,7 @@ def test_the_circuit_is_the_network_in_integers_for_every_input(name: str, bits:
 
 @needs("iverilog", "verilator")
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.processes
 @pytest.mark.parametrize("bits", [4, 5, 6])
 @pytest.mark.parametrize("name", ["dense", "convolutional"])

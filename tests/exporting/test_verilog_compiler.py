@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import digits_nets
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from apportion.errors import NotVerified
 from apportion.exporting.exporter import export
@@ -22,8 +23,9 @@ from apportion.exporting.fpga.devices import DEVICES
 from apportion.exporting.fpga.fine_tuning import fine_tuned
 from apportion.exporting.fpga.fixed_point import FixedLayer, FixedNet, IntegerFormat
 from apportion.exporting.fpga.float_layers import FloatLayer, imported
+from apportion.exporting.fpga.proof import proved
 from apportion.exporting.fpga.quantizer import quantized, weights
-from apportion.exporting.fpga.tools import programs
+from apportion.exporting.fpga.tools import programs, simulators
 from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
 from apportion.exporting.fpga.verilog_reader import circuit_in
 from apportion.exporting.targets import verilog
@@ -90,6 +92,36 @@ def test_fine_tuning_learns_with_the_integers_of_few_bits() -> None:
         return float(nn.functional.cross_entropy(outputs, targets))
 
     assert error(learned) < 0.7 * error(layers)
+
+
+class Skipping(nn.Module):
+    """A number of its first layer is read again many stages later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        found: Tensor = self.last((self.second(x) + x).relu())
+        return found
+
+
+@pytest.mark.skipif(shutil.which("iverilog") is None, reason="not installed: iverilog")
+@pytest.mark.processes
+@pytest.mark.parametrize(("pins", "beats"), [(206, 1), (34, 2), (26, 6)])
+def test_examples_never_meet_in_many_stages_however_often_they_come(pins: int, beats: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = torch.rand(60, 6)
+    net = quantized(imported(Skipping(), inputs), inputs, 4)
+    path = tmp_path / "net.v"
+    ports = compiled(net, path, replace(HX8K, pins=pins), 1000, place=False).ports
+    assert (ports.beats, ports.stages > 12) == (beats, True)
+    circuit = circuit_in(path)
+    assert len(proved(circuit, net)) == len(net.layers)
+    integers = simulators.integers_in(inputs, ports)
+    found = simulators.icarus(path, ports, integers)
+    np.testing.assert_array_equal(found, net.integers(inputs)[-1].numpy())
 
 
 def circuit_at(mhz: float) -> PlacedCircuit:
