@@ -23,11 +23,14 @@ from apportion.exporting.fpga.devices import DEVICES
 from apportion.exporting.fpga.fine_tuning import fine_tuned
 from apportion.exporting.fpga.fixed_point import FixedLayer, FixedNet, IntegerFormat
 from apportion.exporting.fpga.float_layers import FloatLayer, imported
+from apportion.exporting.fpga.netlist import IntegerRange, Op
 from apportion.exporting.fpga.proof import proved
 from apportion.exporting.fpga.quantizer import quantized, weights
 from apportion.exporting.fpga.tools import programs, simulators
+from apportion.exporting.fpga.tools.sat import proved_limits
 from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
 from apportion.exporting.fpga.verilog_reader import circuit_in
+from apportion.exporting.fpga.verilog_text import clamp_module, limit_name
 from apportion.exporting.targets import verilog
 from apportion.exporting.targets.verilog import Verilog
 
@@ -122,6 +125,19 @@ def test_examples_never_meet_in_many_stages_however_often_they_come(pins: int, b
     integers = simulators.integers_in(inputs, ports)
     found = simulators.icarus(path, ports, integers)
     np.testing.assert_array_equal(found, net.integers(inputs)[-1].numpy())
+
+
+@pytest.mark.skipif(shutil.which("yosys") is None, reason="not installed: yosys")
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("width", "shift", "low", "high"),
+    [(12, 3, 0, 15), (8, 3, 0, 15), (6, 0, 0, 7), (9, 2, 0, 11), (9, 2, -8, 7), (4, 1, -8, 7), (3, 5, 0, 15)],
+)
+def test_modules_limit_every_number(width: int, shift: int, low: int, high: int, tmp_path: Path) -> None:
+    to, op = IntegerRange(low, high).width, Op("clamp", (0,), (shift, low, high))
+    lines = clamp_module(width, to, op)
+    (tmp_path / "net.v").write_text("\n".join(lines))
+    assert proved_limits(tmp_path / "net.v") == {limit_name(width, to, op): True}
 
 
 def circuit_at(mhz: float) -> PlacedCircuit:
