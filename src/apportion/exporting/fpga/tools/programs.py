@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from apportion.errors import ApportionError, ProgramMissing
@@ -33,21 +36,33 @@ def version(program: str, question: str = "--version") -> str:
 
 def run(folder: Path, *command: str, seconds: float = SECONDS) -> tuple[int, str]:
     """Run a program in a folder and return its exit status and all that it printed. Raises ApportionError where it
-    takes too long."""
+    takes too long, or is ended by a signal. Then, and where this process is interrupted, what the program has started
+    ends with it. Its temporary files lie in the folder."""
+    process = subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env={**os.environ, "TMPDIR": str(folder)}, process_group=0,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds,
-            check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise ApportionError(f"{command[0]} has not ended within {seconds:g} s: make the network smaller") from None
-    return done.returncode, done.stdout
+        said, _ = process.communicate(timeout=seconds)
+    except BaseException as error:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with yosys go its abc, with verilator make and the compiler
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise ApportionError(f"{command[0]} has not ended within {seconds:g} s: make the network smaller") from None
+        raise
+    if process.returncode < 0:
+        raise ApportionError(
+            f"{command[0]} was ended by {signal.Signals(-process.returncode).name} from outside, perhaps for want of "
+            "memory: export again"
+        )
+    return process.returncode, said
 
 
 def must_run(folder: Path, *command: str, seconds: float = SECONDS) -> str:
     """Run a program as ``run`` does and return what it printed. Raises ApportionError where it fails."""
     status, said = run(folder, *command, seconds=seconds)
     if status:
-        lines = [line for line in said.splitlines() if "rror" in line] or said.strip().splitlines()[-3:]
+        lines = [line for line in said.splitlines() if "error" in line.lower()] or said.strip().splitlines()[-3:]
         raise ApportionError(f"{command[0]} ended with status {status}: {' / '.join(lines[:3])}")
     return said

@@ -6,10 +6,12 @@ import re
 import tempfile
 from pathlib import Path
 
+from apportion.errors import ApportionError, NotVerified
 from apportion.exporting.fpga.tools import programs
 
 SECONDS = 20
 """The longest time for the proof of one module; one that takes longer is marked as seen in simulation alone."""
+_DISPROVED, _TIMED_OUT = "proof did fail", "proof did time out"
 _LIMIT = re.compile(r"module (limit_(\d+)_(\d+)_(\d+)_(m?)(\d+)_(\d+)) ")
 
 
@@ -19,23 +21,33 @@ def limits_in(path: Path) -> list[str]:
 
 
 def proved_limits(path: Path) -> dict[str, bool]:
-    """Return, for each module of the file that limits a number, whether it is proved to do so for every number.
+    """Return, for each module of the file that limits a number, whether it is proved to do so for every number; False
+    where the solver has not ended in time.
 
-    The specification divides by 2**s with an arithmetic shift, and compares. What is not proved in time, or is wrong,
-    is False.
+    The specification divides by 2**s with an arithmetic shift, and compares. Raises NotVerified, with the module, where
+    the solver has found a number that the module does not limit.
     """
     found = {}
     with tempfile.TemporaryDirectory(prefix="apportion-verilog-") as made:
         folder = Path(made)
-        for match in _LIMIT.finditer(path.read_text()):
+        text = path.read_text()
+        (folder / "net.v").write_text(text)  # the path to it may have blanks
+        for match in _LIMIT.finditer(text):
             name = match[1]
             (folder / "spec.v").write_text(_specification(match))
             script = (
-                f"read_verilog spec.v; read_verilog {path.resolve()}; proc; "
+                "read_verilog spec.v; read_verilog net.v; proc; "
                 f"miter -equiv -flatten specification {name} compared; "
                 f"sat -verify -timeout {SECONDS} -prove trigger 0 compared"
-            )  # fmt: skip
-            status, _ = programs.run(folder, "yosys", "-q", "-p", script, seconds=4 * SECONDS)
+            )
+            status, said = programs.run(folder, "yosys", "-q", "-p", script, seconds=15 * SECONDS)
+            if status and _DISPROVED in said:
+                raise NotVerified(
+                    f"the module {name} does not limit every number, by yosys' SAT: this is a defect of the target "
+                    "verilog; nothing was written"
+                )
+            if status and _TIMED_OUT not in said:
+                raise ApportionError(f"yosys ended with status {status} at the module {name}: {said.strip()[-200:]}")
             found[name] = status == 0
     return found
 

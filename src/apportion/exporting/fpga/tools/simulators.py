@@ -58,12 +58,10 @@ def icarus(path: Path, ports: CircuitPorts, integers: NDArray[np.int64]) -> NDAr
     """Run the circuit in Icarus Verilog for these integers, a row for each example, and return those that leave it."""
 
     def run(folder: Path) -> None:
-        programs.must_run(
-            folder, "iverilog", "-g2005-sv", "-o", "bench.vvp", "-s", "bench", "bench.v", str(path.resolve())
-        )
+        programs.must_run(folder, "iverilog", "-g2005-sv", "-o", "bench.vvp", "-s", "bench", "bench.v", "net.v")
         programs.must_run(folder, "vvp", "-N", "bench.vvp")
 
-    return _simulated(run, ports, integers)
+    return _simulated(run, path, ports, integers)
 
 
 def verilator(path: Path, ports: CircuitPorts, integers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -71,12 +69,10 @@ def verilator(path: Path, ports: CircuitPorts, integers: NDArray[np.int64]) -> N
 
     def run(folder: Path) -> None:
         options = ("--binary", "--timing", "-Wno-fatal", "-Wno-lint", "-Wno-style", "-O3", "-CFLAGS", "-O1")
-        programs.must_run(
-            folder, "verilator", *options, "--top-module", "bench", "-o", "bench", "bench.v", str(path.resolve())
-        )
+        programs.must_run(folder, "verilator", *options, "--top-module", "bench", "-o", "bench", "bench.v", "net.v")
         programs.must_run(folder, str(folder / "obj_dir" / "bench"))
 
-    return _simulated(run, ports, integers)
+    return _simulated(run, path, ports, integers)
 
 
 SIMULATORS: dict[str, tuple[str, Callable[[Path, CircuitPorts, NDArray[np.int64]], NDArray[np.int64]]]] = {
@@ -108,7 +104,9 @@ def integers_out(lines: list[str], ports: CircuitPorts) -> NDArray[np.int64]:
     return raw - ((raw >> (width - 1)) << width)
 
 
-def _simulated(run: Callable[[Path], None], ports: CircuitPorts, integers: NDArray[np.int64]) -> NDArray[np.int64]:
+def _simulated(
+    run: Callable[[Path], None], path: Path, ports: CircuitPorts, integers: NDArray[np.int64]
+) -> NDArray[np.int64]:
     words = beats_of(integers, ports)
     enters, leaves = ports.words * ports.input_width, int(np.prod(ports.output_shape)) * ports.output_width
     bench = _BENCH.format(
@@ -118,6 +116,7 @@ def _simulated(run: Callable[[Path], None], ports: CircuitPorts, integers: NDArr
     with tempfile.TemporaryDirectory(prefix="apportion-verilog-") as made:
         folder = Path(made)
         (folder / "bench.v").write_text(bench)
+        (folder / "net.v").write_text(path.read_text())  # the path to it may have blanks
         (folder / "beats.hex").write_text("".join(f"{word:x}\n" for word in words))
         run(folder)
         lines = (folder / "outputs.hex").read_text().split()

@@ -27,6 +27,8 @@ module carry_chain (A, B, Y);
     adder (.A(A), .B(B), .CI(SUB), .BI(SUB), .X(X), .Y(Y), .CO(CO));
 endmodule
 """
+SECONDS = 3600.0
+"""The longest time that synthesis, or placing and routing, may take: in WebAssembly it takes minutes."""
 _CELL = re.compile(r"^ {5}(\w+) +(\d+)$", re.MULTILINE)
 _PATH = re.compile(r"([\d.]+) ns logic, ([\d.]+) ns routing")
 _REFUSED = re.compile(r"^(?:ERROR|terminate|.*what\(\)).*$", re.MULTILINE)
@@ -76,17 +78,19 @@ def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> Pla
         (folder / "adders.v").write_text(_ADDERS)
         (folder / "net.v").write_text(path.read_text())
         script = (
+            "scratchpad -set abc.nocleanup 1; scratchpad -set abc9.nocleanup 1; "  # abc's files lie here, not in /tmp
             f"read_verilog net.v; hierarchy -top {module}; proc; flatten; opt_expr; opt_clean; wreduce; "
             "opt_expr -fine; opt_clean; techmap -map adders.v; opt_expr -fine; "
             f"{device.synthesis} -top {module} -json net.json; tee -o stat.txt stat"
         )
-        programs.must_run(folder, yosys, "-q", "-p", script)
+        programs.must_run(folder, yosys, "-q", "-p", script, seconds=SECONDS)
         cells = {name: int(count) for name, count in _CELL.findall((folder / "stat.txt").read_text())}
         luts = sum(cells.get(name, 0) for name in _LUTS) + 2 * cells.get("CCU2C", 0)
         if luts > device.luts:
             raise _too_large(device, luts, "look-up tables", device.luts)
         options = (*device.options, "--json", "net.json", "--freq", f"{clock_mhz:g}", "--seed", "1")
-        status, said = programs.run(folder, placer, *options, "--timing-allow-fail", "--report", "report.json")
+        options += ("--timing-allow-fail", "--report", "report.json")
+        status, said = programs.run(folder, placer, *options, seconds=SECONDS)
         if status:
             over = re.search(rf"(?:{'|'.join(_CELLS)}): +(\d+)/ *(\d+)", said)
             if over and int(over[1]) > int(over[2]):
