@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import pytest
 from commands import finish, start
 from stablehlo_cases import CASES, TPU
 
+from apportion.cli.app import _EXTRAS
 from apportion.core.value import parse
 from apportion.exporting.exporter import PACKAGE
+from apportion.exporting.tpu import cost
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 SECONDS = 500
@@ -35,6 +38,10 @@ REFUSED = {
     "float64": r"^layer 0 \(Linear\) holds weight in float64, which no TPU has: export model\.float\(\)",
     "loss decides": rf"^the loss {DECIDES}",
     "loss of each": r"the loss has the shape \(4,\) and must be one number: give its mean",
+}
+NO_STEP = {
+    "two inputs": "there is no loss, or there are no examples for calibration",
+    "nothing to train": "there is no parameter that is trained",
 }
 ONE_BY_ONE = ("recurrent", "transformer")
 
@@ -63,9 +70,9 @@ def assert_it_is_what_torch_computes(name: str, told: dict[str, Any]) -> None:
     assert told["fast_path"], "what torchax turns off for the whole process is on again"
     programs, costs = told["tables"]
     rows = [row[:2] for row in programs["rows"]]
-    if CASES[name].targets is None:
-        assert rows == [["forward", "outputs"], ["step", "left out: there is no loss, or there are no examples for "
-                                                         "calibration"]]  # fmt: skip
+    why = NO_STEP.get(name)
+    if why is not None:
+        assert rows == [["forward", "outputs"], ["step", f"left out: {why}"]]
     else:
         assert rows == [["forward", "outputs"], ["step", "loss"], ["step", "gradients"], ["step", "weights"]]
         assert all(float(row[-1]) <= 1e-5 for row in programs["rows"][1:])
@@ -200,9 +207,8 @@ def test_a_net_that_two_workers_trained_is_lowered_and_compiled_for_a_tpu(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trained_run(tmp_path)
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TPU)])
-    target = "stablehlo(platforms=('tpu',), topology='v5e:2x2')"
-    (said,) = finish([start([*APPORTION, "export", "run", "--target", target, "--json"], PYTHONPATH=path)])
+    status, said = exported_for("v5e:2x2")
+    assert status == 0, said
     told = json.loads(said[said.index("{") :])
     assert told["path"] == "run/model.stablehlo"
     assert told["verifications"][0]["difference"] <= 1e-5
@@ -212,6 +218,64 @@ def test_a_net_that_two_workers_trained_is_lowered_and_compiled_for_a_tpu(
         *(["libtpu, one v5e", name] for name in ("forward", "step")),
     ]
     assert "libtpu has compiled forward, step for one v5e chip without having one" in told["conclusion"]
+    assert all(row[2] > 0 and row[7] > 0 for row in told["tables"][1]["rows"][2:]), "operations, and bytes of code"
+    there = sorted(path.name for path in Path("run").iterdir())
+    status, said = exported_for("v9:2x2")
+    assert status == 2, said
+    assert "topology='v9:2x2' is none that libtpu compiles for (" in said
+    assert sorted(path.name for path in Path("run").iterdir()) == there
+
+
+def exported_for(topology: str) -> tuple[int, str]:
+    """Export the run in the folder run for a topology; return the exit status, and what was said."""
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TPU)])
+    target = f"stablehlo(platforms=('tpu',), topology={topology!r})"
+    process = start([*APPORTION, "export", "run", "--target", target, "--json"], PYTHONPATH=path)
+    try:
+        said = process.communicate(timeout=SECONDS)[0]
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+COST = {
+    "flops": 2.0, "bytes_moved": 3.0, "argument_bytes": 4, "output_bytes": 5, "temporary_bytes": 6, "code_bytes": 7,
+    "predicted_s": None, "compile_s": 8.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "why"), [(0, ""), (1, "the last line")])
+def test_what_the_process_of_libtpu_prints_are_the_costs(
+    status: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+
+    def run(command: Any, **others: Any) -> Any:
+        asked.append((command, others["cwd"]))
+        printed = "a word\n" + "".join(json.dumps({"program": x, **COST}) + "\n" for x in ("forward", "step"))
+        return subprocess.CompletedProcess(command, status, printed.encode(), b"a line\nthe last line\n")
+
+    monkeypatch.setattr(cost.subprocess, "run", run)
+    found = cost.on_tpu(Path("net.stablehlo"), "v5e:2x2", 4)
+    assert found == ({name: cost.ProgramCost(**COST) for name in ("forward", "step")}, why)
+    ((command, folder),) = asked
+    assert Path(folder) / command[3] == tmp_path / "net.stablehlo", "wherever the process runs, it is this file"
+    monkeypatch.setattr(
+        cost.subprocess, "run", lambda *a, **_: subprocess.CompletedProcess(a, 0, b'{"unknown": "no TPU v9"}', b"")
+    )
+    with pytest.raises(ValueError, match=r"topology='v9:2x2' is none that libtpu compiles for \(no TPU v9\): give one"):
+        cost.on_tpu(Path("net.stablehlo"), "v9:2x2", 4)
+
+
+def test_a_topology_without_libtpu_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cost, "version", missing)
+    with pytest.raises(ModuleNotFoundError, match="libtpu") as caught:
+        cost.ask_for_libtpu()
+    assert _EXTRAS[caught.value.name or ""] == "tpu"
 
 
 @pytest.mark.processes

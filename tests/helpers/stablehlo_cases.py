@@ -84,11 +84,11 @@ class Noisy(nn.Module):
         return x + torch.randn_like(x)
 
 
-class Odd(nn.Module):
+class Odd(nn.Linear):
     """A network that asks for the number of examples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if len(x) % 2 else 1 + x
+        return super().forward(x + 1 if len(x) % 2 else 1 + x)
 
 
 def dense() -> nn.Module:
@@ -120,7 +120,8 @@ CASES: Mapping[str, Case] = {
     "transformer": Case(transformer, torch.randn(4, 5, 16), CLASSES),
     "tied": Case(Tied, torch.randint(0, 12, (4, 5)), CLASSES),
     "two inputs": Case(TwoInTwoOut, {"right": torch.randn(4, 3), "left": torch.randn(4, 3)}),
-    "one batch size": Case(Odd, X, torch.randn(4, 6), F.mse_loss),
+    "one batch size": Case(lambda: Odd(6, 6), X, torch.randn(4, 6), F.mse_loss),
+    "nothing to train": Case(lambda: nn.Linear(6, 3).requires_grad_(False), X, CLASSES),
     "regression": Case(dense, X, torch.randn(4, 3), F.mse_loss, "stablehlo(platforms=('tpu', 'cuda'))"),
     "deciding": Case(within(Deciding()), X),
     "selecting": Case(within(Selecting()), X),

@@ -66,6 +66,8 @@ class Stablehlo(Target):
     def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says. Raises NotVerified where the training step differs from torch's."""
         versions()  # raises ModuleNotFoundError first of all
+        if self.topology is not None:
+            cost.ask_for_libtpu()
         weights = lowering.weights_of(trained.module)
         forward, dynamic = self._forward(trained)
         examples, why = self._examples(trained)
@@ -136,6 +138,8 @@ class Stablehlo(Target):
             return None, "not asked for"
         if trained.loss is None or trained.calibration is None:
             return None, "there is no loss, or there are no examples for calibration"
+        if not lowering.trained_names(trained.module):
+            return None, "there is no parameter that is trained"
         given = trained.calibration
         counts = [len(pytree.tree_leaves(tree)[0]) for tree in (trained.sample, given.inputs)]
         inputs, targets = pytree.tree_map(lambda x: x[: min(counts)], (given.inputs, given.targets))
