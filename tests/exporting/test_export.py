@@ -132,6 +132,27 @@ def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_that_names_what_it_must_compute_is_held_to_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Onnx.read
+    net = nn.Linear(3, 2)
+
+    def another(inputs: Tensor) -> list[Any]:
+        return [2 * net(inputs).detach().numpy()]
+
+    def twice(*a: Any) -> list[Reading]:
+        return [replace(one, outputs=[[2 * y for y in ys] for ys in one.outputs]) for one in right(*a)]
+
+    monkeypatch.setattr(Onnx, "read", lambda *a: [replace(one, reference=another) for one in twice(*a)])
+    assert export(net, torch.randn(2, 3), tmp_path / "net.onnx").verification.difference < 1e-6
+    (tmp_path / "net.onnx").unlink()
+    monkeypatch.setattr(Onnx, "read", lambda *a: [replace(one, reference=another) for one in right(*a)])
+    with pytest.raises(NotVerified, match=r"something else than .* differ by 0\.5"):
+        export(net, torch.randn(2, 3), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("target", ["onnx", "spiking(timesteps=4)", "verilog(verify='simulated', place=False)"])
 def test_a_disk_without_room_is_named_and_nothing_is_left(target: str, tmp_path: Path) -> None:
     """Of every target: some write by libraries that end the process where they find no room."""

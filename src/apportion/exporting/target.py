@@ -98,6 +98,9 @@ class Reading:
     slow reader may end after the first two of them: how many examples it has run is said."""
     simulated_by: str | None = None
     """The name of the simulator that ran it by those rules, where it was not the reader itself."""
+    reference: Callable[[Inputs], Sequence[Any]] | None = None
+    """What this reader is to compute for inputs, where it computes in another type of numbers than the reference that
+    the target names; None: what that says."""
 
 
 @dataclass(frozen=True, kw_only=True)
