@@ -28,7 +28,7 @@ SECONDS = 500
 NEEDS = pytest.mark.skipif(
     not (TPU / "jax").is_dir(), reason=f"needs jax in {TPU}: scripts/test slow installs it there"
 )
-pytestmark = pytest.mark.usefixtures("cold_programs")  # jax begins in a process of its own
+COLD = pytest.mark.usefixtures("cold_programs")  # jax begins in a process of its own
 DECIDES = "cannot be lowered for TPUs: it decides by the numbers in a tensor.*torch.where"
 REFUSED = {
     "deciding": rf"^layer 1\.1 \(Deciding\) {DECIDES}",
@@ -80,6 +80,7 @@ def assert_it_is_what_torch_computes(name: str, told: dict[str, Any]) -> None:
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -100,6 +101,7 @@ def test_small_nets_and_their_training_steps_are_what_torch_computes(tmp_path: P
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -112,6 +114,7 @@ def test_lstm_and_attention_are_what_torch_computes_for_any_number_of_examples(n
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -150,6 +153,7 @@ except NotVerified as error:
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -199,6 +203,7 @@ def trained_run(folder: Path) -> None:
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
