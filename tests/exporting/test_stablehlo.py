@@ -301,7 +301,7 @@ def test_without_jax_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 def test_wrong_uses_say_the_cure() -> None:
     for text, said in {
         "stablehlo(platforms=('gpu',))": r"platforms=\('gpu',\) must be some of tpu, cpu, cuda, rocm",
-        "stablehlo(platforms='tpu')": r"platforms='tpu' must be some of",
+        "stablehlo(platforms='tpu')": r"platforms='tpu' must be several in brackets",
         "stablehlo(precision='bfloat16')": r"precision='bfloat16' must be one of highest, high, default",
         "stablehlo(topology='v5e')": r"topology='v5e' must be written as libtpu does, 'v5e:2x2'",
     }.items():

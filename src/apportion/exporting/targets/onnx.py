@@ -56,6 +56,7 @@ class Onnx(Target):
     suffix = ".onnx"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.precision == "bfloat16":
             raise ValueError(
                 "precision='bfloat16' is refused: ONNX Runtime has no arithmetic in bfloat16 on the CPU, and could not "
@@ -120,7 +121,7 @@ class Onnx(Target):
 
     def _described(self, module: nn.Module, path: Path) -> dict[str, Any]:
         try:
-            return described(path)
+            found = described(path)
         except ImportError:
             raise
         except Exception as error:  # onnxruntime's own have no base but this
@@ -128,6 +129,11 @@ class Onnx(Target):
             if torch.bfloat16 in {t.dtype for t in module.state_dict().values()}:
                 why += "; it computes in bfloat16: export model.float()"
             raise ValueError(why) from error
+        if self.opset not in (None, found["opset"]):  # torch takes another one without an error
+            raise ValueError(
+                f"opset={self.opset} is none that torch writes, which has made {found['opset']} of it: leave opset out"
+            )
+        return found
 
     def _check(self, module: nn.Module, weights: int) -> None:
         """Raise ValueError where the weights are too many for a file of another precision, or not of float32."""

@@ -55,8 +55,8 @@ class Stablehlo(Target):
     suffix = ".stablehlo"
 
     def __post_init__(self) -> None:
-        known = isinstance(self.platforms, tuple) and self.platforms and set(self.platforms) <= set(PLATFORMS)
-        if not known:
+        super().__post_init__()
+        if not self.platforms or not all(one in PLATFORMS for one in self.platforms):
             raise ValueError(f"platforms={self.platforms!r} must be some of {', '.join(PLATFORMS)}: ('tpu',)")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")

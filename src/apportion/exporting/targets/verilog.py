@@ -70,6 +70,7 @@ class Verilog(Target):
     suffix = ".v"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._must_be_whole("bits", least=2)
         self._must_be_whole("fine_tune_epochs", least=0)
         if self.bits > MOST_BITS:
@@ -79,6 +80,10 @@ class Verilog(Target):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
         if self.clock_mhz is not None and not 0 < self.clock_mhz <= 1000:
             raise ValueError(f"clock_mhz={self.clock_mhz!r} must be from 0 to 1000")
+        if self.most_lost is not None and not 0 <= self.most_lost <= 1:
+            raise ValueError(
+                f"most_lost={self.most_lost!r} must be the accuracy that may be lost, from 0 to 1, or None"
+            )
         if not 0 <= self.prune < 1:
             raise ValueError(f"prune={self.prune!r} must be at least 0 and less than 1")
 
