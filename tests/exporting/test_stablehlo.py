@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import finish, start
 from stablehlo_cases import CASES, TPU
@@ -21,6 +22,7 @@ from stablehlo_cases import CASES, TPU
 from apportion.cli.app import _EXTRAS
 from apportion.core.value import parse
 from apportion.exporting.exporter import PACKAGE
+from apportion.exporting.targets import stablehlo
 from apportion.exporting.tpu import cost
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -91,6 +93,8 @@ def test_small_nets_and_their_training_steps_are_what_torch_computes(tmp_path: P
         assert_it_is_what_torch_computes(name, told[name])
     assert told["dense"]["about"]["dropout_left_out"] == ["2 (p=0.5)"]
     assert told["dense"]["opened"] == [[4, 3]]
+    assert told["dense"]["in_float32"]
+    assert not told["fast"]["in_float32"]
     assert told["dense"]["about"]["batch"] is None
     assert told["one batch size"]["about"]["batch"] == told["one batch size"]["about"]["training_batch"] == 4
     assert told["one batch size"]["verifications"][0]["examples"] == 4 + 1 + 7
@@ -124,6 +128,38 @@ def test_what_no_program_for_a_tpu_is_is_refused_by_layer_name_with_the_cure(tmp
         assert "refused" in told[name], told[name]
         assert re.search(pattern, told[name]["refused"], re.DOTALL), (name, told[name]["refused"])
         assert told[name]["left"] == []
+
+
+WITHOUT_ROOM = """
+import resource, sys, warnings
+sys.path[:0] = [{helpers!r}]
+sys.path.append({tpu!r})
+sys.dont_write_bytecode = True  # a module that is imported then would be cut off for good
+warnings.simplefilter("ignore")
+from apportion.errors import ApportionError
+from apportion.exporting.exporter import export
+from stablehlo_cases import CASES
+case = CASES["dense"]
+resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+try:
+    export(case.net(), case.inputs, "net.stablehlo", target="stablehlo")
+except ApportionError as error:
+    print(error)
+"""
+
+
+@NEEDS
+@COLD
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    text = WITHOUT_ROOM.format(helpers=str(HELPERS), tpu=str(TPU))
+    ended = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True
+    )
+    assert re.search("net.stablehlo could not be written: .*; free some of the disk", ended.stdout), ended.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 PLANTED = """
@@ -206,7 +242,8 @@ def trained_run(folder: Path) -> None:
 @COLD
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.skipif(not (TPU / "libtpu").is_dir(), reason="there is no libtpu for this kind of machine")
 def test_a_net_that_two_workers_trained_is_lowered_and_compiled_for_a_tpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +333,21 @@ def test_without_jax_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert process.returncode == 3, text
     assert "No module named 'jax': pip install 'apportion[tpu]'" in text
     assert not Path("run/model.stablehlo").exists()
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])
+def test_a_program_of_four_examples_computes_any_number_of_them(count: int) -> None:
+    sizes: list[int] = []
+
+    def run(weights: Any, x: Any) -> tuple[Any, Any]:
+        sizes.append(len(x))
+        return x * weights["w"], x + 1
+
+    x = np.arange(2.0 * count).reshape(count, 2)
+    found = stablehlo._in_pieces(run, {"w": 3.0}, [x], 4)
+    assert set(sizes) == {4}
+    np.testing.assert_array_equal(found[0], 3 * x)
+    np.testing.assert_array_equal(found[1], x + 1)
 
 
 def test_wrong_uses_say_the_cure() -> None:

@@ -123,6 +123,7 @@ CASES: Mapping[str, Case] = {
     "one batch size": Case(lambda: Odd(6, 6), X, torch.randn(4, 6), F.mse_loss),
     "nothing to train": Case(lambda: nn.Linear(6, 3).requires_grad_(False), X, CLASSES),
     "regression": Case(dense, X, torch.randn(4, 3), F.mse_loss, "stablehlo(platforms=('tpu', 'cuda'))"),
+    "fast": Case(dense, X, CLASSES, target="stablehlo(precision='default')"),
     "deciding": Case(within(Deciding()), X),
     "selecting": Case(within(Selecting()), X),
     "counting": Case(within(Counting()), X),
@@ -152,21 +153,22 @@ def exported(case: Case, folder: Path) -> dict[str, Any]:
     told["left_as_it_was"] = all(part.training for part in net.modules()) and all(
         torch.equal(x, before[name]) for name, x in net.state_dict().items()
     )
-    told["opened"] = by_jax_alone(path, case.inputs)
+    told["opened"], told["in_float32"] = by_jax_alone(path, case.inputs)
     told["fast_path"] = torch.backends.mha.get_fastpath_enabled()
     path.unlink()
     return told
 
 
 def more(inputs: Any) -> Any:
-    """Seven examples of the same."""
+    """Seven examples of the same, of which the last differ from the first."""
     if isinstance(inputs, Mapping):
         return {name: more(x) for name, x in inputs.items()}
-    return inputs[torch.arange(7) % len(inputs)]
+    return inputs[torch.arange(7) * len(inputs) // 7]
 
 
-def by_jax_alone(path: Path, inputs: Any) -> list[list[int]]:
-    """What docs/stablehlo.md tells to do with a file: the shapes of the outputs."""
+def by_jax_alone(path: Path, inputs: Any) -> tuple[list[list[int]], bool]:
+    """What docs/stablehlo.md tells to do with a file: the shapes of the outputs, and whether a product in it is to be
+    computed in float32 on a TPU too."""
     import jax
     import numpy
 
@@ -175,8 +177,9 @@ def by_jax_alone(path: Path, inputs: Any) -> list[list[int]]:
     weights = {name.removeprefix("weights/"): file[name] for name in file if name.startswith("weights/")}
     forward = jax.export.deserialize(bytearray(file["forward"]))
     y = forward.call(weights, *x)
-    assert str(Path(__file__).parent) not in str(forward.mlir_module()), "paths of this machine are in no file"
-    return [list(each.shape) for each in (y if isinstance(y, tuple | list) else [y])]
+    text = str(forward.mlir_module())
+    assert str(Path(__file__).parent) not in text, "paths of this machine are in no file"
+    return [list(each.shape) for each in (y if isinstance(y, tuple | list) else [y])], "HIGHEST" in text
 
 
 def main() -> None:
