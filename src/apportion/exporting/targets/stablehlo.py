@@ -215,8 +215,8 @@ class Stablehlo(Target):
             title="What was lowered, and what was run",
             columns=("program", "computes", "lowered for", "run on", "difference from torch"),
             rows=tuple(rows),
-            note=f"The difference is the largest, relative to the largest number of what is computed, and {LIMIT:g} at "
-            f"most.{note} Nothing was run on a TPU.",
+            note=f"The difference is the largest, relative to the largest number of what is computed: {LIMIT:g} at "
+            f"most, or ten times torch's own rounding where that is more.{note} Nothing was run on a TPU.",
         )
 
     def _costs(self, on_cpu: Mapping[str, cost.CompiledProgram], path: Path, rows: int) -> tuple[Table, str]:
