@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from commands import SECONDS, finish, start
 from torch import Tensor, nn
 
 import apportion
+from apportion.core.value import parse
 from apportion.errors import ApportionError, NotVerified
-from apportion.exporting.exporter import Data, export
+from apportion.exporting.exporter import PACKAGE, Data, export
 from apportion.exporting.onnxruntime_session import session
 from apportion.exporting.target import Examples, Reading
 from apportion.exporting.targets.onnx import Onnx
@@ -132,9 +134,33 @@ def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_that_names_what_it_must_compute_is_held_to_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Onnx.read
+    net = nn.Linear(3, 2)
+
+    def another(inputs: Tensor) -> list[Any]:
+        return [2 * net(inputs).detach().numpy()]
+
+    def twice(*a: Any) -> list[Reading]:
+        return [replace(one, outputs=[[2 * y for y in ys] for ys in one.outputs]) for one in right(*a)]
+
+    monkeypatch.setattr(Onnx, "read", lambda *a: [replace(one, reference=another) for one in twice(*a)])
+    assert export(net, torch.randn(2, 3), tmp_path / "net.onnx").verification.difference < 1e-6
+    (tmp_path / "net.onnx").unlink()
+    monkeypatch.setattr(Onnx, "read", lambda *a: [replace(one, reference=another) for one in right(*a)])
+    with pytest.raises(NotVerified, match=r"something else than .* differ by 0\.5"):
+        export(net, torch.randn(2, 3), tmp_path / "net.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("target", ["onnx", "spiking(timesteps=4)", "verilog(verify='simulated', place=False)"])
-def test_a_disk_without_room_is_named_and_nothing_is_left(target: str, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_named_and_nothing_is_left(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of every target: some write by libraries that end the process where they find no room."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a module that is imported now would be cut off for good
     net = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3))
     x = torch.randn(64, 40)
     data = Data(calibration=Examples(x, torch.arange(64) % 3))
@@ -155,6 +181,38 @@ def test_wrong_uses_say_the_cure(tmp_path: Path) -> None:
         export(TwoInTwoOut(), (torch.randn(2, 3), torch.randn(4, 3)), tmp_path / "net.onnx")
     with pytest.raises(ValueError, match="unknown target 'onxx': did you mean onnx"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target="onxx")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("onnx(opset='20')", "opset='20' must be a whole number or None"),
+        ("onnx(opset=True)", "opset=True must be a whole number or None"),
+        ("onnx(weight_bits=7.0)", "weight_bits=7.0 must be a whole number or None"),
+        ("onnx(precision=['int8'])", "precision=['int8'] must be a text"),
+        ("onnx(precision='int8', most_lost='x')", "most_lost='x' must be a number"),
+        ("spiking(timesteps=True)", "timesteps=True must be a whole number or a text"),
+        ("spiking(dialect=['nir'], timesteps=2)", "dialect=['nir'] must be a text"),
+        ("spiking(most_lost='x', timesteps=2)", "most_lost='x' must be a number"),
+        ("verilog(clock_mhz='fast')", "clock_mhz='fast' must be a number or None"),
+        ("verilog(most_lost=-1)", "most_lost=-1 must be the accuracy that may be lost"),
+        ("verilog(place='no')", "place='no' must be True or False"),
+        ("stablehlo(topology=5)", "topology=5 must be a text or None"),
+        ("stablehlo(platforms=['tpu'])", "platforms=['tpu'] must be several in brackets"),
+        ("stablehlo(platforms=(['tpu'],))", "platforms=(['tpu'],) must be some of tpu"),
+        ("stablehlo(training='no')", "training='no' must be True or False"),
+    ],
+)
+def test_a_parameter_of_a_wrong_type_is_refused_by_its_name(target: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(said)}"):
+        parse(target, PACKAGE)
+
+
+@pytest.mark.parametrize("opset", [3, 99])
+def test_an_opset_that_would_become_another_is_refused(opset: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"opset={opset} is none that torch writes, which has made [0-9]+ of it"):
+        export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target=f"onnx(opset={opset})")
+    assert list(tmp_path.iterdir()) == []
 
 
 WORK = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from conftest import data_folder
 from sklearn.datasets import load_digits
-from spiking_graphs import COUNTS, GRAPHS, HALF, examples, made, traced
+from spiking_graphs import COUNTS, GRAPHS, HALF, dense, examples, graph, made, neurons, readout, source, traced
 from torch import Tensor, nn
 
 from apportion.errors import NotVerified, ProgramMissing
@@ -21,7 +22,8 @@ from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.dialects.dialect import dialect
 from apportion.exporting.spiking.graph import SpikingGraph
 from apportion.exporting.spiking.nir_file import write
-from apportion.exporting.spiking.readers.process import READERS, run
+from apportion.exporting.spiking.readers import reading
+from apportion.exporting.spiking.readers.process import READERS, Run, run
 from apportion.exporting.spiking.readers.reading import by_program
 from apportion.exporting.spiking.simulator import simulate
 
@@ -35,9 +37,9 @@ installed = pytest.mark.skipif(not FOLDER.is_dir(), reason="scripts/test slow in
 
 def held_to(reader: str, spiking: SpikingGraph, inputs: Tensor, path: Path) -> tuple[Tensor, int]:
     """Hold the simulator to the reader, for one file; return the reader's outputs and the number of all spikes."""
-    graph = write(dialect(reader).speaks(spiking), path, reader)
-    theirs = run(reader, path, inputs, timesteps=graph.timesteps, folders=[FOLDER], seconds=400)
-    ours = [simulate(graph.to(torch.float64), part) for part in inputs.split(50)]
+    written = write(dialect(reader).speaks(spiking), path, reader)
+    theirs = run(reader, path, inputs, timesteps=written.timesteps, folders=[FOLDER], seconds=400)
+    ours = [simulate(written.to(torch.float64), part) for part in inputs.split(50)]
     outputs = torch.cat([one.outputs for one in ours])
     difference = float((outputs - theirs.outputs.reshape(outputs.shape)).abs().max() / outputs.abs().max())
     assert difference < LIMIT
@@ -135,9 +137,9 @@ def test_the_program_itself_gives_a_reading(tmp_path: Path, monkeypatch: pytest.
     spiking = dialect("spikingjelly").speaks(made("convolutional"))
     write(spiking, tmp_path / "net.nir", "spikingjelly")
     batches = list(examples(spiking, 9).split(4))
-    (reading,) = by_program(tmp_path / "net.nir", "spikingjelly", batches)
-    assert (reading.reader, reading.simulated_by) == ("spikingjelly 2.0.0", None)
-    found = [outputs for (outputs,) in reading.outputs]
+    (one,) = by_program(tmp_path / "net.nir", "spikingjelly", batches)
+    assert (one.reader, one.simulated_by) == ("spikingjelly 2.0.0", None)
+    found = [outputs for (outputs,) in one.outputs]
     assert [len(outputs) for outputs in found] == [4, 4], "it is slow, and runs the first two batches"
     for inputs, outputs in zip(batches, found, strict=False):
         own = simulate(spiking, inputs).outputs.numpy()
@@ -152,6 +154,35 @@ def test_a_program_that_fails_or_is_late_is_named(tmp_path: Path) -> None:
         run("spikingjelly", tmp_path / "no.nir", HALF, timesteps=2, folders=[FOLDER])
     with pytest.raises(NotVerified, match=r"norse has not run no\.nir within 0\.1 s"):
         run("norse", tmp_path / "no.nir", HALF, timesteps=2, folders=[FOLDER], seconds=0.1)
+
+
+def test_rounding_alone_refuses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A membrane that twelve steps of 1/12 raise to the threshold reaches it in float64, as programs compute, and not
+    in float32, in which our simulator runs all examples."""
+    nodes = [source(1), dense("a", 1, 1), neurons("n", 1), dense("b", 1, 1), readout(1)]
+    whole = graph(nodes, "input>a>n>b>output", 12)
+    layers = [replace(whole.by_name[name], bias=torch.zeros(1)) for name in ("a", "b")]
+    weights = [torch.full((1, 1), weight, dtype=torch.float64) for weight in (1 / 12, 1.0)]
+    made_of = (replace(layer, weight=weight) for layer, weight in zip(layers, weights, strict=True))
+    spiking = dialect("spikingjelly").speaks(whole.with_nodes(*made_of).to(torch.float64))
+    written = write(spiking, tmp_path / "net.nir", "spikingjelly")
+    x = torch.ones(3, 1)
+    right = simulate(written.to(torch.float64), x)
+    assert right.outputs.flatten().tolist() == pytest.approx([1 / 12] * 3)
+    assert simulate(written, x).outputs.flatten().tolist() == [0.0] * 3
+
+    def by_the_program(reader: str, path: Path, inputs: Tensor, *, timesteps: int) -> Run:
+        return Run(reader=reader, outputs=right.outputs, counts=right.counts)
+
+    monkeypatch.setattr(reading, "version", lambda name: "2.0.0")
+    monkeypatch.setattr(reading, "run", by_the_program)
+    (found,) = by_program(tmp_path / "net.nir", "spikingjelly", [x[:2], x[2:]])
+    outputs = [outputs for (outputs,) in found.outputs]
+    assert found.reference is not None
+    assert [len(part) for part in outputs] == [2, 1]
+    for inputs, part in zip((x[:2], x[2:]), outputs, strict=True):
+        (must,) = found.reference(inputs)
+        assert abs(must - part).max() < 1e-12
 
 
 def test_a_program_that_is_not_installed_is_named(tmp_path: Path) -> None:

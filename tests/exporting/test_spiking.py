@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
+from apportion.cli.app import _EXTRAS
 from apportion.exporting.exporter import Data, export
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
@@ -19,6 +21,7 @@ from apportion.exporting.spiking.graph import CurrentSource, Dense, Neurons, Rea
 from apportion.exporting.spiking.quantized import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.simulator import fan_out, simulate
 from apportion.exporting.target import Examples
+from apportion.exporting.targets import spiking
 
 
 def one_neuron(current: float, steps: int, reset: Reset) -> SpikingGraph:
@@ -217,6 +220,17 @@ def test_what_cannot_become_neurons_is_refused_by_its_layer_with_the_cure(case: 
 def test_wrong_uses_say_the_cure(target: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.nir", target=target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_nir_the_extra_is_named_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nir", None)
+    monkeypatch.setattr(spiking, "compiled", lambda *_: pytest.fail("it may take minutes"))
+    with pytest.raises(ModuleNotFoundError) as caught:
+        export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.nir", target="spiking(timesteps=4)")
+    assert _EXTRAS[caught.value.name or ""] == "spiking"
     assert list(tmp_path.iterdir()) == []
 
 

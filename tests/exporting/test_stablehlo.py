@@ -10,22 +10,27 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import finish, start
 from stablehlo_cases import CASES, TPU
 
+from apportion.cli.app import _EXTRAS
 from apportion.core.value import parse
 from apportion.exporting.exporter import PACKAGE
+from apportion.exporting.targets import stablehlo
+from apportion.exporting.tpu import cost
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 SECONDS = 500
 NEEDS = pytest.mark.skipif(
     not (TPU / "jax").is_dir(), reason=f"needs jax in {TPU}: scripts/test slow installs it there"
 )
-pytestmark = pytest.mark.usefixtures("cold_programs")  # jax begins in a process of its own
+COLD = pytest.mark.usefixtures("cold_programs")  # jax begins in a process of its own
 DECIDES = "cannot be lowered for TPUs: it decides by the numbers in a tensor.*torch.where"
 REFUSED = {
     "deciding": rf"^layer 1\.1 \(Deciding\) {DECIDES}",
@@ -35,6 +40,10 @@ REFUSED = {
     "float64": r"^layer 0 \(Linear\) holds weight in float64, which no TPU has: export model\.float\(\)",
     "loss decides": rf"^the loss {DECIDES}",
     "loss of each": r"the loss has the shape \(4,\) and must be one number: give its mean",
+}
+NO_STEP = {
+    "two inputs": "there is no loss, or there are no examples for calibration",
+    "nothing to train": "there is no parameter that is trained",
 }
 ONE_BY_ONE = ("recurrent", "transformer")
 
@@ -63,9 +72,9 @@ def assert_it_is_what_torch_computes(name: str, told: dict[str, Any]) -> None:
     assert told["fast_path"], "what torchax turns off for the whole process is on again"
     programs, costs = told["tables"]
     rows = [row[:2] for row in programs["rows"]]
-    if CASES[name].targets is None:
-        assert rows == [["forward", "outputs"], ["step", "left out: there is no loss, or there are no examples for "
-                                                         "calibration"]]  # fmt: skip
+    why = NO_STEP.get(name)
+    if why is not None:
+        assert rows == [["forward", "outputs"], ["step", f"left out: {why}"]]
     else:
         assert rows == [["forward", "outputs"], ["step", "loss"], ["step", "gradients"], ["step", "weights"]]
         assert all(float(row[-1]) <= 1e-5 for row in programs["rows"][1:])
@@ -73,6 +82,7 @@ def assert_it_is_what_torch_computes(name: str, told: dict[str, Any]) -> None:
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -83,6 +93,8 @@ def test_small_nets_and_their_training_steps_are_what_torch_computes(tmp_path: P
         assert_it_is_what_torch_computes(name, told[name])
     assert told["dense"]["about"]["dropout_left_out"] == ["2 (p=0.5)"]
     assert told["dense"]["opened"] == [[4, 3]]
+    assert told["dense"]["in_float32"]
+    assert not told["fast"]["in_float32"]
     assert told["dense"]["about"]["batch"] is None
     assert told["one batch size"]["about"]["batch"] == told["one batch size"]["about"]["training_batch"] == 4
     assert told["one batch size"]["verifications"][0]["examples"] == 4 + 1 + 7
@@ -93,6 +105,7 @@ def test_small_nets_and_their_training_steps_are_what_torch_computes(tmp_path: P
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -105,6 +118,7 @@ def test_lstm_and_attention_are_what_torch_computes_for_any_number_of_examples(n
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -114,6 +128,38 @@ def test_what_no_program_for_a_tpu_is_is_refused_by_layer_name_with_the_cure(tmp
         assert "refused" in told[name], told[name]
         assert re.search(pattern, told[name]["refused"], re.DOTALL), (name, told[name]["refused"])
         assert told[name]["left"] == []
+
+
+WITHOUT_ROOM = """
+import resource, sys, warnings
+sys.path[:0] = [{helpers!r}]
+sys.path.append({tpu!r})
+sys.dont_write_bytecode = True  # a module that is imported then would be cut off for good
+warnings.simplefilter("ignore")
+from apportion.errors import ApportionError
+from apportion.exporting.exporter import export
+from stablehlo_cases import CASES
+case = CASES["dense"]
+resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+try:
+    export(case.net(), case.inputs, "net.stablehlo", target="stablehlo")
+except ApportionError as error:
+    print(error)
+"""
+
+
+@NEEDS
+@COLD
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(SECONDS)
+def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    text = WITHOUT_ROOM.format(helpers=str(HELPERS), tpu=str(TPU))
+    ended = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True
+    )
+    assert re.search("net.stablehlo could not be written: .*; free some of the disk", ended.stdout), ended.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 PLANTED = """
@@ -143,6 +189,7 @@ except NotVerified as error:
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(SECONDS)
@@ -192,17 +239,18 @@ def trained_run(folder: Path) -> None:
 
 
 @NEEDS
+@COLD
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.skipif(not (TPU / "libtpu").is_dir(), reason="there is no libtpu for this kind of machine")
 def test_a_net_that_two_workers_trained_is_lowered_and_compiled_for_a_tpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trained_run(tmp_path)
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TPU)])
-    target = "stablehlo(platforms=('tpu',), topology='v5e:2x2')"
-    (said,) = finish([start([*APPORTION, "export", "run", "--target", target, "--json"], PYTHONPATH=path)])
+    status, said = exported_for("v5e:2x2")
+    assert status == 0, said
     told = json.loads(said[said.index("{") :])
     assert told["path"] == "run/model.stablehlo"
     assert told["verifications"][0]["difference"] <= 1e-5
@@ -212,6 +260,64 @@ def test_a_net_that_two_workers_trained_is_lowered_and_compiled_for_a_tpu(
         *(["libtpu, one v5e", name] for name in ("forward", "step")),
     ]
     assert "libtpu has compiled forward, step for one v5e chip without having one" in told["conclusion"]
+    assert all(row[2] > 0 and row[7] > 0 for row in told["tables"][1]["rows"][2:]), "operations, and bytes of code"
+    there = sorted(path.name for path in Path("run").iterdir())
+    status, said = exported_for("v9:2x2")
+    assert status == 2, said
+    assert "topology='v9:2x2' is none that libtpu compiles for (" in said
+    assert sorted(path.name for path in Path("run").iterdir()) == there
+
+
+def exported_for(topology: str) -> tuple[int, str]:
+    """Export the run in the folder run for a topology; return the exit status, and what was said."""
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(TPU)])
+    target = f"stablehlo(platforms=('tpu',), topology={topology!r})"
+    process = start([*APPORTION, "export", "run", "--target", target, "--json"], PYTHONPATH=path)
+    try:
+        said = process.communicate(timeout=SECONDS)[0]
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+COST = {
+    "flops": 2.0, "bytes_moved": 3.0, "argument_bytes": 4, "output_bytes": 5, "temporary_bytes": 6, "code_bytes": 7,
+    "predicted_s": None, "compile_s": 8.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "why"), [(0, ""), (1, "the last line")])
+def test_what_the_process_of_libtpu_prints_are_the_costs(
+    status: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[Any] = []
+
+    def run(command: Any, **others: Any) -> Any:
+        asked.append((command, others["cwd"]))
+        printed = "a word\n" + "".join(json.dumps({"program": x, **COST}) + "\n" for x in ("forward", "step"))
+        return subprocess.CompletedProcess(command, status, printed.encode(), b"a line\nthe last line\n")
+
+    monkeypatch.setattr(cost.subprocess, "run", run)
+    found = cost.on_tpu(Path("net.stablehlo"), "v5e:2x2", 4)
+    assert found == ({name: cost.ProgramCost(**COST) for name in ("forward", "step")}, why)
+    ((command, folder),) = asked
+    assert Path(folder) / command[3] == tmp_path / "net.stablehlo", "wherever the process runs, it is this file"
+    monkeypatch.setattr(
+        cost.subprocess, "run", lambda *a, **_: subprocess.CompletedProcess(a, 0, b'{"unknown": "no TPU v9"}', b"")
+    )
+    with pytest.raises(ValueError, match=r"topology='v9:2x2' is none that libtpu compiles for \(no TPU v9\): give one"):
+        cost.on_tpu(Path("net.stablehlo"), "v9:2x2", 4)
+
+
+def test_a_topology_without_libtpu_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cost, "version", missing)
+    with pytest.raises(ModuleNotFoundError, match="libtpu") as caught:
+        cost.ask_for_libtpu()
+    assert _EXTRAS[caught.value.name or ""] == "tpu"
 
 
 @pytest.mark.processes
@@ -229,10 +335,25 @@ def test_without_jax_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert not Path("run/model.stablehlo").exists()
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])
+def test_a_program_of_four_examples_computes_any_number_of_them(count: int) -> None:
+    sizes: list[int] = []
+
+    def run(weights: Any, x: Any) -> tuple[Any, Any]:
+        sizes.append(len(x))
+        return x * weights["w"], x + 1
+
+    x = np.arange(2.0 * count).reshape(count, 2)
+    found = stablehlo._in_pieces(run, {"w": 3.0}, [x], 4)
+    assert set(sizes) == {4}
+    np.testing.assert_array_equal(found[0], 3 * x)
+    np.testing.assert_array_equal(found[1], x + 1)
+
+
 def test_wrong_uses_say_the_cure() -> None:
     for text, said in {
         "stablehlo(platforms=('gpu',))": r"platforms=\('gpu',\) must be some of tpu, cpu, cuda, rocm",
-        "stablehlo(platforms='tpu')": r"platforms='tpu' must be some of",
+        "stablehlo(platforms='tpu')": r"platforms='tpu' must be several in brackets",
         "stablehlo(precision='bfloat16')": r"precision='bfloat16' must be one of highest, high, default",
         "stablehlo(topology='v5e')": r"topology='v5e' must be written as libtpu does, 'v5e:2x2'",
     }.items():

@@ -84,11 +84,11 @@ class Noisy(nn.Module):
         return x + torch.randn_like(x)
 
 
-class Odd(nn.Module):
+class Odd(nn.Linear):
     """A network that asks for the number of examples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if len(x) % 2 else 1 + x
+        return super().forward(x + 1 if len(x) % 2 else 1 + x)
 
 
 def dense() -> nn.Module:
@@ -120,8 +120,10 @@ CASES: Mapping[str, Case] = {
     "transformer": Case(transformer, torch.randn(4, 5, 16), CLASSES),
     "tied": Case(Tied, torch.randint(0, 12, (4, 5)), CLASSES),
     "two inputs": Case(TwoInTwoOut, {"right": torch.randn(4, 3), "left": torch.randn(4, 3)}),
-    "one batch size": Case(Odd, X, torch.randn(4, 6), F.mse_loss),
+    "one batch size": Case(lambda: Odd(6, 6), X, torch.randn(4, 6), F.mse_loss),
+    "nothing to train": Case(lambda: nn.Linear(6, 3).requires_grad_(False), X, CLASSES),
     "regression": Case(dense, X, torch.randn(4, 3), F.mse_loss, "stablehlo(platforms=('tpu', 'cuda'))"),
+    "fast": Case(dense, X, CLASSES, target="stablehlo(precision='default')"),
     "deciding": Case(within(Deciding()), X),
     "selecting": Case(within(Selecting()), X),
     "counting": Case(within(Counting()), X),
@@ -151,21 +153,22 @@ def exported(case: Case, folder: Path) -> dict[str, Any]:
     told["left_as_it_was"] = all(part.training for part in net.modules()) and all(
         torch.equal(x, before[name]) for name, x in net.state_dict().items()
     )
-    told["opened"] = by_jax_alone(path, case.inputs)
+    told["opened"], told["in_float32"] = by_jax_alone(path, case.inputs)
     told["fast_path"] = torch.backends.mha.get_fastpath_enabled()
     path.unlink()
     return told
 
 
 def more(inputs: Any) -> Any:
-    """Seven examples of the same."""
+    """Seven examples of the same, of which the last differ from the first."""
     if isinstance(inputs, Mapping):
         return {name: more(x) for name, x in inputs.items()}
-    return inputs[torch.arange(7) % len(inputs)]
+    return inputs[torch.arange(7) * len(inputs) // 7]
 
 
-def by_jax_alone(path: Path, inputs: Any) -> list[list[int]]:
-    """What docs/stablehlo.md tells to do with a file: the shapes of the outputs."""
+def by_jax_alone(path: Path, inputs: Any) -> tuple[list[list[int]], bool]:
+    """What docs/stablehlo.md tells to do with a file: the shapes of the outputs, and whether a product in it is to be
+    computed in float32 on a TPU too."""
     import jax
     import numpy
 
@@ -174,8 +177,9 @@ def by_jax_alone(path: Path, inputs: Any) -> list[list[int]]:
     weights = {name.removeprefix("weights/"): file[name] for name in file if name.startswith("weights/")}
     forward = jax.export.deserialize(bytearray(file["forward"]))
     y = forward.call(weights, *x)
-    assert str(Path(__file__).parent) not in str(forward.mlir_module()), "paths of this machine are in no file"
-    return [list(each.shape) for each in (y if isinstance(y, tuple | list) else [y])]
+    text = str(forward.mlir_module())
+    assert str(Path(__file__).parent) not in text, "paths of this machine are in no file"
+    return [list(each.shape) for each in (y if isinstance(y, tuple | list) else [y])], "HIGHEST" in text
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 
 def pinned(file: str = "constraints.txt") -> dict[str, str]:
     lines = (ROOT / file).read_text().splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    return dict(line.partition(";")[0].split("==") for line in lines if not line.startswith("#"))
 
 
 def needed(requirements: list[str]) -> set[str]:

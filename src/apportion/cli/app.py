@@ -30,7 +30,7 @@ NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
 _EXTRAS = {
     **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
     **dict.fromkeys(("httptools", "orjson", "prometheus_client", "simdjson"), "serve"),
-    **dict.fromkeys(("jax", "jaxlib", "torchax"), "tpu"),
+    **dict.fromkeys(("jax", "jaxlib", "libtpu", "torchax"), "tpu"),
     **dict.fromkeys(("nir", "h5py"), "spiking"),
     **dict.fromkeys(("gymnasium", "Box2D", "pygame", "ale_py"), "rl"),
     **{name: name for name in ("ray", "tensorboard")},

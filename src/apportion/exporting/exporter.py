@@ -123,12 +123,13 @@ class _Judge:
         """Compares what a reader computes with what the file is to compute, and the file with the network on the
         examples that are held out."""
         every = [*batches, *_batches(data.held_out)]
+        reference = reading.reference or self.compiled.reference
         difference, examples = 0.0, 0
         taken: list[tuple[Any, Any]] = []
         for number, (inputs, outputs) in enumerate(zip(every, reading.outputs, strict=False)):
             own, shape = _leaves(self.model, inputs)
             if number < 2 or self.compiled.compared is None or examples < self.compiled.compared:
-                must = own if self.compiled.reference is None else self.compiled.reference(inputs)
+                must = own if reference is None else reference(inputs)
                 difference = max(difference, _difference(must, outputs))
                 examples += len(pytree.tree_leaves(inputs)[0])
                 self._hold(difference, reading.reader)

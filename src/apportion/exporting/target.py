@@ -6,13 +6,15 @@ target compiles with is a package beside that folder.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
 from torch.utils.data import Dataset
@@ -98,6 +100,9 @@ class Reading:
     slow reader may end after the first two of them: how many examples it has run is said."""
     simulated_by: str | None = None
     """The name of the simulator that ran it by those rules, where it was not the reader itself."""
+    reference: Callable[[Inputs], Sequence[Any]] | None = None
+    """What this reader is to compute for inputs, where it computes in another type of numbers than the reference that
+    the target names; None: what that says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +168,47 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+_SAID = {
+    int: "a whole number", float: "a number", bool: "True or False", str: "a text", tuple: "several in brackets",
+    type(None): "None",
+}  # fmt: skip
+"""What a parameter of a type is called."""
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types that a value with this annotation has; ``object`` where the annotation says more than these do."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(hint) for kind in _kinds(part)]
+    if origin is Literal:
+        return [type(value) for value in get_args(hint)]
+    found = origin or hint
+    return [found if found in _SAID else object]
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 class Target(Value, ABC):
     """A kind of file to export to; its fields are the target's parameters."""
 
     suffix: str
     """The suffix of the target's files."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a parameter is not of the type that its field says: it comes from a command line."""
+        try:
+            hints = get_type_hints(type(self))
+        except NameError:  # a type that is imported for type checkers alone
+            return
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            value, kinds = getattr(self, one.name), _kinds(hints[one.name])
+            if not any(_is(value, kind) for kind in kinds):
+                said = " or ".join(dict.fromkeys(_SAID.get(kind, str(kind)) for kind in kinds))
+                raise ValueError(f"{one.name}={value!r} must be {said}")
 
     @abstractmethod
     def write(self, trained: TrainedNetwork, path: Path) -> Compiled:

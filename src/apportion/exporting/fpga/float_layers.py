@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.blamed_layer import ONE_WAY, blamed_layer, decides, first_line, named
 
 Kind = str
 """The kind of a layer: "input", "linear", "convolution", "add", "relu", "average", "maximum" or "reshape"."""
@@ -85,15 +86,16 @@ def imported(module: nn.Module, sample: Any) -> list[FloatLayer]:
     for name, part in module.named_modules():  # torch.export itself may fail at them, for another reason
         if type(part).__name__ in _CURES:
             what, cure = _CURES[type(part).__name__]
-            raise ValueError(f"layer {name or 'forward'} ({type(part).__name__}) cannot be a circuit: {what}; {cure}")
+            raise ValueError(f"{named(module, name)} cannot be a circuit: {what}; {cure}")
     args, kwargs = ((), dict(sample)) if isinstance(sample, dict) else (sample if isinstance(sample, tuple) else (sample,), {})  # fmt: skip  # noqa: E501
     try:
         with torch.no_grad():
             program = torch.export.export(module, args, kwargs)
     except Exception as error:  # torch.export raises classes of many modules
         raise ValueError(
-            f"{type(module).__name__} cannot be a circuit, which computes the same for every input: {_first(error)}; "
-            "its shapes and its path may not depend on the numbers in a tensor"
+            f"{named(module, blamed_layer(module, error))} cannot be a circuit, which computes the same for every "
+            f"input: {ONE_WAY if decides(error) else first_line(error)}; its shapes and its path may not depend on the "
+            "numbers in a tensor"
         ) from error
     made = _Importer(program, examples=len(leaves[0])).layers()
     with torch.no_grad():
@@ -306,7 +308,7 @@ _ONLY = (
 )
 _CURES = {
     **dict.fromkeys(
-        ("lstm", "gru", "rnn_tanh", "rnn_relu", "LSTM", "GRU", "RNN"),
+        ("lstm", "gru", "rnn_tanh", "rnn_relu", "LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"),
         ("a recurrent layer needs a state that the circuit does not keep", "use convolutions over a window of time"),
     ),
     **dict.fromkeys(
@@ -334,6 +336,7 @@ _CURES = {
         ("mul", "matmul", "bmm", "einsum"),
         ("it multiplies activations, and the circuit multiplies by constants", "use linear layers"),
     ),
+    "adaptive_max_pool2d": ("its windows are not known", "use a MaxPool2d with windows of the size that it has"),
     "conv1d": ("it convolves in one dimension", "use a Conv2d with a window of height 1"),
 }
 
@@ -372,8 +375,5 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
 
 
 def _refuse(node: fx.Node, what: str, cure: str) -> NoReturn:
-    raise ValueError(f"layer {described(node)} cannot be a circuit: {what}; {cure}")
-
-
-def _first(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    path, kind = _module_of(node)
+    raise ValueError(f"{f'layer {path} ({kind})' if path else kind} cannot be a circuit: {what}; {cure}")

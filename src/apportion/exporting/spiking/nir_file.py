@@ -46,6 +46,13 @@ Shape = tuple[int, ...]
 Edge = tuple[str, str]
 
 
+def version() -> str:
+    """Return the version of nir. Raises ModuleNotFoundError where it is not installed."""
+    import nir
+
+    return str(nir.__version__)
+
+
 def write(graph: SpikingGraph, path: Path, dialect_name: str) -> SpikingGraph:
     """Write the graph in this dialect, and return the graph as the file says it (``read``). Raises ValueError, with the
     layer's name and the cure, where the dialect's program would compute something else; then nothing is written."""

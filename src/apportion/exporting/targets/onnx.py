@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.blamed_layer import CHOOSE, ONE_WAY, blamed_layer, decides, first_cause, first_line, named
 from apportion.exporting.onnxruntime_session import BF16, WEIGHTS, run_bits, runtime, session
 from apportion.exporting.quantization.files import write_float16, write_int8
 from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
@@ -55,6 +56,7 @@ class Onnx(Target):
     suffix = ".onnx"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.precision == "bfloat16":
             raise ValueError(
                 "precision='bfloat16' is refused: ONNX Runtime has no arithmetic in bfloat16 on the CPU, and could not "
@@ -107,22 +109,31 @@ class Onnx(Target):
                     dynamic_shapes=shapes if isinstance(sample, dict | tuple) else (shapes,),
                 )
         except torch.onnx.errors.OnnxExporterError as error:
-            cause = error.__cause__ or error
-            raise ValueError(f"{type(module).__name__} cannot be exported to ONNX: {_first_line(cause)}") from error
+            where = named(module, blamed_layer(module, error))
+            if decides(error):
+                why = f"{ONE_WAY}, and a file has one way; {CHOOSE}"
+            else:
+                why = f"{first_line(first_cause(error))}; write it in other operations of torch"
+            raise ValueError(f"{where} cannot be exported to ONNX: {why}") from error
         assert program is not None
         program.model.metadata_props[WEIGHTS] = weights_digest(module)
         return program
 
     def _described(self, module: nn.Module, path: Path) -> dict[str, Any]:
         try:
-            return described(path)
+            found = described(path)
         except ImportError:
             raise
         except Exception as error:  # onnxruntime's own have no base but this
-            why = f"{type(module).__name__} as ONNX cannot be run by ONNX Runtime on the CPU: {_first_line(error)}"
+            why = f"{type(module).__name__} as ONNX cannot be run by ONNX Runtime on the CPU: {first_line(error)}"
             if torch.bfloat16 in {t.dtype for t in module.state_dict().values()}:
                 why += "; it computes in bfloat16: export model.float()"
             raise ValueError(why) from error
+        if self.opset not in (None, found["opset"]):  # torch takes another one without an error
+            raise ValueError(
+                f"opset={self.opset} is none that torch writes, which has made {found['opset']} of it: leave opset out"
+            )
+        return found
 
     def _check(self, module: nn.Module, weights: int) -> None:
         """Raise ValueError where the weights are too many for a file of another precision, or not of float32."""
@@ -196,10 +207,6 @@ def _output_names(outputs: Any) -> list[str]:
 
 def _key(entry: Any) -> str:
     return str(getattr(entry, "key", getattr(entry, "idx", entry)))
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextlib.contextmanager

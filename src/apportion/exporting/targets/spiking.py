@@ -60,6 +60,7 @@ class Spiking(Target):
 
     def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says."""
+        nir_file.version()  # raises ModuleNotFoundError first of all
         request = self._request()
         made = compiled(trained, request)
         written = nir_file.write(made.graph, path, request.dialect.name)

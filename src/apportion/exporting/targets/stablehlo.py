@@ -55,8 +55,8 @@ class Stablehlo(Target):
     suffix = ".stablehlo"
 
     def __post_init__(self) -> None:
-        known = isinstance(self.platforms, tuple) and self.platforms and set(self.platforms) <= set(PLATFORMS)
-        if not known:
+        super().__post_init__()
+        if not self.platforms or not all(one in PLATFORMS for one in self.platforms):
             raise ValueError(f"platforms={self.platforms!r} must be some of {', '.join(PLATFORMS)}: ('tpu',)")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
@@ -66,6 +66,8 @@ class Stablehlo(Target):
     def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says. Raises NotVerified where the training step differs from torch's."""
         versions()  # raises ModuleNotFoundError first of all
+        if self.topology is not None:
+            cost.ask_for_libtpu()
         weights = lowering.weights_of(trained.module)
         forward, dynamic = self._forward(trained)
         examples, why = self._examples(trained)
@@ -136,6 +138,8 @@ class Stablehlo(Target):
             return None, "not asked for"
         if trained.loss is None or trained.calibration is None:
             return None, "there is no loss, or there are no examples for calibration"
+        if not lowering.trained_names(trained.module):
+            return None, "there is no parameter that is trained"
         given = trained.calibration
         counts = [len(pytree.tree_leaves(tree)[0]) for tree in (trained.sample, given.inputs)]
         inputs, targets = pytree.tree_map(lambda x: x[: min(counts)], (given.inputs, given.targets))
@@ -211,8 +215,8 @@ class Stablehlo(Target):
             title="What was lowered, and what was run",
             columns=("program", "computes", "lowered for", "run on", "difference from torch"),
             rows=tuple(rows),
-            note=f"The difference is the largest, relative to the largest number of what is computed, and {LIMIT:g} at "
-            f"most.{note} Nothing was run on a TPU.",
+            note=f"The difference is the largest, relative to the largest number of what is computed: {LIMIT:g} at "
+            f"most, or ten times torch's own rounding where that is more.{note} Nothing was run on a TPU.",
         )
 
     def _costs(self, on_cpu: Mapping[str, cost.CompiledProgram], path: Path, rows: int) -> tuple[Table, str]:

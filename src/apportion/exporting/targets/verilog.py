@@ -70,6 +70,7 @@ class Verilog(Target):
     suffix = ".v"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._must_be_whole("bits", least=2)
         self._must_be_whole("fine_tune_epochs", least=0)
         if self.bits > MOST_BITS:
@@ -77,16 +78,14 @@ class Verilog(Target):
         for name, known in (("device", sorted(DEVICES)), ("verify", VERIFY)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(map(repr, known))}")
-        if self.clock_mhz is not None and not (_is_number(self.clock_mhz) and 0 < self.clock_mhz <= 1000):
+        if self.clock_mhz is not None and not 0 < self.clock_mhz <= 1000:
             raise ValueError(f"clock_mhz={self.clock_mhz!r} must be a number from 0 to 1000")
-        if not (_is_number(self.prune) and 0 <= self.prune < 1):
+        if not 0 <= self.prune < 1:
             raise ValueError(f"prune={self.prune!r} must be a number of at least 0 and less than 1")
-        if self.most_lost is not None and not (_is_number(self.most_lost) and 0 <= self.most_lost <= 1):
+        if self.most_lost is not None and not 0 <= self.most_lost <= 1:
             raise ValueError(
                 f"most_lost={self.most_lost!r} must be the accuracy that may be lost, from 0 to 1, or None for any"
             )
-        if not isinstance(self.place, bool):
-            raise ValueError(f"place={self.place!r} must be True or False")
 
     def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says: first what the network is in integers, then the circuit of it."""
@@ -172,10 +171,6 @@ class Verilog(Target):
             "proved_for_every_input": {"layers": True, "limits": all(limits.values())},
             "placement": None if placement is None else dataclasses.asdict(placement),
         }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _numbers(inputs: Inputs) -> Tensor:

@@ -27,6 +27,9 @@ from apportion.exporting.tpu.jax_packages import UPTIME_REPORTS, chip_of, jax_pa
 SECONDS = 1800.0
 """How long libtpu may take for all programs of a file: the training step of ResNet-20 takes minutes."""
 
+_UNKNOWN = "unknown"
+"""The key of what libtpu says of a topology that it does not know."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCost:
@@ -58,14 +61,18 @@ def on_cpu(archive: Archive, batch: int) -> dict[str, CompiledProgram]:
     return {name: _compiled(exported, batch, None) for name, exported in archive.programs.items()}
 
 
-def on_tpu(path: Path, topology: str, batch: int) -> tuple[dict[str, ProgramCost], str]:
-    """Compile each program of a file for one chip of a topology. Returns (the costs of those that were compiled, why
-    others were not)."""
+def ask_for_libtpu() -> None:
+    """Raise ModuleNotFoundError where libtpu is not installed."""
     try:
         version("libtpu")
     except PackageNotFoundError:
-        return {}, "libtpu is not installed: pip install 'apportion[tpu]'"
-    command = [sys.executable, "-m", __name__, str(path), topology, str(batch)]
+        raise ModuleNotFoundError("No module named 'libtpu'", name="libtpu") from None
+
+
+def on_tpu(path: Path, topology: str, batch: int) -> tuple[dict[str, ProgramCost], str]:
+    """Compile each program of a file for one chip of a topology. Returns (the costs of those that were compiled, why
+    others were not). Raises ValueError where libtpu knows no such topology."""
+    command = [sys.executable, "-m", __name__, str(path.absolute()), topology, str(batch)]
     environment = {
         **os.environ,
         **{"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu", UPTIME_REPORTS: "0"},
@@ -84,7 +91,13 @@ def on_tpu(path: Path, topology: str, batch: int) -> tuple[dict[str, ProgramCost
     for line in said.decode(errors="replace").splitlines():
         if line.startswith("{"):
             given = json.loads(line)
-            found[given.pop("program")] = ProgramCost(**given)
+            if _UNKNOWN in given:
+                raise ValueError(
+                    f"topology={topology!r} is none that libtpu compiles for ({given[_UNKNOWN]}): give one that it "
+                    f"knows, such as 'v5e:2x2' or 'v4:2x2x1'"
+                )
+            name = given.pop("program")
+            found[name] = ProgramCost(**given)
     return found, why
 
 
@@ -122,7 +135,12 @@ def _last_line(text: bytes) -> str:
 def main() -> None:
     """Compile each program of a file for a TPU, and print what it costs as a line of JSON."""
     path, topology, batch = sys.argv[1:]
-    device = chip_of(topology)
+    jax = jax_package()
+    try:
+        device = chip_of(topology)
+    except jax.errors.JaxRuntimeError as error:
+        print(json.dumps({_UNKNOWN: _last_line(str(error).encode())}), flush=True)
+        return
     for name, exported in Archive.read(Path(path)).programs.items():
         print(json.dumps({"program": name, **asdict(_compiled(exported, int(batch), device).cost)}), flush=True)
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.blamed_layer import first_line
 from apportion.exporting.tpu.jax_packages import jax_package, torchax_package
 from apportion.exporting.tpu.traced import (
     DECIDES,
     TracedProgram,
     buffers_written,
-    first_line,
     named_layer,
     refuse_what_no_program_is,
     user_outputs,

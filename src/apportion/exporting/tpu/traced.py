@@ -15,21 +15,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.blamed_layer import CHOOSE, ONE_WAY, blamed_layer, decides, first_line, layer_of
 from apportion.exporting.target import Inputs, called
 
-DECIDES = (
-    "it decides by the numbers in a tensor, and a program for a TPU has one way and one set of shapes: compute both "
-    "ways and choose with torch.where, or multiply by a mask"
-)
+DECIDES = f"{ONE_WAY}, and a program for a TPU has one way and one set of shapes: {CHOOSE}"
 _NETWORK = "network."
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -56,13 +52,8 @@ class TracedProgram:
 
     def layer(self, node: torch.fx.Node) -> str:
         """Name the layer that an operation comes from, and its type."""
-        stack = node.meta.get("nn_module_stack") or {}
-        paths = [path for path, _ in stack.values()]
-        names = [name for name, _ in self.network.named_modules()]
-        for path in reversed(paths):
-            if self.name(path) in names:
-                return named_layer(self.network, self.name(path))
-        return "the loss" if self.prefix else named_layer(self.network, "")
+        found = layer_of(node, {name for name, _ in self.network.named_modules()}, self.prefix)
+        return "the loss" if self.prefix and found is None else named_layer(self.network, found or "")
 
 
 class _Loss(nn.Module):
@@ -130,21 +121,13 @@ def named_layer(network: nn.Module, name: str) -> str:
 def refused(network: nn.Module, error: BaseException, otherwise: str = "") -> ValueError:
     """Return the error that says which layer is to blame, by the frames in which it was raised, and the cure.
     ``otherwise``: who is to blame where it was no layer; empty stands for the network."""
-    names = {id(module): name for name, module in network.named_modules()}
-    found = None
-    for frame in _frames(error):
-        found = names.get(id(frame.get("self")), found)
+    found = blamed_layer(network, error)
     who = otherwise if found is None and otherwise else named_layer(network, found or "")
-    if _decides(error):
+    if decides(error):
         return ValueError(f"{who} cannot be lowered for TPUs: {DECIDES}")
     return ValueError(
         f"{who} cannot be lowered for TPUs: {first_line(error)}; write it in operations that torch.export takes"
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
@@ -203,23 +186,3 @@ def buffers_written(program: torch.export.ExportedProgram) -> Mapping[int, str]:
         for at, made in enumerate(program.graph_signature.output_specs)
         if made.kind is OutputKind.BUFFER_MUTATION and made.target is not None
     }
-
-
-def _frames(error: BaseException | None) -> Iterator[Mapping[str, Any]]:
-    """The local variables of the frames that an error and its causes came through, the outermost first."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        at: TracebackType | None = error.__traceback__
-        while at is not None:
-            yield at.tb_frame.f_locals
-            at = at.tb_next
-        error = error.__cause__ or error.__context__
-
-
-def _decides(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in str(error):
-            return True
-        error = error.__cause__
-    return False

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, fx, nn
 
+from apportion.exporting.blamed_layer import ONE_WAY, blamed_layer, decides, first_line, named
 from apportion.exporting.spiking.conversion.linear_maps import (
     ConvolutionMap,
     DenseMap,
@@ -77,10 +78,10 @@ def _exported(module: nn.Module, sample: Tensor) -> torch.export.ExportedProgram
         with torch.no_grad():
             return torch.export.export(module, (sample,), dynamic_shapes=shapes)
     except Exception as error:  # torch.export has no one class for what it refuses
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        why = ONE_WAY if decides(error) else first_line(error)
         raise ValueError(
-            f"{type(module).__name__} has no fixed graph for any number of examples, which a spiking net needs: {first}"
-            "; let its forward pass decide nothing by the numbers or the shapes of its inputs"
+            f"{named(module, blamed_layer(module, error))} has no fixed graph for any number of examples, which a "
+            f"spiking net needs: {why}; let its forward pass decide nothing by the numbers or the shapes of its inputs"
         ) from error
 
 
