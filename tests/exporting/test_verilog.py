@@ -269,7 +269,7 @@ def test_wrong_parameters_say_the_rule() -> None:
         ({"clock_mhz": "60"}, "clock_mhz='60' must be a number or None"),
         ({"prune": 1.0}, "prune=1.0 must be a number of at least 0 and less than 1"),
         ({"prune": None}, "prune=None must be a number"),
-        ({"most_lost": "2 %"}, "most_lost='2 %' must be the accuracy that may be lost, from 0 to 1, or None for any"),
+        ({"most_lost": "2 %"}, "most_lost='2 %' must be a number or None"),
         ({"most_lost": -0.1}, "most_lost=-0.1 must be the accuracy that may be lost, from 0 to 1, or None for any"),
         ({"place": "no"}, "place='no' must be True or False"),
     ):
