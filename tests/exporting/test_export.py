@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fault_workloads
 import numpy as np
 import pytest
 import torch
@@ -19,12 +23,14 @@ from commands import SECONDS, finish, start
 from torch import Tensor, nn
 
 import apportion
+from apportion.api.export import export_run
 from apportion.core.value import parse
 from apportion.errors import ApportionError, NotVerified
 from apportion.exporting.exporter import PACKAGE, Data, export
 from apportion.exporting.onnxruntime_session import session
 from apportion.exporting.target import Examples, Reading
 from apportion.exporting.targets.onnx import Onnx
+from apportion.process import is_alive
 
 
 class Recurrent(nn.Module):
@@ -40,7 +46,7 @@ class Recurrent(nn.Module):
 
 class TwoInTwoOut(nn.Module):
     def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-        return {"sum": left + right, "product": left * right}
+        return {"sum": left + right, "difference": left - 2 * right}
 
 
 class Deciding(nn.Module):
@@ -94,7 +100,44 @@ def test_inputs_by_name_keep_their_names_and_places(tmp_path: Path) -> None:
     left, right = torch.full((2, 3), 5.0), torch.full((2, 3), 2.0)
     made = export(TwoInTwoOut(), {"right": right, "left": left}, tmp_path / "net.onnx")
     assert {value["name"] for value in made.about["inputs"]} == {"left", "right"}
-    assert [value["name"] for value in made.about["outputs"]] == ["sum", "product"]
+    assert [value["name"] for value in made.about["outputs"]] == ["sum", "difference"]
+    computed = session(made.path).run(None, {"left": left.numpy(), "right": right.numpy()})
+    assert [float(one[0, 0]) for one in computed] == [7.0, 1.0]
+
+
+def test_examples_by_name_may_come_in_any_order_and_other_names_are_refused(tmp_path: Path) -> None:
+    left, right = torch.randn(2, 3), torch.randn(2, 3)
+    path = tmp_path / "net.onnx"
+    export(TwoInTwoOut(), {"right": right, "left": left}, path, check=[{"left": left[:1], "right": right[:1]}])
+    with pytest.raises(ValueError, match=r"inputs have \['left', 'up'\], and those of sample= are \['left', 'right'\]"):
+        export(TwoInTwoOut(), {"right": right, "left": left}, path, check=[{"left": left, "up": right}])
+
+
+def test_a_folder_is_not_written_into(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is a folder: give the file's name, such as .*model\.onnx"):
+        export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_gives_several_rows_for_an_example_is_judged_by_its_own_targets(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5), nn.Flatten(0, 1))
+    tokens = torch.randint(0, 5, (600, 3), generator=torch.Generator().manual_seed(0))
+
+    def right(outputs: Tensor, targets: Tensor) -> float:
+        return float((outputs.argmax(1) == targets.reshape(-1)).double().mean())
+
+    with torch.no_grad():
+        own = net(tokens).argmax(1).reshape(600, 3)
+    targets = torch.where(torch.arange(600)[:, None] < 450, own, own + 1)
+    data = Data(held_out=Examples(tokens, targets), metrics={"right": right})
+    made = export(net, tokens[:2], tmp_path / "net.onnx", data=data).verification
+    assert (made.held_out, made.before, made.after) == (600, {"right": 0.75}, {"right": 0.75})
+
+
+def test_what_a_loss_of_accuracy_could_not_be_told_of_is_said(tmp_path: Path) -> None:
+    target = "verilog(verify='simulated', place=False)"
+    made = export(nn.Linear(3, 2), torch.rand(4, 3), tmp_path / "net.v", target=target)
+    assert "that no more than 0.02 of it is lost was not checked" in made.conclusion
 
 
 def test_a_net_that_decides_by_its_numbers_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -268,3 +311,55 @@ def test_what_is_no_run_is_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = process.communicate(timeout=SECONDS)[0]
     assert process.returncode == 2, text
     assert "holds no run (it has no run.json): give the folder of one" in text
+
+
+ENDLESS = """#!/bin/sh
+cd "$KEPT"
+sleep 300 &
+echo $! >pids.new
+echo $$ >>pids.new
+mv pids.new pids
+wait
+"""
+"""A simulator that never ends, nor what it has started."""
+
+
+@pytest.mark.processes
+def test_an_export_that_is_told_to_end_clears_away_what_it_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("work.py").write_text(WORK)
+    Path("pyproject.toml").touch()
+    finish([start([*APPORTION, "train", "work.py:workload", "--strategy", "single_device", "--run-dir", "run"])])
+    before = sorted(Path("run").iterdir())
+    Path("bin").mkdir()
+    Path("bin/iverilog").write_text(ENDLESS)
+    Path("bin/iverilog").chmod(0o755)
+    target = "verilog(place=False, most_lost=None)"
+    process = start(
+        [*APPORTION, "export", "run", "--target", target],
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        KEPT=str(tmp_path),
+    )
+    until = time.monotonic() + SECONDS
+    while not Path("pids").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "the simulator has not started"
+        time.sleep(0.05)
+    process.terminate()
+    text = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 128 + signal.SIGTERM, text
+    started = [int(line) for line in Path("pids").read_text().split()]
+    while any(map(is_alive, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_alive, started))
+    assert sorted(Path("run").iterdir()) == before
+
+
+@pytest.mark.processes
+def test_a_net_that_takes_a_state_is_refused_with_the_cure(tmp_path: Path) -> None:
+    address = f"{fault_workloads.__file__}:recurrent"
+    apportion.train(address, "single_device", run_dir=tmp_path / "run", check=False)
+    with pytest.raises(ValueError, match=r"takes a state besides its inputs \(carry=\).*\(inputs, state\), path\)"):
+        export_run(tmp_path / "run")

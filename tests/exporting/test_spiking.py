@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from apportion.cli.app import _EXTRAS
+from apportion.errors import NotVerified
 from apportion.exporting.exporter import Data, export
+from apportion.exporting.spiking import compile
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.conversion.rate_net import outputs
@@ -196,6 +199,36 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 
 
+class AtLeastZero(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp_min(0)
+
+
+def test_clamp_min_is_a_rectifier() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 5), AtLeastZero(), nn.Linear(5, 2)), torch.randn(6, 4)
+    assert torch.allclose(outputs(lowered(net, x), [x.double()]).float(), net(x), atol=1e-5)
+
+
+def test_a_max_pool_whose_last_windows_are_cut_off_does_not_become_an_average() -> None:
+    net = image(nn.ReLU(), nn.MaxPool2d(4, ceil_mode=True))
+    with pytest.raises(ValueError, match=r"layer 2 \(MaxPool2d\) .*ceil_mode"):
+        lowered(net, torch.randn(2, 1, 8, 8), average_instead_of_max=True)
+
+
+def test_layers_that_were_folded_wrongly_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any, **others: Any) -> Any:
+        net = lowered(*arguments, **others)
+        return replace(net, stages=tuple(replace(stage, bias=-stage.bias) for stage in net.stages))
+
+    monkeypatch.setattr(compile, "lowered", wrong)
+    net, x = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), torch.rand(64, 4)
+    data = Data(calibration=Examples(x, torch.zeros(64, dtype=torch.long)))
+    with pytest.raises(NotVerified, match="as they were folded compute something else than the net"):
+        export(net, x[:4], tmp_path / "net.nir", target="spiking(timesteps=4)", data=data)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_become_neurons_is_refused_by_its_layer_with_the_cure(case: str, tmp_path: Path) -> None:
     make, sample, said = REFUSED[case]
@@ -215,6 +248,12 @@ def test_what_cannot_become_neurons_is_refused_by_its_layer_with_the_cure(case: 
         ("spiking(timesteps=4)", r"give data=Data\(calibration=...\)"),
         ("spiking(timesteps=4, fine_tune_examples=9)", r"needs training examples: give data=Data\(training=...\)"),
         ("spiking(timesteps=4, dialect='snntorch')", "snntorch"),
+        ("spiking(timesteps=4, dialect='exact')", 'dialect="exact" is that of neuron="exact"'),
+        ("spiking(timesteps=4, dialect='tonic')", "write one of nir, sinabs, spikingjelly, norse"),
+        (
+            "spiking(neuron='exact', max_pool='average')",
+            "leave timesteps, fine_tune_examples, max_pool and dialect out",
+        ),
     ],
 )
 def test_wrong_uses_say_the_cure(target: str, said: str, tmp_path: Path) -> None:

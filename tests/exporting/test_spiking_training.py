@@ -103,6 +103,35 @@ def test_what_is_trained_fires_as_the_simulator_does(reset: Reset, strictly: boo
     assert torch.allclose(outputs.double(), found.outputs, atol=1e-5)
 
 
+def test_items_are_joined_as_the_workload_joins_them_and_a_silent_stage_is_learned_too() -> None:
+    _, net, scales, x = small_net()
+    joined: list[int] = []
+
+    def collate(items: list[Tensor]) -> tuple[Tensor, None]:
+        joined.append(len(items))
+        return torch.stack(items) / 255, None
+
+    def teacher(some: Tensor) -> list[Tensor]:
+        assert some.max() <= 1
+        first, *others = computed(net, some)
+        return [torch.zeros_like(first), *others]
+
+    images = list((x * 255).round())
+    start = Calibrated(net=net, scales=scales)
+    tuned = fine_tuned(start, 4, data=images, collate=collate, teacher=teacher, examples=128)  # type: ignore[arg-type]
+    assert joined == [64, 64]
+    assert all(torch.isfinite(scale).all() for scale in tuned.scales)
+
+
+def test_a_loss_that_is_not_finite_is_said() -> None:
+    _, net, scales, x = small_net()
+    items = [(row * float("nan"), 0) for row in x]
+    with pytest.raises(ValueError, match=r"the loss of the fine-tuning is nan at step 0"):
+        fine_tuned(
+            Calibrated(net=net, scales=scales), 4, data=items, teacher=lambda some: computed(net, some), examples=64
+        )  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("reset", RESETS)
 def test_training_brings_the_spiking_net_nearer_to_what_it_is_to_compute(reset: Reset) -> None:
     _, net, scales, _ = small_net()

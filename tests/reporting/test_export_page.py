@@ -70,3 +70,16 @@ def test_a_file_without_metrics_has_a_page_and_json_that_reads_back() -> None:
     assert "<dt>device: clock mhz</dt><dd>61.25</dd>" in page
     assert "<dt>exact</dt><dd>yes</dd>" in page
     assert "<dt>nothing</dt>" not in page
+
+
+def test_metrics_are_those_of_a_reader_that_has_run_what_is_held_out_and_may_be_no_number() -> None:
+    own = Verification(
+        reader="a", simulated_by="apportion", examples=9, difference=0.0, limit=1e-4, held_out=7,
+        before={"accuracy": 0.75, "perplexity": float("inf")}, after={"accuracy": 0.5, "perplexity": float("nan")},
+    )  # fmt: skip
+    other = Verification(reader="b", simulated_by=None, examples=2, difference=1e-6, limit=1e-4)
+    export = made(own, other)
+    assert export.verification is own
+    page = export_page(json.loads(json.dumps(export.to_json(), allow_nan=False)))
+    for tile in ("accuracy of the net</dt><dd>0.75", "perplexity of the file</dt><dd>nan", "by</dt><dd>1.0e-06"):
+        assert tile in page

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Subset
 
+from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.sampling.sampler import mix
 from apportion.core.value import parse
@@ -28,7 +30,7 @@ EXAMPLES = 64
 """The number of examples of a run's data that its export is held against."""
 CALIBRATION = 1024
 """The number of examples of a run's data by which a target makes its choices."""
-HELD_OUT = 10_000
+HELD_OUT, LEAST_HELD_OUT, HELD_OUT_BYTES = 10_000, 250, 1 << 30
 """The largest number of examples of a run's evaluation on which network and file are compared."""
 
 
@@ -72,6 +74,11 @@ def export_run(
     """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
     workload = workload_of(run, trust=trust)
+    if workload.carry is not None:
+        raise ValueError(
+            "the net of this run takes a state besides its inputs (carry=), which is no part of the data: give a "
+            "sample of both, apportion.export(apportion.load(run), (inputs, state), path)"
+        )
     dataset = workload.open_data() if workload.parts is None else workload.open_part(0)
     to = Path(path) if path is not None else Path(run) / f"model{chosen.suffix}"
     if isinstance(dataset, ActedDataset):  # a deployed net is not called on rollouts
@@ -108,20 +115,31 @@ def verified(made: Exported) -> Iterator[str]:
 def _data(workload: Workload, dataset: Any) -> Data:
     """What a compiler may look at, and what its file is judged by."""
     drawn = torch.Generator().manual_seed(mix(workload.seed, 0xCA11) & 0x7FFFFFFF)
-    rows = torch.randperm(len(dataset), generator=drawn)[:CALIBRATION].tolist()
+    order = torch.randperm(len(dataset), generator=drawn).tolist()
+    rows, others = order[:CALIBRATION], order[CALIBRATION:]
+    apart = len(others) >= len(rows)  # or there are too few of them to train on
     evaluation = workload.evaluation
     held_out, metrics = None, None
     if evaluation is not None:
         judged: Any = evaluation.data()
-        held_out = _examples(workload, judged, range(min(HELD_OUT, len(judged))))
+        held_out = _examples(workload, judged, _spread(workload, judged))
         metrics = {name: metric for name, metric in evaluation.metrics.items() if not is_factory(metric)}
     return Data(
         calibration=_examples(workload, dataset, rows),
-        training=dataset,
+        training=Subset(dataset, others) if apart else dataset,
+        collate=workload.collate,
         loss=workload.loss,
         held_out=held_out,
         metrics=metrics,  # type: ignore[arg-type]  # classes, which gather over an evaluation, are left out
     )
+
+
+def _spread(workload: Workload, judged: Any) -> list[int]:
+    """The rows that a file is judged by: all, or some that are spread over the data, which may be in an order."""
+    inputs, _ = workload.collate([judged[0]])
+    each = sum(x.nbytes for x in tree.tensors(inputs)) or 1
+    count = min(len(judged), HELD_OUT, max(LEAST_HELD_OUT, HELD_OUT_BYTES // each))
+    return [row * len(judged) // count for row in range(count)]
 
 
 def _examples(workload: Workload, dataset: Any, rows: Sequence[int]) -> Examples:

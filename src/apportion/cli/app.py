@@ -366,6 +366,7 @@ def export(
     with _guarded():
         from apportion.api.export import export_run, verified
 
+        signal.signal(signal.SIGTERM, _end)
         made = export_run(run, target=target, path=out, trust=trust)
         if as_json:
             typer.echo(json.dumps(made.to_json()))
@@ -375,6 +376,11 @@ def export(
                 typer.echo(f"  {line}")
             for report in made.reports:
                 typer.echo(f"  report: {report}")
+
+
+def _end(number: int, _: object) -> None:
+    """End by a signal as by an exception, so that what was begun is cleared away."""
+    raise SystemExit(128 + number)
 
 
 @contextmanager

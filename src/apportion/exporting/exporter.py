@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from apportion.core.torch_private import pytree
 from apportion.core.value import parse
@@ -51,7 +50,9 @@ class Data:
     calibration: Examples | None = None
     """Examples by which a target makes its choices."""
     training: Dataset[Any] | None = None
-    """Items (inputs, targets) for fine-tuning."""
+    """Items for fine-tuning, of which ``collate`` makes (inputs, targets)."""
+    collate: Callable[[list[Any]], Any] = default_collate
+    """A list of items -> (inputs, targets), with the example in dimension 0."""
     loss: Callable[[Any, Any], Any] | None = None
     """The loss of (outputs, targets) for fine-tuning."""
     held_out: Examples | None = None
@@ -79,11 +80,14 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
-    data = data or Data()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the file's name, such as {path / f'model{chosen.suffix}'}")
     wide = _at_least_two(sample)
-    batches = [wide, _rows(wide, slice(0, 1)), *check]
+    data = _in_order(data or Data(), wide)
+    batches = [wide, _rows(wide, slice(0, 1)), *(_as_in(wide, inputs) for inputs in check)]
     trained = TrainedNetwork(
-        module=model, sample=wide, calibration=data.calibration, training=data.training, loss=data.loss
+        module=model, sample=wide, calibration=data.calibration, training=data.training, collate=data.collate,
+        loss=data.loss,
     )  # fmt: skip
     aside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
     with _named(path), _evaluating(model), aside as folder:
@@ -99,14 +103,14 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
             about=compiled.about,
             verifications=found,
             tables=compiled.tables,
-            conclusion=compiled.conclusion,
+            conclusion=_concluded(compiled, found),
         )
         texts = {f"{path.name}{ending}": text for ending, text in (report(written) if report else {}).items()}
         for name, text in texts.items():
             (Path(folder) / name).write_text(text)
         files = sorted(Path(folder).iterdir(), key=lambda file: file == made)  # the one that is asked for comes last
         for file in files:
-            shutil.move(file, path.parent / file.name)
+            os.replace(file, path.parent / file.name)
     return replace(written, reports=tuple(path.parent / name for name in texts))
 
 
@@ -125,7 +129,7 @@ class _Judge:
         every = [*batches, *_batches(data.held_out)]
         reference = reading.reference or self.compiled.reference
         difference, examples = 0.0, 0
-        taken: list[tuple[Any, Any]] = []
+        taken: list[tuple[Any, Any, int]] = []
         for number, (inputs, outputs) in enumerate(zip(every, reading.outputs, strict=False)):
             own, shape = _leaves(self.model, inputs)
             if number < 2 or self.compiled.compared is None or examples < self.compiled.compared:
@@ -134,7 +138,7 @@ class _Judge:
                 examples += len(pytree.tree_leaves(inputs)[0])
                 self._hold(difference, reading.reader)
             if number >= len(batches):
-                taken.append((_tree(own, shape), _tree(outputs, shape)))
+                taken.append((_tree(own, shape), _tree(outputs, shape), len(pytree.tree_leaves(inputs)[0])))
         if examples < sum(len(pytree.tree_leaves(inputs)[0]) for inputs in batches[:2]):
             raise NotVerified(f"{reading.reader} has run {examples} examples of {self.name}: nothing was written")
         before, after, count = _metrics(taken, data)
@@ -167,15 +171,25 @@ class _Judge:
             )
 
 
-def _metrics(taken: Sequence[tuple[Any, Any]], data: Data) -> tuple[dict[str, float], dict[str, float], int]:
+def _concluded(compiled: Compiled, found: Sequence[Verification]) -> str:
+    """Return what the target concludes, and what was to be held to and could not."""
+    if compiled.most_lost is None or any("accuracy" in one.before for one in found):
+        return compiled.conclusion
+    unchecked = (
+        f'No metric "accuracy" was taken on held-out examples: that no more than {compiled.most_lost:g} of it is lost '
+        "was not checked."
+    )
+    return f"{compiled.conclusion} {unchecked}".strip()
+
+
+def _metrics(taken: Sequence[tuple[Any, Any, int]], data: Data) -> tuple[dict[str, float], dict[str, float], int]:
     """Return each metric of the network and of the file, and the number of examples."""
-    if not taken or data.held_out is None:
-        return {}, {}, 0
     metrics = {"accuracy": accuracy} if data.metrics is None else data.metrics
-    counts = [len(pytree.tree_leaves(own)[0]) for own, _ in taken]
-    total, at = sum(counts), 0
+    if not taken or data.held_out is None or not metrics:
+        return {}, {}, 0
+    total, at = sum(count for *_, count in taken), 0
     sums = [dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0.0)]
-    for both, count in zip(taken, counts, strict=True):
+    for *both, count in taken:
         targets = _rows(data.held_out.targets, slice(at, at + count))
         at += count
         for outputs, sums_of_one in zip(both, sums, strict=True):
@@ -215,6 +229,27 @@ def _at_least_two(sample: Inputs) -> Inputs:
     if rows != {1}:
         return sample
     return pytree.tree_map(lambda x: torch.cat([x, x]), sample)
+
+
+def _in_order(data: Data, sample: Inputs) -> Data:
+    """Return the data with the inputs of examples as ``_as_in`` says."""
+    found: dict[str, Any] = {}
+    for name in ("calibration", "held_out"):
+        examples = getattr(data, name)
+        if examples is not None:
+            found[name] = replace(examples, inputs=_as_in(sample, examples.inputs))
+    return replace(data, **found)
+
+
+def _as_in(sample: Inputs, inputs: Inputs) -> Inputs:
+    """Return inputs by name in the order of the sample's, which is that of the file. Raises ValueError where names
+    differ."""
+    if not isinstance(sample, dict):
+        return inputs
+    if not isinstance(inputs, dict) or inputs.keys() != sample.keys():
+        names = sorted(inputs) if isinstance(inputs, dict) else f"no names, but {type(inputs).__name__}"
+        raise ValueError(f"inputs have {names}, and those of sample= are {sorted(sample)}: give the same names")
+    return {name: inputs[name] for name in sample}
 
 
 def _rows(inputs: Inputs, which: slice) -> Inputs:

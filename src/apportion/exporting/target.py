@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from apportion.core.value import Value
 
@@ -52,7 +52,9 @@ class TrainedNetwork:
     calibration: Examples | None = None
     """Examples by which choices are made (scales, thresholds, numbers of steps); None: there are none."""
     training: Dataset[Any] | None = None
-    """Items (inputs, targets) without the example's dimension, for fine-tuning; None: there are none."""
+    """Items for fine-tuning, of which ``collate`` makes (inputs, targets); None: there are none."""
+    collate: Callable[[list[Any]], Any] = default_collate
+    """A list of items -> (inputs, targets), with the example in dimension 0."""
     loss: Callable[[Any, Any], Any] | None = None
     """The loss of (outputs, targets), for fine-tuning."""
 
@@ -149,8 +151,8 @@ class Exported:
 
     @property
     def verification(self) -> Verification:
-        """The one that differs most."""
-        return max(self.verifications, key=lambda one: one.difference)
+        """Of those that have run the held-out examples, or of all where none has, the one that differs most."""
+        return max(self.verifications, key=lambda one: (one.held_out > 0, one.difference))
 
 
 def _plain(value: Any) -> Any:

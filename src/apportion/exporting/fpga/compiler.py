@@ -17,7 +17,7 @@ from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
 from apportion.exporting.fpga.verilog_text import CONTROL_PINS, CircuitPorts, module_name, written
 
 TRIES = 3
-"""How often stages are made shorter where the clock is not reached."""
+"""How often a circuit is placed, each time with shorter stages, where the clock is not reached."""
 LEAST_LUTS_PER_CONNECTION = 2.0
 """Look-up tables for each weight that is not 0: of digits networks in 4 bits about 7, with what adders share."""
 
@@ -39,7 +39,7 @@ class Circuit:
 
 def compiled(net: FixedNet, path: Path, device: FpgaDevice, clock_mhz: float, *, place: bool) -> Circuit:
     """Write the circuit of the network to the path. Where it is placed and the clock is not reached, its stages are
-    made shorter, three times at the most.
+    made shorter; it is placed three times at the most.
 
     Raises ValueError, by how much and with the cure, where it does not fit on the device or its clock is too high.
     """

@@ -7,18 +7,17 @@ Han et al., 2015), and fine-tuning leaves them there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
 
 from apportion.core.torch_private import pytree
 from apportion.exporting.fpga.fixed_point import FixedNet, IntegerFormat
 from apportion.exporting.fpga.float_layers import FloatLayer, computed
 from apportion.exporting.fpga.quantizer import quantized, weights
+from apportion.exporting.target import TrainedNetwork
 
 BATCH = 32
 LEARNING_RATE = 1e-3
@@ -40,29 +39,29 @@ def pruned(layers: Sequence[FloatLayer], share: float) -> list[FloatLayer]:
 
 
 def fine_tuned(
-    layers: Sequence[FloatLayer],
-    calibration: Tensor,
-    training: Dataset[Any],
-    loss: Callable[[Any, Any], Any],
-    bits: int,
-    epochs: int,
+    layers: Sequence[FloatLayer], calibration: Tensor, trained: TrainedNetwork, bits: int, epochs: int
 ) -> list[FloatLayer]:
-    """Return the layers with weights that were trained as the integers of so many bits that they will become.
+    """Return the layers with weights that were trained as the integers of so many bits that they will become, on the
+    training examples of the network and by its loss, both of which there must be.
 
     Weights that are 0 stay 0. The examples come in an order of a fixed seed; the random state of torch is not touched.
     """
+    training, loss, collate = trained.training, trained.loss, trained.collate
+    assert training is not None
+    assert loss is not None
     net = quantized(layers, calibration, bits)
     masks = [None if layer.weight is None else layer.weight != 0 for layer in layers]
     made = [_trainable(layer) for layer in layers]
     parameters = [x for layer in made for x in (layer.weight, layer.bias) if x is not None]
-    count = min(len(training), MOST_EXAMPLES)  # type: ignore[arg-type]  # a map-style data set has a length
+    every = len(training)  # type: ignore[arg-type]  # a map-style data set has a length
+    count = min(every, MOST_EXAMPLES)
     order = torch.Generator().manual_seed(0)
     batches = -(-count // BATCH)
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * batches)
     for _ in range(epochs):
-        for rows in torch.randperm(count, generator=order).split(BATCH):
-            inputs, targets = default_collate([training[int(n)] for n in rows])
+        for rows in torch.randperm(every, generator=order)[:count].split(BATCH):
+            inputs, targets = collate([training[int(n)] for n in rows])
             numbers = pytree.tree_leaves(inputs)[0].float()
             found = loss(_rounded_output(made, net, masks, numbers, bits), targets)
             optimizer.zero_grad()

@@ -2,10 +2,12 @@
 
 Each statement of the file is carried as a sum with integer coefficients over the inputs and over what is not linear
 before it, together with its exact range: where the range fits the width, nothing overflows and nothing is truncated.
-The network's layers are carried in the same way, independently of how the file was made. An operation that is not
-linear is the same on both sides where it is the same operation of the same sum; by induction over the layers the
-outputs are the same for every input. A register holds the value of the example for as many cycles as examples are
-apart, and every statement must read all that it reads at a stage in which they hold the same example.
+The network's layers are carried in the same way, from its weights in integers and from where the windows of its
+convolutions and pools lie. The circuit was made from these windows as well: that they are torch's is seen in
+simulation. An operation that is not linear is the same on both sides where it is the same operation of the same sum; by
+induction over the layers the outputs are the same for every input. A register holds the value of the example for as
+many cycles as examples are apart, and every statement must read all that it reads at a stage in which they hold the
+same example.
 
 What it rests on: that the modules that limit a number do so, which ``sat`` shows, and that the two counters count the
 beats and the stages, which is seen in simulation alone.

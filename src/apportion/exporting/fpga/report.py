@@ -10,21 +10,22 @@ from apportion.exporting.target import Table
 
 
 def tables(
-    circuit: Circuit, proof: Sequence[ProvedLayer], limits: Mapping[str, bool], clock_mhz: float
+    circuit: Circuit, proof: Sequence[ProvedLayer], limits: Mapping[str, bool], clock_mhz: float, *, simulated: bool
 ) -> tuple[Table, ...]:
-    """Return what is proved, and what the circuit takes."""
-    return (_proved(proof, limits), _placed(circuit, clock_mhz))
+    """Return what is proved, and what the circuit takes. ``simulated``: does a simulator of Verilog run the file?"""
+    return (_proved(proof, limits, simulated=simulated), _placed(circuit, clock_mhz))
 
 
-def _proved(proof: Sequence[ProvedLayer], limits: Mapping[str, bool]) -> Table:
+def _proved(proof: Sequence[ProvedLayer], limits: Mapping[str, bool], *, simulated: bool) -> Table:
+    sampled = "in simulation only" if simulated else "not shown: no simulator of Verilog has run it"
     rows: list[tuple[str, str, int, str]] = [
         (layer.name, layer.kind, layer.numbers, "for every input") for layer in proof
     ]
     rows += [
-        (name, "rounds and limits", 1, "for every number, by yosys' SAT" if known else "in simulation only")
+        (name, "rounds and limits", 1, "for every number, by yosys' SAT" if known else sampled)
         for name, known in limits.items()
     ]
-    rows.append(("the counters of beats and stages", "control", 2, "in simulation only"))
+    rows.append(("the counters of beats and stages", "control", 2, sampled))
     return Table(
         title="What the circuit is shown to compute",
         columns=("layer or module", "kind", "numbers", "shown"),

@@ -149,9 +149,9 @@ def _choices(made: QuantizedModel) -> Table:
 
 def _conclusion(precision: str, ratio: float, size: float) -> str:
     faster = f"and computes one example {ratio:.2f} times as fast as float32 on this machine"
-    worth = "." if ratio >= 1.05 else f": it is worth it for its size, and not for speed, on {_plain(ratio)}."
+    worth = "." if ratio >= 1.05 else f": it is worth it for its size, and not for speed, on {_machine(ratio)}."
     return f"The file has {size:.2f} of the bytes of float32, {faster}{worth}"
 
 
-def _plain(ratio: float) -> str:
+def _machine(ratio: float) -> str:
     return "this machine" if ratio < 1 else "a machine like this one"

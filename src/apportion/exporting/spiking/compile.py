@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.workload import accuracy
+from apportion.errors import NotVerified
 from apportion.exporting.spiking.calibration.calibrate import EXAMPLES, calibrated
 from apportion.exporting.spiking.calibration.fine_tune import fine_tuned
 from apportion.exporting.spiking.calibration.timesteps import chosen
@@ -26,6 +27,8 @@ from apportion.exporting.target import TrainedNetwork, called
 
 JUDGING = 512
 """The largest number of calibration examples on which accuracies are taken."""
+SAME = 1e-3
+"""The largest difference of the outputs, relative to the largest of them, that the net's own float32 may make."""
 AT_ONCE = 50
 """The number of examples that are simulated at once."""
 
@@ -91,6 +94,7 @@ class _Compiler:
             start,
             steps,
             data=self.trained.training,
+            collate=self.trained.collate,
             teacher=self._teacher,
             examples=count,
             like=like,
@@ -155,6 +159,8 @@ def _compiler(trained: TrainedNetwork, request: SpikingRequest) -> _Compiler:
             f"fine_tune_examples={request.fine_tune_examples} needs training examples: give data=Data(training=...)"
         )
     net = lowered(trained.module, trained.sample, average_instead_of_max=request.average_instead_of_max)
+    if not request.average_instead_of_max:  # which makes another net
+        _hold_to_network(net, trained)
     if trained.calibration is None:
         raise ValueError(
             "thresholds are found by calibration examples, and there are none: give data=Data(calibration=...)"
@@ -170,6 +176,21 @@ def _compiler(trained: TrainedNetwork, request: SpikingRequest) -> _Compiler:
         judging=x[rows].float(),
         targets=targets[rows] if isinstance(targets, Tensor) else targets,
     )
+
+
+def _hold_to_network(net: RateNet, trained: TrainedNetwork) -> None:
+    """Raise NotVerified where the stages, before any of them fires, compute something else than the net: all that comes
+    after is held to them."""
+    x = trained.sample[:AT_ONCE]
+    own = _outputs(trained.module, x).double()
+    with torch.no_grad():
+        found = computed(net.to(torch.float64), x.double())[-1].reshape(own.shape)
+    apart = float((found - own).abs().max() / own.abs().max().clamp(min=1e-12))
+    if not apart <= SAME:
+        raise NotVerified(
+            f"the layers as they were folded compute something else than the net: outputs differ by {apart:.2g} of "
+            f"their largest number, of {SAME:g} at most; nothing was written"
+        )
 
 
 def _outputs(module: nn.Module, x: Tensor) -> Tensor:

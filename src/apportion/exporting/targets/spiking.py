@@ -48,7 +48,8 @@ class Spiking(Target):
     neuron: Literal["integrate_and_fire", "exact"] = "integrate_and_fire"
     """exact: neurons that take spikes back, and compute a net of integers to the bit; only apportion runs them."""
     most_lost: float = 0.01
-    """The share of the calibration examples that "auto" may lose: 0.01 is one point."""
+    """The share of the calibration examples that "auto" may lose: 0.01 is one point. What is lost of those that are
+    held out is told."""
     levels: int = 15
     """The number of levels of an activation above 0, where the neurons are exact."""
     fine_tune_examples: int = 0
@@ -97,13 +98,15 @@ class Spiking(Target):
             raise ValueError(
                 f"most_lost={self.most_lost!r} is the share that may be lost: give 0 to 1, 0.01 for a point"
             )
-        exact = self.neuron == EXACT
-        if exact and (self.dialect != "nir" or self.timesteps != "auto" or self.fine_tune_examples):
+        exact, averages = self.neuron == EXACT, self.max_pool == "average"
+        if exact and (self.dialect != "nir" or self.timesteps != "auto" or self.fine_tune_examples or averages):
             raise ValueError(
                 'neuron="exact" has a number of steps of its own, no training, and only apportion runs it: leave '
-                "timesteps, fine_tune_examples and dialect out"
+                "timesteps, fine_tune_examples, max_pool and dialect out"
             )
-        if self.max_pool == "average" and not self.fine_tune_examples:
+        if self.dialect == EXACT:
+            raise ValueError('dialect="exact" is that of neuron="exact": give that, and leave dialect out')
+        if averages and not self.fine_tune_examples:
             raise ValueError(
                 'max_pool="average" makes another net, which must be trained again: give fine_tune_examples, the '
                 "number of examples"
@@ -112,7 +115,7 @@ class Spiking(Target):
             timesteps=None if self.timesteps == "auto" else self.timesteps,
             lost=self.most_lost,
             fine_tune_examples=self.fine_tune_examples,
-            average_instead_of_max=self.max_pool == "average",
+            average_instead_of_max=averages,
             levels=self.levels if exact else None,
             dialect=dialect(EXACT if exact else self.dialect),
         )

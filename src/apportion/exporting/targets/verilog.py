@@ -101,7 +101,7 @@ class Verilog(Target):
             reference=lambda inputs: [net.outputs(_numbers(inputs))],
             limit=0.0,
             most_lost=self.most_lost,
-            tables=tables(circuit, proof, limits, self._clock),
+            tables=tables(circuit, proof, limits, self._clock, simulated=self.verify == "installed"),
             conclusion=conclusion(circuit),
         )
 
@@ -154,7 +154,7 @@ class Verilog(Target):
                 raise ValueError(
                     f"fine_tune_epochs={self.fine_tune_epochs} needs training data and a loss: give both in data"
                 )
-            layers = fine_tuned(layers, calibration, trained.training, trained.loss, self.bits, self.fine_tune_epochs)
+            layers = fine_tuned(layers, calibration, trained, self.bits, self.fine_tune_epochs)
         return quantized(layers, calibration, self.bits)
 
     def _about(self, net: FixedNet, circuit: Circuit, limits: dict[str, bool]) -> dict[str, Any]:

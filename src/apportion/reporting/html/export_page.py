@@ -28,8 +28,9 @@ def _head(made: Json) -> str:
     worst: Json | None = max(made["verifications"], key=lambda one: float(one["difference"]), default=None)
     if worst is not None:
         tiles.append(("outputs differ by", f"{float(worst['difference']):.1e}"))
-        for name, before in worst["before"].items():
-            tiles += [(f"{name} of the net", f"{before:.4g}"), (f"{name} of the file", f"{worst['after'][name]:.4g}")]
+        judged = max(made["verifications"], key=lambda one: int(one["held_out"]))
+        for name, before in judged["before"].items():
+            tiles += [(f"{name} of the net", _cell(before)), (f"{name} of the file", _cell(judged["after"][name]))]
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>\n" for name, text in tiles)
     conclusion = f"<p>{escape(made['conclusion'])}</p>\n" if made["conclusion"] else ""
     return (

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
+from apportion.core.torch_private import pytree
 from apportion.exporting.spiking.calibration.calibrate import Calibrated
 from apportion.exporting.spiking.calibration.surrogate import spike_train
 from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, LinearMap, applied, with_weight
@@ -32,6 +33,8 @@ RATE = 2e-3
 layers may differ by a factor of a hundred. It falls to 0 as a cosine."""
 WARM_UP = 0.1
 """The share of the steps in which the learning rate rises to it."""
+SILENT = 1e-9
+"""The least mean square of a stage's activations: one may be silent for all examples of a part."""
 FEATURES = 1.0
 """The weight of the activations' distance beside that of the outputs."""
 BATCH = 64
@@ -40,24 +43,25 @@ AT_ONCE = 16
 """The number of examples whose gradient is found at once: what a layer keeps of all steps stays in a cache."""
 
 
-def fine_tuned(
+def fine_tuned(  # noqa: PLR0913 (each is a separate part of the training)
     start: Calibrated,
     timesteps: int,
     *,
     data: Dataset[Any],
+    collate: Callable[[list[Any]], Any] = default_collate,
     teacher: Callable[[Tensor], Sequence[Tensor]],
     examples: int,
     like: Neurons = SUBTRACT,
 ) -> Calibrated:
-    """Train a copy of the net on so many examples; ``data``: items (inputs, targets); ``teacher``: inputs -> what is to
-    be learned, the activations of all stages and the outputs, or the outputs alone; ``like``: neurons with the rule of
-    those that will fire."""
+    """Train a copy of the net on so many examples; ``data``: items, of which ``collate`` makes (inputs, targets);
+    ``teacher``: inputs -> what is to be learned, the activations of all stages and the outputs, or the outputs alone;
+    ``like``: neurons with the rule of those that will fire. Raises ValueError where the loss is not finite."""
     net, trained = _trainable(start.net)
     logs = [scale.log().detach().requires_grad_() for scale in start.scales]
     sizes = [*(float(x.detach().square().mean().sqrt()) or 1.0 for x in trained), *[1.0] * len(logs)]
     optimizer = torch.optim.Adam([{"params": [x]} for x in (*trained, *logs)])
     steps = math.ceil(examples / BATCH)
-    for step, x in enumerate(_batches(data, steps)):
+    for step, x in enumerate(_batches(data, collate, steps)):
         share = min(1, (step + 1) / (WARM_UP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
         for group, size in zip(optimizer.param_groups, sizes, strict=True):
             group["lr"] = RATE * share * size
@@ -66,7 +70,13 @@ def fine_tuned(
             found = spiking_activations(net, [log.exp() for log in logs], timesteps, part, like=like)
             with torch.no_grad():
                 wanted = teacher(part)
-            (_distance(found, wanted) * (len(part) / len(x))).backward()
+            loss = _distance(found, wanted) * (len(part) / len(x))
+            if not torch.isfinite(loss):
+                raise ValueError(
+                    f"the loss of the fine-tuning is {loss.item()} at step {step}: look for numbers in the training "
+                    "data that are not finite, or leave fine_tune_examples out"
+                )
+            loss.backward()
         optimizer.step()
     return Calibrated(net=_frozen(net), scales=tuple(log.detach().exp() for log in logs))
 
@@ -107,7 +117,8 @@ def _distance(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
     """The distance of the outputs, and of the activations in units of their own squares where they are wanted."""
     total = _apart(found[-1], wanted[-1])
     for own, other in zip(found[:-1], wanted[:-1], strict=False):
-        total = total + FEATURES / (len(found) - 1) * functional.mse_loss(own, other) / other.square().mean()
+        size = other.square().mean().clamp(min=SILENT)
+        total = total + FEATURES / (len(found) - 1) * functional.mse_loss(own, other) / size
     return total
 
 
@@ -122,14 +133,14 @@ def _over(channels: Tensor, dimensions: int) -> Tensor:
     return channels.reshape(-1, *[1] * (dimensions - 1))
 
 
-def _batches(data: Dataset[Any], steps: int) -> Iterator[Tensor]:
+def _batches(data: Dataset[Any], collate: Callable[[list[Any]], Any], steps: int) -> Iterator[Tensor]:
     drawn = torch.Generator().manual_seed(0)
     count = len(data)  # type: ignore[arg-type]
     rows: list[int] = []
     for _ in range(steps):
         while len(rows) < BATCH:
             rows += torch.randperm(count, generator=drawn).tolist()
-        x = torch.stack([torch.as_tensor(data[n][0]) for n in rows[:BATCH]]).float()
+        x = pytree.tree_leaves(collate([data[n] for n in rows[:BATCH]])[0])[0].float()
         yield x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
         rows = rows[BATCH:]
 

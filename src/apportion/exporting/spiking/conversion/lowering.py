@@ -284,13 +284,16 @@ def _clip(program: _Program, node: fx.Node, default: tuple[Any, Any] = (None, No
 def _average(program: _Program, node: fx.Node) -> _Sum:
     value = _value(program, node)
     kernel, stride, padding, ceil, counted, divisor = _filled(node, (None, [], [0, 0], False, True, None), skip=1)
-    odd = [
-        (n + 2 * p - k) % s
-        for n, k, s, p in zip(value.shape[1:], _pair(kernel), _pair(stride or kernel), _pair(padding), strict=True)
-    ]
+    odd = _left_over(value, kernel, stride, padding)
     if (any(padding) and not counted) or divisor is not None or (ceil and any(odd)):
         _refuse(program, node, "its windows have different numbers of pixels; use an average pool without padding")
     return _mapped(value, pool(value.shape, _pair(kernel), _pair(stride or kernel), _pair(padding)))
+
+
+def _left_over(value: _Sum, kernel: Any, stride: Any, padding: Any) -> list[int]:
+    """The number of rows and of columns behind the last whole window."""
+    spans = zip(value.shape[1:], _pair(kernel), _pair(stride or kernel), _pair(padding), strict=True)
+    return [(n + 2 * p - k) % s for n, k, s, p in spans]
 
 
 def _adaptive(program: _Program, node: fx.Node) -> _Sum:
@@ -315,9 +318,11 @@ def _max(program: _Program, node: fx.Node) -> _Sum:
     if not program.average_instead_of_max:
         _refuse(program, node, cure_for_operator("max_pool2d"))
     value = _value(program, node)
-    kernel, stride, padding, dilation, _ = _filled(node, (None, [], [0, 0], [1, 1], False), skip=1)
+    kernel, stride, padding, dilation, ceil = _filled(node, (None, [], [0, 0], [1, 1], False), skip=1)
     if _pair(dilation) != (1, 1):
         _refuse(program, node, "an average pool in its place has no dilation; use dilation=1")
+    if ceil and any(_left_over(value, kernel, stride, padding)):
+        _refuse(program, node, "its last windows are cut off (ceil_mode), and an average needs whole ones; pad before")
     return _mapped(value, pool(value.shape, _pair(kernel), _pair(stride or kernel), _pair(padding)))
 
 
@@ -389,7 +394,8 @@ def _filled(node: fx.Node, defaults: tuple[Any, ...], *, skip: int) -> list[Any]
         node.kwargs.get(name, default)
         for name, default in zip(names[len(given) :], defaults[len(given) :], strict=False)
     ]
-    return (given + rest)[: len(defaults)]
+    found = given + rest  # an operator may have fewer arguments: clamp_min has no upper limit
+    return (found + list(defaults[len(found) :]))[: len(defaults)]
 
 
 _RULES: dict[Any, Callable[[_Program, fx.Node], _Sum | None]] = {

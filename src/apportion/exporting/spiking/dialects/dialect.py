@@ -114,7 +114,7 @@ def dialect(name: str) -> Dialect:
     """Return the dialect of this name. Raises ValueError where there is none."""
     if name in DIALECTS:
         return DIALECTS[name]
-    known = ", ".join(DIALECTS)
+    known = ", ".join(one for one in DIALECTS if one != "exact")  # which has a parameter of its own
     if name == "snntorch":
         raise ValueError(
             "dialect='snntorch' cannot be written: snntorch reads an IF node as a leaky neuron of beta=0.9, which is "
