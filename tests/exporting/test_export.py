@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fault_workloads
 import numpy as np
 import pytest
 import torch
@@ -101,7 +100,7 @@ def test_inputs_by_name_keep_their_names_and_places(tmp_path: Path) -> None:
     made = export(TwoInTwoOut(), {"right": right, "left": left}, tmp_path / "net.onnx")
     assert {value["name"] for value in made.about["inputs"]} == {"left", "right"}
     assert [value["name"] for value in made.about["outputs"]] == ["sum", "difference"]
-    computed = session(made.path).run(None, {"left": left.numpy(), "right": right.numpy()})
+    computed = session(made.path, threads=1).run(None, {"left": left.numpy(), "right": right.numpy()})
     assert [float(one[0, 0]) for one in computed] == [7.0, 1.0]
 
 
@@ -271,6 +270,22 @@ workload = apportion.Workload(
     loss=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=32, steps=12,
 )
 """
+STATE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.RNN(8, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, state):
+        found, state = self.rnn(x[:, None], state)
+        return self.out(found[:, -1]), state
+
+
+recurrent = apportion.Workload(
+    model=Net, data=lambda: data, loss=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    batch_size=32, steps=3, order="sequential", carry=lambda n: torch.zeros(1, n, 4),
+)
+"""
 APPORTION = (sys.executable, "-m", "apportion")
 
 
@@ -358,8 +373,10 @@ def test_an_export_that_is_told_to_end_clears_away_what_it_has_begun(
 
 
 @pytest.mark.processes
-def test_a_net_that_takes_a_state_is_refused_with_the_cure(tmp_path: Path) -> None:
-    address = f"{fault_workloads.__file__}:recurrent"
-    apportion.train(address, "single_device", run_dir=tmp_path / "run", check=False)
+def test_a_net_that_takes_a_state_is_refused_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("work.py").write_text(WORK + STATE)
+    Path("pyproject.toml").touch()
+    apportion.train("work.py:recurrent", "single_device", run_dir=tmp_path / "run", check=False)
     with pytest.raises(ValueError, match=r"takes a state besides its inputs \(carry=\).*\(inputs, state\), path\)"):
         export_run(tmp_path / "run")

@@ -31,6 +31,7 @@ from apportion.exporting.fpga.tools.sat import proved_limits
 from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
 from apportion.exporting.fpga.verilog_reader import circuit_in
 from apportion.exporting.fpga.verilog_text import clamp_module, limit_name
+from apportion.exporting.target import TrainedNetwork
 from apportion.exporting.targets import verilog
 from apportion.exporting.targets.verilog import Verilog
 
@@ -86,9 +87,8 @@ def test_fine_tuning_learns_with_the_integers_of_few_bits() -> None:
     data, net = digits_nets.data(), digits_nets.trained(digits_nets.dense)
     inputs, targets = (x[digits_nets.HELD_OUT :] for x in digits_nets.digits())
     layers = imported(net, inputs[:3])
-    assert data.training is not None
-    assert data.loss is not None
-    learned = fine_tuned(layers, inputs[:512], data.training, data.loss, 2, 2)
+    trained = TrainedNetwork(module=net, sample=inputs[:3], training=data.training, loss=data.loss)
+    learned = fine_tuned(layers, inputs[:512], trained, 2, 2)
 
     def error(of: list[FloatLayer]) -> float:
         outputs = torch.from_numpy(quantized(of, inputs[:512], 2).outputs(inputs))
