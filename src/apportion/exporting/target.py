@@ -151,7 +151,7 @@ class Exported:
 
     @property
     def verification(self) -> Verification:
-        """Of those that have run the held-out examples, or of all where none has, the one that differs most."""
+        """The one that differs most, of those that have run the held-out examples, or of all where none has."""
         return max(self.verifications, key=lambda one: (one.held_out > 0, one.difference))
 
 

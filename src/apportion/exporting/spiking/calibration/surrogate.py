@@ -35,7 +35,7 @@ def spike_train(neurons: Neurons, moving: Tensor | None, each: Tensor, steps: in
 
 
 class _SpikeTrain(torch.autograd.Function):
-    """``spike_train``."""
+    """The function that ``spike_train`` applies."""
 
     @staticmethod
     def forward(ctx: Any, neurons: Neurons, moving: Tensor | None, each: Tensor, scale: Tensor, steps: int) -> Tensor:
