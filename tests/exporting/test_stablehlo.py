@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import finish, start
+from published_resnets import IMAGES, MODELS
 from stablehlo_cases import CASES, TPU
 
 from apportion.cli.app import _EXTRAS
@@ -79,6 +80,26 @@ def assert_it_is_what_torch_computes(name: str, told: dict[str, Any]) -> None:
         assert rows == [["forward", "outputs"], ["step", "loss"], ["step", "gradients"], ["step", "weights"]]
         assert all(float(row[-1]) <= 1e-5 for row in programs["rows"][1:])
     assert all(row[2] >= 0 and row[4] > 0 for row in costs["rows"])
+
+
+@NEEDS
+@COLD
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.data(IMAGES, MODELS)
+@pytest.mark.timeout(SECONDS)
+def test_in_float64_the_training_step_of_a_resnet_is_torchs_but_for_the_last_digits() -> None:
+    """What differs in float32 is rounding, which the gradients of a batch may enlarge a thousandfold."""
+    command = [sys.executable, str(HELPERS / "step_in_float64.py")]
+    given = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, env=given)
+    assert ended.returncode == 0, ended.stderr
+    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert len(told) == 3
+    for one in told:
+        assert one["bits"] == 64
+        assert one["largest gradient"] > 1e-3
+        assert max(one["loss"], one["gradients"], one["weights"]) <= 1e-10
 
 
 @NEEDS

@@ -157,7 +157,7 @@ slow = judged_by(Slow)
 broken_when_judged = judged_by(BrokenWhenJudged)
 judged_slowly = judged_by(Slow, frames=400 * 2 * 4 * 6)
 broken = workload(environment=Broken)
-late = workload(environment=Late, frames=400 * 2 * 4 * 6)  # rank 0 must not end before rank 1 has begun
+late = workload(environment=Late, frames=250 * 2 * 4 * 6)  # rank 0 must not end before rank 1 has begun
 longer = workload(frames=400 * 2 * 4 * 6)
 endless = workload(frames=12_000 * 2 * 4 * 6)
 normed = workload(normalise_observations=True)
