@@ -20,8 +20,10 @@ import pytest
 import torch
 from commands import SECONDS, finish, start
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
 
 import apportion
+from apportion.api import export as api
 from apportion.api.export import export_run
 from apportion.core.value import parse
 from apportion.errors import ApportionError, NotVerified
@@ -255,6 +257,34 @@ def test_an_opset_that_would_become_another_is_refused(opset: int, tmp_path: Pat
     with pytest.raises(ValueError, match=f"opset={opset} is none that torch writes, which has made [0-9]+ of it"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target=f"onnx(opset={opset})")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_is_judged_by_examples_of_all_classes_and_tuned_on_those_that_chose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api, "CALIBRATION", 20)
+    monkeypatch.setattr(api, "HELD_OUT", 10)
+    ordered = TensorDataset(torch.arange(60.0)[:, None], torch.arange(60) // 15)  # by classes, as folders are
+
+    def halved(items: list[Any]) -> Any:
+        inputs, targets = default_collate(items)
+        return inputs / 2, targets
+
+    workload = apportion.Workload(
+        model=lambda: nn.Linear(1, 4), data=lambda: ordered, loss=nn.functional.cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=4, steps=1, collate=halved,
+        evaluation=apportion.Evaluation(data=lambda: ordered, metrics={}),
+    )  # fmt: skip
+    data = api._data(workload, ordered)
+    assert data.held_out is not None
+    assert data.held_out.targets.unique().tolist() == [0, 1, 2, 3]
+    assert data.calibration is not None
+    assert data.training is not None
+    chosen = set((2 * data.calibration.inputs).flatten().tolist())
+    trained = {float(data.training[n][0]) for n in range(40)}
+    assert len(chosen) == 20
+    assert chosen | trained == set(range(60))
+    assert data.collate is halved
 
 
 WORK = """

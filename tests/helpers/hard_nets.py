@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stablehlo_cases import Counting, Deciding, Selecting
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -103,21 +104,6 @@ class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.out(self.odd(self.first(x)))
         return found
-
-
-class Deciding(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
-class Selecting(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[x > 0].sum()
-
-
-class Counting(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + len(torch.unique(x))
 
 
 class Cutting(nn.Module):

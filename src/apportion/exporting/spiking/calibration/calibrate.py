@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from apportion.exporting.spiking.conversion.linear_maps import applied
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, computed
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, computed, per_channel
 from apportion.exporting.spiking.graph import Neurons, Reset
 from apportion.exporting.spiking.membranes import fired
 
@@ -94,7 +94,7 @@ def calibrated(
 
 def _currents(stage: Stage, x: Tensor, trains: dict[int, Tensor], scales: Sequence[Tensor], steps: int) -> Tensor:
     """The stage's z in each step: (steps, examples, *shape)."""
-    bias = _over(stage.bias, len(stage.shape))
+    bias = per_channel(stage.bias, len(stage.shape))
     constant = torch.zeros(()) + bias
     for term in stage.terms:
         if term.source == INPUT:
@@ -105,13 +105,9 @@ def _currents(stage: Stage, x: Tensor, trains: dict[int, Tensor], scales: Sequen
         for term in stage.terms:
             if term.source != INPUT:
                 spikes = trains[term.source][t]
-                total = total + applied(term.maps, spikes * _over(scales[term.source], spikes.ndim - 1))
+                total = total + applied(term.maps, spikes * per_channel(scales[term.source], spikes.ndim - 1))
         found[t] = total
     return found
-
-
-def _over(channels: Tensor, dimensions: int) -> Tensor:
-    return channels.reshape(-1, *[1] * (dimensions - 1))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -164,10 +160,10 @@ class _SpikingLayer(ScaleSearch):
         count = torch.zeros_like(self.wanted)
         for spikes in self.fired(scale, correction):
             count += spikes
-        return count.mul_(_over(scale, count.ndim - 1) / len(self.currents))
+        return count.mul_(per_channel(scale, count.ndim - 1) / len(self.currents))
 
     def fired(self, scale: Tensor, correction: Tensor) -> Iterator[Tensor]:
         """The spikes of each step."""
         neurons = replace(self.neurons, threshold=scale)
-        each = _over(correction + scale / (2 * len(self.currents)), self.wanted.ndim - 1)
+        each = per_channel(correction + scale / (2 * len(self.currents)), self.wanted.ndim - 1)
         return fired(neurons, self.currents, each)

@@ -23,7 +23,7 @@ from apportion.core.torch_private import pytree
 from apportion.exporting.spiking.calibration.calibrate import Calibrated
 from apportion.exporting.spiking.calibration.surrogate import spike_train
 from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, LinearMap, applied, with_weight
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, summed
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, per_channel, summed
 from apportion.exporting.spiking.graph import Neurons
 
 TEMPERATURE = 2.0
@@ -93,7 +93,7 @@ def spiking_activations(
             return [*rates, summed(stage, lambda source: x if source == INPUT else rates[source])]
         moving, constant = _currents(stage, x, trains)
         neurons = replace(like, name=stage.name, shape=stage.shape, threshold=scales[number])
-        each = constant + _over(scales[number], len(stage.shape)) / (2 * steps)
+        each = constant + per_channel(scales[number], len(stage.shape)) / (2 * steps)
         trains.append(spike_train(neurons, moving, each.expand(len(x), *stage.shape), steps))
         rates.append(trains[-1].unflatten(0, (steps, len(x))).mean(0))
     raise AssertionError("a net has a readout")
@@ -102,7 +102,7 @@ def spiking_activations(
 def _currents(stage: Stage, x: Tensor, trains: list[Tensor]) -> tuple[Tensor | None, Tensor]:
     """(what spikes cause in each step, (steps * examples, *shape), None where there are no spikes before the stage;
     what flows in every step besides)."""
-    constant: Tensor = _over(stage.bias, len(stage.shape))
+    constant: Tensor = per_channel(stage.bias, len(stage.shape))
     moving: Tensor | None = None
     for term in stage.terms:
         if term.source == INPUT:
@@ -127,10 +127,6 @@ def _apart(found: Tensor, wanted: Tensor) -> Tensor:
         soft = functional.softmax(wanted / TEMPERATURE, dim=1)
         return -(soft * functional.log_softmax(found / TEMPERATURE, dim=1)).sum(1).mean()
     return functional.mse_loss(found, wanted)
-
-
-def _over(channels: Tensor, dimensions: int) -> Tensor:
-    return channels.reshape(-1, *[1] * (dimensions - 1))
 
 
 def _batches(data: Dataset[Any], collate: Callable[[list[Any]], Any], steps: int) -> Iterator[Tensor]:

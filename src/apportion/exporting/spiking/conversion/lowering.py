@@ -21,7 +21,7 @@ from apportion.exporting.spiking.conversion.linear_maps import (
     scaled,
     then,
 )
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, per_channel
 from apportion.exporting.spiking.conversion.refusals import cure_for_operator, refuse_modules
 
 aten = torch.ops.aten
@@ -238,15 +238,11 @@ def _batch_norm(program: _Program, node: fx.Node) -> _Sum:
 
 def _multiplied(value: _Sum, factor: Tensor) -> _Sum:
     terms = tuple(replace(term, maps=scaled(term.maps, factor, value.shape)) for term in value.terms)
-    return replace(value, terms=terms, bias=value.bias * _over(factor, value.shape))
+    return replace(value, terms=terms, bias=value.bias * per_channel(factor, len(value.shape)))
 
 
 def _shifted(value: _Sum, bias: Tensor | None) -> _Sum:
-    return value if bias is None else replace(value, bias=value.bias + _over(bias, value.shape))
-
-
-def _over(channels: Tensor, shape: Shape) -> Tensor:
-    return channels.reshape(-1, *[1] * (len(shape) - 1))
+    return value if bias is None else replace(value, bias=value.bias + per_channel(bias, len(value.shape)))
 
 
 def _add(program: _Program, node: fx.Node, sign: float = 1.0) -> _Sum:

@@ -65,7 +65,7 @@ Activation = Callable[[int, Tensor], Tensor]
 
 def summed(stage: Stage, sources: Callable[[int], Tensor]) -> Tensor:
     """The stage's z from what its paths begin at."""
-    total = stage.bias.reshape(-1, *[1] * (len(stage.shape) - 1))
+    total = per_channel(stage.bias, len(stage.shape))
     for term in stage.terms:
         total = applied(term.maps, sources(term.source)) + total
     return total
@@ -92,6 +92,11 @@ def outputs(net: RateNet, batches: Sequence[Tensor], activation: Activation | No
     """The readout of all the batches, one after another."""
     with torch.no_grad():
         return torch.cat([computed(net, x, activation)[-1] for x in batches])
+
+
+def per_channel(channels: Tensor, dimensions: int) -> Tensor:
+    """Numbers of channels in the shape in which they meet examples: (channels, 1, ...), so many dimensions."""
+    return channels.reshape(-1, *[1] * (dimensions - 1))
 
 
 def _cast(stage: Stage, dtype: torch.dtype) -> Stage:
