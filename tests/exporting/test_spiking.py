@@ -21,6 +21,8 @@ from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.conversion.rate_net import outputs
 from apportion.exporting.spiking.graph import CurrentSource, Dense, Neurons, Readout, Reset, SpikingGraph
+from apportion.exporting.spiking.membranes import Membranes
+from apportion.exporting.spiking.quantized import _largest as largest
 from apportion.exporting.spiking.quantized import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.simulator import fan_out, simulate
 from apportion.exporting.target import Examples
@@ -344,3 +346,26 @@ def test_exact_neurons_compute_the_net_of_integers_to_the_bit(digits: tuple[nn.M
     made = export(net, data.held_out.inputs[:4], tmp_path / "net.nir", target="spiking(neuron='exact')", data=data)
     assert made.verification.difference == made.verification.limit == 0.0
     assert made.verification.after["accuracy"] > made.verification.before["accuracy"] - 0.01
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(12, torch.float32), (2000, torch.float64)])
+def test_membranes_of_integers_stay_within_the_bound_that_their_type_is_chosen_by(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(width, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 3))
+    x = torch.randn(40, width)
+    graph = quantized(lowered(net, x[:2]).to(torch.float32), x, levels=15)
+    assert {node.weight.dtype for node in graph.nodes if isinstance(node, Dense)} == {dtype}
+    reached: list[float] = []
+    step = Membranes.step
+
+    def watched(self: Membranes, current: Tensor | None) -> Tensor:
+        found = step(self, current)
+        reached.append(float(self.v.abs().max()))
+        return found
+
+    monkeypatch.setattr(Membranes, "step", watched)
+    whole = integers(graph, x)
+    assert torch.equal(simulate(graph, whole).outputs.long(), quantized_outputs(graph, whole))
+    assert 0 < max(reached) <= largest(graph)
