@@ -7,7 +7,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar, final
 
 import torch
@@ -75,12 +75,18 @@ class WaitClock:
         if self.word is not None:
             self.word[0] = 0
 
-    def move_on(self) -> bool:
-        """Do what can be done at once of the messages under way, and return whether there are any left."""
+    def move_on(self, but: Container[int] = ()) -> bool:
+        """Do what can be done at once of the messages under way, and return whether there are any left. ``but``: the
+        keys of those that the caller moves on itself."""
+        left = False
         for key, move in list(self.moving.items()):
-            if not move():
+            if key in but:
+                continue
+            if move():
+                left = True
+            else:
                 self.moving.pop(key, None)
-        return bool(self.moving)
+        return left
 
 
 class Group(ABC):

@@ -205,12 +205,15 @@ def move_until(
     """Moves the messages of these connections until a condition holds, and returns when it began and ended. ``moved``
     is called when some bytes may have moved. Raises PeerLost where nothing has moved for so many seconds."""
     own = list(connections)
+    keys = {id(connection) for connection in own}
     began = last = time.perf_counter()
     before = -1
     poller, watched = select.poll(), dict.fromkeys(own, 0)
     clock.begin()
     try:
         while True:
+            # Before the look at the condition: whatever moves after it would not be noticed before the poll ends.
+            others = clock.move_on(but=keys)
             for connection in own:
                 if connection.events:
                     connection.move()
@@ -229,7 +232,7 @@ def move_until(
                 if connection.events != events:
                     watched[connection] = connection.events
                     poller.register(connection, connection.events)
-            poller.poll((NAP_SECONDS if clock.move_on() else LOOK_SECONDS) * 1000)
+            poller.poll((NAP_SECONDS if others else LOOK_SECONDS) * 1000)
     finally:
         clock.end()
         clock.seconds += time.perf_counter() - began
