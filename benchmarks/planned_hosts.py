@@ -17,7 +17,9 @@ from parked import Side, SideFailed
 HERE = Path(__file__).resolve().parent
 NAMES = ("digits", "mlp10m", "cifar10", "resnet20", "gpt")
 RATES = {"100m": 1e8, "1g": 1e9, "unlimited": None}
-ROUNDS, LEAST_ROUNDS, ROUND_SECONDS, SECONDS = 11, 3, 0.4, 40.0
+ROUNDS, ROUND_SECONDS = 21, 0.4
+FEW = 3
+"""Rounds of every candidate, before those that are close to the best of these are measured to the end."""
 CLOSE = 1.3
 ALONE, PARALLEL = "single_device", "data_parallel"
 SLOWEST, FASTEST = 2.5e7, 1e10
@@ -69,8 +71,10 @@ def chosen(workload, label):
                 once[strategy] = seconds(side, strategy, 1)
             except ValueError as error:
                 print(f"left out: {strategy}: {error}", flush=True)
-        close = [s for s in once if once[s] < 2 * CLOSE * min(once.values()) or s == told["strategy"]]
-        taken = in_turns(side, {s: once[s] for s in close})
+        close = near(once, told["strategy"], 2 * CLOSE)
+        few = in_turns(side, {s: once[s] for s in close}, FEW)
+        close = near({s: median(few[s]) for s in close}, told["strategy"], CLOSE)
+        taken = in_turns(side, {s: once[s] for s in close}, ROUNDS)
     best = min(taken, key=lambda s: median(taken[s]))
     own, least = taken[told["strategy"]], taken[best]
     low, high = interval([a / b for a, b in zip(own, least, strict=True)])
@@ -82,15 +86,20 @@ def chosen(workload, label):
         "ratio": median(least) / median(own),
         "interval": [low, high],
         "distinguishable": distinguishable(low, high),
-        "points": [{"candidate": s, "predicted": predicted.get(s), "measured": median(t)} for s, t in taken.items()],
+        "points": [
+            {"candidate": s, "predicted": predicted.get(s), "measured": median(t)} for s, t in (few | taken).items()
+        ],
     }
 
 
-def in_turns(side, once):
-    """Seconds a step in each round, of strategies of which one step takes so long."""
+def near(taken, always, factor):
+    """The strategies that take less than so many times as long as the fastest, and one that is always among them."""
+    return [s for s in taken if taken[s] < factor * min(taken.values()) or s == always]
+
+
+def in_turns(side, once, rounds):
+    """Seconds a step in each of so many rounds, of strategies of which one step takes so long."""
     many = {s: max(1, round(ROUND_SECONDS / t)) for s, t in once.items()}
-    turn = sum(many[s] * t for s, t in once.items())
-    rounds = max(LEAST_ROUNDS, min(ROUNDS, round(SECONDS / turn)))
     taken = {s: [] for s in once}
     for _ in range(rounds):
         for strategy in once:
@@ -144,5 +153,5 @@ def advantage(hosts, side, rate):
     """Of data_parallel over one host at this rate: the logarithm of how many times as fast it is."""
     hosts.set_rate(rate)
     once = {strategy: seconds(side, strategy, 2) for strategy in (ALONE, PARALLEL)}
-    taken = in_turns(side, once)
+    taken = in_turns(side, once, ROUNDS)
     return median(log(a / b) for a, b in zip(taken[ALONE], taken[PARALLEL], strict=True))

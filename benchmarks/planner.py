@@ -18,7 +18,8 @@ hosts_crossing_*  the bandwidth at which data_parallel becomes faster than one h
               found by measuring at several rates: Mb/s, and the smaller over the larger. Bar: 0.8.
 
 Candidates are measured in turns, A B A B, the others parked; figures are medians over the rounds. The first measuring
-of all is a few at a time; whoever is within 30 % of the best is measured again beside the chosen one.
+of all is short, on one host a few at a time; whoever is within 30 % of the best is measured again beside the chosen
+one, in 21 rounds.
 """
 
 import sys

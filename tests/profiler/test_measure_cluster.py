@@ -18,7 +18,7 @@ from apportion.comm.world import World
 from apportion.cost_model.cluster import Cluster
 from apportion.process import usable_cores
 from apportion.profiler import cluster_cache, discover, measure_cluster, samples
-from apportion.profiler.cluster_worker import LEAST, SIZES, undisturbed
+from apportion.profiler.cluster_worker import LEAST, SIZES, HardwareBenchmark, undisturbed
 from apportion.profiler.launched_cluster import measure_here
 
 pytestmark = pytest.mark.processes
@@ -208,6 +208,13 @@ def test_ranks_that_run_already_measure_their_machine() -> None:
     link = first.link(device.name, device.name)
     assert {m.ranks for m in link.measured} == {2}
     assert {m.what for m in link.measured} == {"message", "all_reduce"}
+
+
+def test_one_sample_that_was_held_up_does_not_end_the_growth_of_what_is_sent() -> None:
+    """A cable of 1 GB/s, on which one sample of three took a second."""
+    gauge = HardwareBenchmark(World())
+    found = gauge._growing(lambda nbytes, _: [nbytes / 1e9, 1.0, nbytes / 1e9], 0.3)
+    assert [nbytes for nbytes, _ in found] == [n for n in SIZES if n <= 16 << 20], "100 MiB would take too long"
 
 
 # What samples come to

@@ -36,7 +36,7 @@ from apportion.planner.trials.launched_trials import Bench, Choice, Taken
 from apportion.profiler.launched_cluster import SECONDS, measure_here
 from apportion.profiler.measure_workload import profile
 
-TRIAL_SECONDS = 10.0
+TRIAL_SECONDS = 20.0
 PROFILING = 0.75
 """The share of the time for measuring the machines that is spent, in addition, on profiling the workload's layers."""
 BEST = 3

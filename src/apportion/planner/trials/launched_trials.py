@@ -1,4 +1,5 @@
-"""Real steps of several strategies in ranks that are running already: built side by side, one running at a time."""
+"""Real steps of several strategies in ranks that are running already: built side by side, one running at a time, in
+turns that change their order from round to round, as long as they may still come out first."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from apportion.comm.world import World
 from apportion.core.strategy import Step, Strategy, batches
 from apportion.core.value import parse
 from apportion.core.workload import Workload
+from apportion.planner.trials.race import leader, paced, still_running
 from apportion.runtime.worker.job import MANY_STEPS
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 21
@@ -30,7 +32,7 @@ class Taken:
     """The times that the steps of a strategy took."""
 
     rounds: tuple[float, ...]
-    """The seconds of a step in each round: the slowest rank's."""
+    """The seconds of a step in each round, of the slowest rank, at the pace that the machine usually had (``race``)."""
     steps: int
 
     @property
@@ -54,6 +56,10 @@ class Bench:
     refused: dict[str, str] = field(default_factory=dict)
     """The reason why a strategy cannot run this workload here, by strategy."""
     _steps: dict[Choice, Step | None] = field(default_factory=dict)
+    _many: dict[Choice, int] = field(default_factory=dict)
+    """The number of steps in a round, of each choice that has made some."""
+    _rounds: dict[Choice, dict[int, float]] = field(default_factory=dict)
+    """The seconds of a step in each round, by the round's number."""
 
     @collective
     def build(self, choice: Choice) -> bool:
@@ -85,21 +91,41 @@ class Bench:
 
     @collective
     def measure(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, Taken]:
-        """Measure those choices that are built, in turns, for about so many seconds."""
-        chosen = [choice for choice in choices if choice in self._steps]
-        if not chosen:
+        """Measure those choices that are built, in turns, for about so many seconds, or until one is left that may come
+        out first. Returns what all choices have taken that were ever measured here."""
+        going = [choice for choice in choices if choice in self._steps]
+        for choice in going:
+            if choice not in self._many:
+                self._warm_up(choice)
+        first = 1 + max((turn for rounds in self._rounds.values() for turn in rounds), default=-1)
+        spent = 0.0
+        for done in range(MOST_ROUNDS if going else 0):
+            if done >= LEAST_ROUNDS:
+                now = {c: {t: s for t, s in self._rounds[c].items() if t >= first} for c in going}
+                going = still_running(now, going)
+                if len(going) < 2 or spent > seconds:
+                    break
+            for choice in going if done % 2 == 0 else reversed(going):
+                took = self._go(choice, self._many[choice])
+                self._rounds[choice][first + done] = took
+                spent += took * self._many[choice]
+        return self._taken()
+
+    def _warm_up(self, choice: Choice) -> None:
+        self._go(choice, 1)
+        once = self._go(choice, WARM_UP)
+        self._many[choice] = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(once, 1e-6))))
+        self._rounds[choice] = {}
+
+    def _taken(self) -> dict[Choice, Taken]:
+        rounds = {choice: own for choice, own in self._rounds.items() if own}
+        if not rounds:
             return {}
-        for choice in chosen:
-            self._go(choice, 1)
-        once = {choice: self._go(choice, WARM_UP) for choice in chosen}
-        many = {c: max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(once[c], 1e-6)))) for c in chosen}
-        turn = sum(many[c] * once[c] for c in chosen)
-        rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / turn)))
-        taken: dict[Choice, list[float]] = {choice: [] for choice in chosen}
-        for _ in range(rounds):
-            for choice in chosen:
-                taken[choice].append(self._go(choice, many[choice]))
-        return {c: Taken(rounds=tuple(each), steps=rounds * many[c]) for c, each in taken.items()}
+        usual = rounds[leader(rounds)]
+        return {
+            choice: Taken(rounds=tuple(paced(own, usual)), steps=len(own) * self._many[choice])
+            for choice, own in rounds.items()
+        }
 
     def _go(self, choice: Choice, many: int) -> float:
         """Make so many steps and return the seconds of one of them, by the slowest rank."""
