@@ -46,7 +46,7 @@ def test_an_environment_that_hangs_is_named(
     within: Within,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Where others wait for it; with a parameter server that is at the end."""
+    """Where others wait for it; with a parameter server that is at the end, and ends the run."""
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 1.0)
     monkeypatch.setattr(watchdog, "LATE_STEPS", 1)
     monkeypatch.setattr(watchdog, "LATE_FIRST", 1)
@@ -54,6 +54,36 @@ def test_an_environment_that_hangs_is_named(
     template().wait_ready()
     with within(SECONDS, "finding the late rank"), pytest.raises(WorkerFailed, match=r"rank 1 has not moved"):
         trained("late", strategy, tmp_path, policy=Policy(max_restarts=0))
+    told = capfd.readouterr().err
+    assert f'File "{PLAYED}", line' in told
+    assert "in step" in told
+    close_template()
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "hogwild"])
+def test_an_environment_that_hangs_is_named_while_the_others_go_on(
+    strategy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    within: Within,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Rank 0 would go on for a minute, and wait for nobody."""
+    monkeypatch.setattr(watchdog, "LATE_SECONDS", 2.0)
+    close_template()  # the next one has this test's standard error
+    template().wait_ready()
+    events = apportion.run(f"{PLAYED}:late_by_far", strategy, launcher=local(2), run_dir=tmp_path / "run", check=False)
+    seen = 0
+    with within(SECONDS, "finding the rank that stands still"):
+        for event in events:
+            if event.kind == "fault":
+                break
+            seen = max(seen, event.step)
+    assert event.data["rank"] == 1
+    assert "rank 1 has not moved for" in event.data["cause"]
+    assert "while others went on" in event.data["cause"]
+    assert event.data["action"] == "the others go on, and wait for it at the end"
+    assert 0 < seen < played.late_by_far.steps
     told = capfd.readouterr().err
     assert f'File "{PLAYED}", line' in told
     assert "in step" in told

@@ -158,6 +158,7 @@ broken_when_judged = judged_by(BrokenWhenJudged)
 judged_slowly = judged_by(Slow, frames=400 * 2 * 4 * 6)
 broken = workload(environment=Broken)
 late = workload(environment=Late, frames=250 * 2 * 4 * 6)  # rank 0 must not end before rank 1 has begun
+late_by_far = workload(environment=Late, frames=12_000 * 2 * 4 * 6)
 longer = workload(frames=400 * 2 * 4 * 6)
 endless = workload(frames=12_000 * 2 * 4 * 6)
 normed = workload(normalise_observations=True)

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes: real raylets in network namespaces, node1 and node2, from an environment of its own.
+"""A Ray cluster of two nodes or more: real raylets in network namespaces, node1, node2, from an environment of its own.
 
 What a user types runs on node1. Ray's processes find Ray in .venv/ray (tests/ray.txt) and neither apportion nor torch:
 the interpreter of the ranks is another one. Each node has its own /tmp/ray, a folder of the test.
@@ -53,7 +53,7 @@ def write_project(folder: Path) -> None:
 
 @dataclass
 class RayCluster:
-    """Two nodes of two cores each, whose files are the same but for /tmp/ray."""
+    """Nodes, whose files are the same but for /tmp/ray."""
 
     made: Any
     """The namespaces (``benchmarks/hosts.py``)."""
@@ -103,7 +103,7 @@ class RayCluster:
         return ["ip", "netns", "exec", self.made.names[node], "unshare", "--uts", "sh", "-c", text, "sh", *command]
 
     def all_processes(self, node: int) -> dict[int, str]:
-        """The command of every process on a node (0 or 1)."""
+        """The command of every process on a node, by its number from 0 on."""
         told = subprocess.run(["ip", "netns", "pids", self.made.names[node]], capture_output=True, text=True).stdout
         found = {}
         for pid in map(int, told.split()):
@@ -123,7 +123,11 @@ class RayCluster:
 
     def left(self) -> list[str]:
         """What is left of any run on any node."""
-        return [f"node{node + 1}: {pid} {words}" for node in (0, 1) for pid, words in self.processes(node).items()]
+        return [
+            f"node{node + 1}: {pid} {words}"
+            for node in range(len(self.daemons))
+            for pid, words in self.processes(node).items()
+        ]
 
     def logs(self) -> str:
         """What the daemons have written."""
@@ -131,11 +135,13 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(folder: Path, *, with_torch: bool = False, **settings: str) -> Iterator[RayCluster]:
-    """A cluster whose two nodes are there; all of it is gone afterwards. ``with_torch``: Ray's own processes find what
-    the tests find; ``settings``: variables of its processes."""
+def ray_cluster(
+    folder: Path, *, cores: Sequence[int] = (2, 2), with_torch: bool = False, **settings: str
+) -> Iterator[RayCluster]:
+    """A cluster whose nodes are there, with so many cores each; all of it is gone afterwards. ``with_torch``: Ray's own
+    processes find what the tests find; ``settings``: variables of its processes."""
     with ExitStack() as stack:
-        made = stack.enter_context(hosts_module().several_hosts((2, 2)))
+        made = stack.enter_context(hosts_module().several_hosts(tuple(cores)))
         python = sys.executable if with_torch else os.path.realpath(sys.executable)
         found = RayCluster(made, folder, settings, python)
         nodes = "".join(f"{address} node{number + 1}\n" for number, address in enumerate(made.addresses))
@@ -143,11 +149,11 @@ def ray_cluster(folder: Path, *, with_torch: bool = False, **settings: str) -> I
         SESSIONS.mkdir(exist_ok=True)
         found.folders.mkdir()
         stack.callback(_end, found)
-        for node in (0, 1):
+        for node, many in enumerate(cores):
             (folder / f"node{node + 1}").mkdir()
             head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
             where = head if node == 0 else [f"--address={found.address}"]
-            own = [f"--node-ip-address={made.addresses[node]}", "--num-cpus=2", "--block"]
+            own = [f"--node-ip-address={made.addresses[node]}", f"--num-cpus={many}", "--block"]
             memory = ["--object-store-memory=100000000", "--memory=4000000000"]
             command = [python, "-m", "ray.scripts.scripts", "start", *where, *own, *memory]
             with open(folder / f"node{node + 1}.log", "wb") as log:

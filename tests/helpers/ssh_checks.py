@@ -34,9 +34,12 @@ def start_checks(
     hosts: SshHosts, names: Sequence[str], checks: Sequence[tuple[str, str]], folder: Path, *, steps: int = 4
 ) -> subprocess.Popen[str]:
     """Starts that driver, which writes ``told.json``."""
-    launcher = str(hosts.launcher(*names, workers=1, threads=1))
-    given = [json.dumps([list(check) for check in checks]), str(folder), str(steps), launcher]
-    return hosts.start([sys.executable, __file__, *given], folder)
+    return hosts.start(driver_command(str(hosts.launcher(*names, workers=1, threads=1)), checks, folder, steps), folder)
+
+
+def driver_command(launcher: str, checks: Sequence[tuple[str, str]], folder: Path, steps: int) -> list[str]:
+    """The command of a driver that makes the checks with any launcher, as it is written."""
+    return [sys.executable, __file__, json.dumps([list(check) for check in checks]), str(folder), str(steps), launcher]
 
 
 # The program

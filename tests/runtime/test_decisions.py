@@ -540,6 +540,71 @@ def test_ranks_that_are_all_stopped_are_not_late_and_neither_is_one_that_goes_on
         assert ranks.wait(LOOK_SECONDS) is None
 
 
+class Apart(Ranks):
+    """Ranks that wait for nobody, of which some go on: a step of each of them at every look."""
+
+    def go(self, seconds: float, *others: int) -> list[tuple[int, str]]:
+        """Let the time pass while these ranks go on, and return who was named."""
+        told: list[tuple[int, str]] = []
+        for _ in range(round(seconds / LOOK_SECONDS)):
+            self.lines[list(others), 0] += 1
+            self.lines[list(others), 2] += 1
+            assert self.wait(LOOK_SECONDS) is None
+            told += [(notice.rank, notice.cause) for notice in self.watch.notices()]
+        return told
+
+
+def test_a_rank_that_stands_still_while_others_go_on_is_named_once_each_time() -> None:
+    ranks = Apart(3)
+    assert not ranks.go(5.0, 0, 1, 2)
+    assert not ranks.go(29.0, 0, 2)
+    ((rank, cause),) = ranks.go(100.0, 0, 2)
+    assert rank == 1
+    assert "rank 1 has not moved for 30 s at step 10, while others went on" in cause
+    assert not ranks.go(5.0, 0, 1, 2)
+    assert [rank for rank, _ in ranks.go(100.0, 2)] == [0], "the other has come back after longer than that"
+    assert [rank for rank, _ in ranks.go(3_000.0, 2)] == [1], "each time"
+
+
+def test_a_rank_may_take_twenty_of_its_own_slowest_steps_though_others_are_fast() -> None:
+    ranks = Apart(2)
+    for _ in range(3):
+        assert not ranks.go(10.0, 0)
+        assert not ranks.go(LOOK_SECONDS, 0, 1)
+    assert not ranks.go(199.0, 0)
+    assert [rank for rank, _ in ranks.go(20.0, 0)] == [1]
+
+
+def test_who_waits_makes_no_steps_or_has_not_begun_is_not_named() -> None:
+    ranks = Apart(4)
+    assert not ranks.go(5.0, 0, 1, 2)  # rank 3 is a server
+    ranks.lines[1, 1] = 1
+    ranks.lines[2, 3] = 0
+    for _ in range(2_000):
+        ranks.lines[0, 0] += 1
+        ranks.now += LOOK_SECONDS
+        ranks.watch.late(ranks.now)
+    assert not ranks.watch.notices()
+
+
+def test_ranks_in_step_are_late_where_one_hangs_and_none_is_named_besides() -> None:
+    ranks = Apart(2)
+    assert not any(ranks.step(1.0) for _ in range(5))
+    ranks.lines[0, 1] = 1
+    assert ranks.wait(60.0) is not None
+    assert not ranks.watch.notices()
+
+
+def test_a_driver_that_did_not_look_and_a_rank_that_is_alone_name_nobody() -> None:
+    ranks = Apart(2)
+    assert not ranks.go(5.0, 0, 1)
+    ranks.now += 3600.0
+    assert not ranks.go(1.0, 0)
+    alone = Apart(1)
+    assert not alone.go(5.0, 0)
+    assert not alone.go(500.0)
+
+
 def test_who_neither_answers_nor_gets_anything_done_is_silent() -> None:
     ranks = Ranks(3)
     ranks.fast()

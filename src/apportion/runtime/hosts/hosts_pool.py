@@ -180,11 +180,10 @@ class HostsPool:
 
     def _take_of(self, slot: Slot, message: Message) -> Iterator[tuple[int, Message]]:
         rank, kind = self.leader.table.index(slot), message["kind"]
-        name, step = self._agents[slot.host].host, self._step_of(slot)
+        name, step = self._agents[slot.host].host, self._watch.step_of(self._line(slot))
         if kind == "exited":
             status = 1 if message["status"] is None else message["status"]
-            lacked = message["out_of_memory"]
-            self.history.note(WorkerExited(rank, status, out_of_memory=lacked, step=step, host=name))
+            self.history.note(WorkerExited(rank, status, out_of_memory=message["out_of_memory"], step=step, host=name))
         elif kind == "finished":
             self.history.note(WorkerFinished(rank))
         elif kind == "torn":
@@ -215,9 +214,6 @@ class HostsPool:
         """Returns the number of the line of a slot, among those of all hosts."""
         return sum(self._counts[: slot.host]) + slot.number
 
-    def _step_of(self, slot: Slot) -> int:
-        return self._watch.step_of(self._line(slot))
-
     def _lose(self, host: int, why: str) -> None:
         """Notes that a host takes part in nothing more."""
         ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
@@ -246,7 +242,9 @@ class HostsPool:
 
     def notices(self) -> list[Notice]:
         """Returns what is to be told since the last call."""
-        told, self._notices = self._notices, []
+        still = self._watch.notices()
+        self.tell(Tell(self.leader.table[notice.rank].host, {"kind": "stacks"}) for notice in still)
+        told, self._notices = [*self._notices, *still], []
         return told
 
     def _pass_time(self) -> float:

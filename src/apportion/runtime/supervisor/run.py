@@ -19,6 +19,7 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.notice.signals import explain
 from apportion.runtime.proof.proof import Settled
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
+from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.recovery import Fault, News, RecoveryLoop, Said
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
@@ -181,6 +182,8 @@ class RunSupervisor:
         another rank still has something to tell."""
         if isinstance(news, Fault):
             return self._fault(news.loss.rank, news.loss.cause, f"{news.action}{self._proved_for()}")
+        if isinstance(news, Notice):
+            return self._fault(news.rank, news.cause, news.action)
         if not isinstance(news, Said) or news.message["kind"] != "event":
             return None
         event = Event(**news.message["event"])

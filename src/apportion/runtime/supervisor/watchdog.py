@@ -14,7 +14,8 @@ from typing import Any, final
 
 import numpy as np
 
-from apportion.runtime.supervisor.failures import WorkerStalled
+from apportion.runtime.supervisor.failures import Notice, WorkerStalled
+from apportion.runtime.supervisor.still_ranks import StillRanks
 from apportion.runtime.worker.progress import Progress
 
 LOOK_SECONDS = 0.5
@@ -83,6 +84,8 @@ class Watchdog:
         self._seen = self._lines[:, _DONE]
         self._still = self._waited = 0.0
         """The seconds since something moved, and the seconds of these while a rank waited."""
+        self._alone = StillRanks(self._seen, LATE_SECONDS, LATE_STEPS, LATE_FIRST)
+        self._notices: list[Notice] = []
         self._stopped = np.zeros(len(self._seats))
         """The seconds that each rank's process has been stopped while another's ran."""
 
@@ -124,6 +127,8 @@ class Watchdog:
             return found
         lines = self._lines
         done, waiting = lines[:, _DONE], lines[:, _WAITING] != 0
+        for rank in self._alone.look(passed, done, waiting | (lines[:, _BEGUN] == 0), stopped, self._still):
+            self._notices.append(self._alone.notice(rank, int(lines[rank, _STEP])))
         if (done != self._seen).any():
             self._move(done)
             return None
@@ -132,6 +137,11 @@ class Watchdog:
             return None
         late = np.flatnonzero(~waiting).tolist() or list(range(len(done)))
         return WorkerStalled(tuple(late), self.step, self._waited)
+
+    def notices(self) -> list[Notice]:
+        """Returns what is to be told of ranks that stand still while others go on, since the last call."""
+        told, self._notices = self._notices, []
+        return told
 
     def _too_long_stopped(self, passed: float, stopped: Collection[int]) -> WorkerStalled | None:
         if not stopped and not self._stopped.any():

@@ -186,8 +186,11 @@ class WorkerPool:
         self._close_change()
 
     def notices(self) -> list[Notice]:
-        """Returns nothing: of the workers of this host there is nothing to tell besides."""
-        return []
+        """Returns what is to be told, since the last call, of ranks that stand still while others go on."""
+        told = self._shared.watch.notices() if self._shared is not None else []
+        pids = self.pids()
+        tell_to_print_stacks(pids[notice.rank] for notice in told if notice.rank < len(pids))
+        return told
 
     def replace(self, losses: Sequence[WorkerLost]) -> list[WorkerLost]:
         """Puts new workers in the places of the lost ones, and closes the change. Returns the losses in whose places
