@@ -1,5 +1,5 @@
-"""Finds the ranks that stand still while others go on. Where workers wait for nobody (a parameter server, Hogwild, rounds
-without a deadline) nobody notices one that hangs before the end of the run, when all wait for it."""
+"""Finds the ranks that stand still while others go on. Where workers wait for nobody (a parameter server, Hogwild) no
+other notices one that hangs before the end of the run, when all wait for it."""
 
 from __future__ import annotations
 
