@@ -8,11 +8,14 @@ import secrets
 import signal
 import traceback
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from apportion.comm.group import WaitClock
 from apportion.comm.network.address import Address
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import RankDoors
@@ -20,7 +23,7 @@ from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import Say
-from apportion.parallel.parameter_store.network.network_step import NetworkPlaces, serve, served
+from apportion.parallel.parameter_store.network.network_step import NetworkDownpourStep, NetworkPlaces, serve, served
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
 from apportion.parallel.parameter_store.network.placement import server_ranks
 from apportion.parallel.parameter_store.network.queue_state import NO_TICKET, QueueState
@@ -328,3 +331,21 @@ def test_a_batch_is_handed_out_until_it_is_pushed() -> None:
     assert QueueState.of_plain(queue.plain()) == queue
     queue.pushed(1, [1, 2, 3])
     assert queue.is_through(4)
+
+
+def test_a_worker_that_asks_for_a_batch_is_seen_to_wait() -> None:
+    """It may be too far ahead of another, which hangs: nobody would be late if nobody waited."""
+    clock, seen = WaitClock(), []
+    clock.word = [0]
+    step: Any = object.__new__(NetworkDownpourStep)
+    step._world = SimpleNamespace(group=lambda: SimpleNamespace(all_waits=clock))
+    step.source, step._max_staleness = SimpleNamespace(total=9), 2
+
+    def take(total: int, *, waits: bool, most: int) -> int:
+        seen.append((total, waits, most, clock.word[0]))
+        return 3
+
+    step.store = SimpleNamespace(take=take)
+    assert step._dealt(waits=True) == 3
+    assert seen == [(9, True, 2, 1)]
+    assert clock.word == [0]

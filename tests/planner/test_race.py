@@ -44,17 +44,32 @@ def test_the_leader_is_the_fastest_of_those_that_ran_longest() -> None:
 
 
 def test_who_left_while_the_machine_was_fast_is_not_the_faster_for_it() -> None:
-    first = rounds(*[0.5] * FOUR, *[1.0] * 10)
-    left = rounds(*[0.6] * FOUR)
-    assert paced(left, first) == pytest.approx([1.2] * FOUR)
-    assert median(paced(left, first)) > median(first.values())
+    given_ = {"first": rounds(*[0.5] * FOUR, *[1.0] * 10), "left": rounds(*[0.6] * FOUR)}
+    found = paced(given_, {})
+    assert found["first"] == [*[0.5] * FOUR, *[1.0] * 10]
+    assert found["left"] == pytest.approx([1.2] * FOUR)
 
 
 def test_who_ran_as_long_as_the_leader_keeps_its_seconds() -> None:
-    first = rounds(0.5, 0.7, 0.6)
-    assert paced(rounds(0.8, 0.9, 0.7), first) == [0.8, 0.9, 0.7]
-    assert paced(first, first) == [0.5, 0.7, 0.6]
-    assert paced(rounds(3.0, first=9), first) == [3.0], "never beside it: nothing is known of the pace"
+    given_ = {"a": rounds(0.5, 0.7, 0.6), "b": rounds(0.8, 0.9, 0.7)}
+    assert paced(given_, {}) == {name: pytest.approx(list(own.values())) for name, own in given_.items()}
+
+
+def test_those_of_a_later_race_are_judged_by_one_that_ran_before() -> None:
+    """The machine has become half as fast: whoever takes as long as the other one beside it is as fast."""
+    known = {"a": 0.5, "gone": 0.45}
+    found = paced({"a": rounds(*[1.0] * FOUR), "new": rounds(*[1.0] * FOUR)}, known)
+    assert found == {"a": pytest.approx([0.5] * FOUR), "new": pytest.approx([0.5] * FOUR)}
+    found = paced({"a": rounds(*[1.0] * FOUR), "new": rounds(*[0.8] * FOUR, *[0.4] * 9)}, known)
+    assert median(found["new"][:FOUR]) == pytest.approx(0.8), "twice as long as in its own usual rounds"
+    assert median(found["new"]) == pytest.approx(0.4), "four fifths of the other's"
+    assert found["a"] == pytest.approx([0.5] * FOUR)
+
+
+def test_the_fastest_of_those_that_ran_before_tells_the_pace() -> None:
+    known = {"a": 0.5, "b": 0.6}
+    found = paced({"a": rounds(*[1.0] * FOUR), "b": rounds(*[1.3] * FOUR)}, known)
+    assert found == {"a": pytest.approx([0.5] * FOUR), "b": pytest.approx([0.65] * FOUR)}
 
 
 @given(
@@ -64,5 +79,8 @@ def test_a_machine_that_changes_its_pace_changes_no_order(paces: list[float], fa
     """Two candidates, of which the second always takes ``factor`` times as long, and leaves after four rounds."""
     first = rounds(*paces)
     second = rounds(*(factor * pace for pace in paces[:FOUR]))
-    assert median(paced(second, first)) == pytest.approx(factor * median(first.values()))
+    found = paced({0: first, 1: second}, {})
+    if len(paces) > FOUR:
+        assert median(found[1]) == pytest.approx(factor * median(first.values()))
+        assert found[0] == pytest.approx(paces)
     assert still_running({0: rounds(*paces[:FOUR]), 1: second}, [0, 1]) == [1 if factor < 1 else 0]

@@ -448,6 +448,7 @@ class Ranks:
         self.lines[:, 3] = 1
         self.watch = Watchdog(self.lines)
         self.stopped: list[int] = []
+        self.excused: list[int] = []
         self.now = self.watch._clock._looked
 
     def wait(self, seconds: float) -> WorkerStalled | None:
@@ -455,7 +456,7 @@ class Ranks:
         until = self.now + seconds
         while self.now < until:
             self.now += LOOK_SECONDS
-            if (late := self.watch.late(self.now, self.stopped)) is not None:
+            if (late := self.watch.late(self.now, self.stopped, self.excused)) is not None:
                 return late
         return None
 
@@ -585,6 +586,30 @@ def test_who_waits_makes_no_steps_or_has_not_begun_is_not_named() -> None:
         ranks.now += LOOK_SECONDS
         ranks.watch.late(ranks.now)
     assert not ranks.watch.notices()
+
+
+def test_a_rank_that_hangs_after_its_first_step_is_named_once_a_network_would_be_compiled() -> None:
+    ranks = Apart(2)
+    assert not ranks.go(LOOK_SECONDS, 0, 1)
+    assert not ranks.go(899.0, 0)
+    assert [rank for rank, _ in ranks.go(5.0, 0)] == [1]
+
+
+def test_who_is_done_may_stand_still_while_another_evaluates() -> None:
+    ranks = Apart(3)
+    assert not ranks.go(5.0, 0, 1, 2)
+    ranks.excused = [1]
+    assert [rank for rank, _ in ranks.go(300.0, 0)] == [2]
+
+
+def test_what_was_found_while_workers_were_replaced_is_told_after_it() -> None:
+    ranks = Apart(2)
+    assert not ranks.go(5.0, 0, 1)
+    for _ in range(100):
+        ranks.lines[0, 0] += 1
+        assert ranks.wait(LOOK_SECONDS) is None
+    ranks.watch.sit([0, 1])
+    assert [notice.rank for notice in ranks.watch.notices()] == [1]
 
 
 def test_ranks_in_step_are_late_where_one_hangs_and_none_is_named_besides() -> None:

@@ -146,9 +146,10 @@ def _worth_trying(planned: Plan, *, first: bool) -> list[Choice]:
         chosen = [*able[:BEST], *(p for p in plain if p is not None)]
     else:
         done = [p for p in able if p.tried is not None]
-        best = min((p.seconds_per_example for p in done), default=0.0)
+        fastest = sorted(done, key=lambda p: p.seconds_per_example)[:1]
+        best = fastest[0].seconds_per_example if fastest else 0.0
         rest = sorted((p for p in able if p.tried is None), key=lambda p: p.seconds_per_example)
-        chosen = [*done[:1], *(p for p in rest[:1] if p.seconds_per_example < best)]
+        chosen = [*fastest, *(p for p in rest[:1] if p.seconds_per_example < best)]
     return list(dict.fromkeys((str(p.strategy), p.layout.threads) for p in chosen))
 
 

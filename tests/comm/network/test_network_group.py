@@ -369,3 +369,32 @@ def ask_ahead(world: World) -> str:
 
 def test_a_message_that_was_asked_for_ahead_is_not_missed_before_somebody_waits_for_it() -> None:
     assert on_ranks(ask_ahead, 3)[0] == "1.0"
+
+
+def test_a_rank_that_waits_for_a_connection_while_messages_go_on_can_be_called_out() -> None:
+    """Whom it waits for has died, and a message of its own is still asked for."""
+
+    class Empty:
+        """A meeting to which nobody comes."""
+
+        rank, polls = 0, 0
+
+        def poll(self, rank: int, name: str, seconds: float) -> None:
+            self.polls += 1
+            assert self.polls < 10, "it waits on"
+            if self.polls == 3:
+                group.interrupt()
+
+        def take(self, rank: int, name: str, interrupted: Any) -> None:
+            assert interrupted()
+            raise PeerLost("it was closed here")
+
+        def wake(self) -> None:
+            pass
+
+    meeting: Any = Empty()
+    group = NetworkGroup(meeting, [0, 1])
+    group.all_waits.moving[0] = lambda: True
+    with pytest.raises(PeerLost, match="closed here"):
+        group._connect(1, "world", group.all_waits, dials=False)
+    assert meeting.polls == 3

@@ -38,10 +38,11 @@ class CollectiveThread:
         """Returns whether every job has ended."""
         return self._last is None or self._last.done()
 
-    def wait_idle(self) -> None:
-        """Waits until every job has ended; the errors are told to those that wait for the jobs."""
+    def wait_idle(self, group: Group) -> None:
+        """Waits until every job has ended, by the group's clock; the errors are told to those that wait for the
+        jobs."""
         if self._last is not None:
-            self._last.exception()
+            _wait_for(self._last, group)
 
     def close(self) -> None:
         """Ends the thread, once its jobs have ended."""
@@ -68,19 +69,21 @@ class _ThreadWork(Work):
 
     def wait(self) -> None:
         if not self._future.done():
-            self._wait()
+            self._group.waits.append(_wait_for(self._future, self._group))
         self._future.result()
 
-    def _wait(self) -> None:
-        """Waits, while messages go on: the rank that this rank waits for may wait for one of those."""
-        clock, began = self._group.all_waits, time.perf_counter()
-        clock.begin()
-        try:
-            while clock.move_on() and not wait([self._future], NAP_SECONDS).done:
-                pass
-            wait([self._future])
-        finally:
-            clock.end()
-            ended = time.perf_counter()
-            clock.seconds += ended - began
-            self._group.waits.append((began, ended))
+
+def _wait_for(future: Future[None], group: Group) -> tuple[float, float]:
+    """Waits for the end of a job, while messages go on: the rank that this rank waits for may wait for one of those.
+    Returns when the wait began and ended."""
+    clock, began = group.all_waits, time.perf_counter()
+    clock.begin()
+    try:
+        while clock.move_on() and not wait([future], NAP_SECONDS).done:
+            pass
+        wait([future])
+    finally:
+        clock.end()
+        ended = time.perf_counter()
+        clock.seconds += ended - began
+    return began, ended

@@ -241,4 +241,4 @@ class HierarchicalGroup(HostsGroup):
     def _settle(self) -> None:
         """Waits for the sums that another thread makes: they come first."""
         if self._thread is not None:
-            self._thread.wait_idle()
+            self._thread.wait_idle(self)

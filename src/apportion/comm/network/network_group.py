@@ -9,6 +9,7 @@ and in every run: rank order, and in a ring rank order from the part's own rank 
 from __future__ import annotations
 
 import socket
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -342,8 +343,9 @@ class NetworkGroup(HostsGroup):
 
     def _connect(self, rank: int, name: str, clock: WaitClock, *, dials: bool) -> RankConnection:
         way = self._meeting.dial if dials else self._meeting.take
-        sock = None
-        while not dials and sock is None and clock.move_on():  # whom this rank waits for may wait for that
+        sock, end = None, time.monotonic() + DEADLINE_SECONDS
+        # Whom this rank waits for may wait for a message that only this rank moves on.
+        while not dials and sock is None and clock.move_on() and not self._interrupted and time.monotonic() < end:
             sock = self._meeting.poll(rank, name, NAP_SECONDS)
         sock = sock or way(rank, name, lambda: self._interrupted)
         connection = RankConnection(sock, self._meeting.describe(rank))
@@ -392,7 +394,7 @@ class NetworkGroup(HostsGroup):
     def _settle(self) -> None:
         """Waits for the sums that another thread makes: they come first."""
         if self._thread is not None:
-            self._thread.wait_idle()
+            self._thread.wait_idle(self)
 
     def _take_scratch(self, like: Tensor, times: int = 1) -> Tensor:
         """Returns memory for so many tensors like this one, which is another's after the next collective."""

@@ -125,6 +125,7 @@ class BatchQueue:
             m.head.returned = back + len(tickets)
             line.word("taken").publish(line.entries)
             line.ended = 1
+        self.tell()  # who was too far ahead of this seat may go on
 
     def _lock(self) -> None:
         failed = self._memory.deal.wait(self._check)

@@ -120,10 +120,14 @@ class Store:
             self.applying.open()
             start()
             m.ready.publish(1)
+            self.deal.tell()
         deadline = time.monotonic() + READY_SECONDS
-        while not m.ready.read():
+        while True:
+            seen = m.turn.value
+            if m.ready.read():
+                break
             self._check()
-            sleep_on(m.turn, m.turn.value, LOOK_SECONDS)
+            sleep_on(m.turn, seen, LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank 0 has not filled the parameter store within {READY_SECONDS:.0f} s")
         if not self.applying.opened:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from statistics import quantiles
+from statistics import median, quantiles
 
 import torch
 
@@ -17,7 +17,7 @@ from apportion.comm.world import World
 from apportion.core.strategy import Step, Strategy, batches
 from apportion.core.value import parse
 from apportion.core.workload import Workload
-from apportion.planner.trials.race import leader, paced, still_running
+from apportion.planner.trials.race import paced, still_running
 from apportion.runtime.worker.job import MANY_STEPS
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 21
@@ -58,8 +58,7 @@ class Bench:
     _steps: dict[Choice, Step | None] = field(default_factory=dict)
     _many: dict[Choice, int] = field(default_factory=dict)
     """The number of steps in a round, of each choice that has made some."""
-    _rounds: dict[Choice, dict[int, float]] = field(default_factory=dict)
-    """The seconds of a step in each round, by the round's number."""
+    _taken: dict[Choice, Taken] = field(default_factory=dict)
 
     @collective
     def build(self, choice: Choice) -> bool:
@@ -94,38 +93,33 @@ class Bench:
         """Measure those choices that are built, in turns, for about so many seconds, or until one is left that may come
         out first. Returns what all choices have taken that were ever measured here."""
         going = [choice for choice in choices if choice in self._steps]
+        if len(going) < 2 and self._taken.keys() >= set(going):
+            return dict(self._taken)  # nobody to run beside
         for choice in going:
             if choice not in self._many:
                 self._warm_up(choice)
-        first = 1 + max((turn for rounds in self._rounds.values() for turn in rounds), default=-1)
+        rounds: dict[Choice, dict[int, float]] = {choice: {} for choice in going}
         spent = 0.0
-        for done in range(MOST_ROUNDS if going else 0):
+        for done in range(MOST_ROUNDS):
             if done >= LEAST_ROUNDS:
-                now = {c: {t: s for t, s in self._rounds[c].items() if t >= first} for c in going}
-                going = still_running(now, going)
+                going = still_running(rounds, going)
                 if len(going) < 2 or spent > seconds:
                     break
             for choice in going if done % 2 == 0 else reversed(going):
                 took = self._go(choice, self._many[choice])
-                self._rounds[choice][first + done] = took
+                rounds[choice][done] = took
                 spent += took * self._many[choice]
-        return self._taken()
+        known = {choice: median(taken.rounds) for choice, taken in self._taken.items()}
+        for choice, seconds_each in paced(rounds, known).items():
+            before = self._taken.get(choice, Taken(rounds=(), steps=0))
+            steps = before.steps + len(seconds_each) * self._many[choice]
+            self._taken[choice] = Taken(rounds=(*before.rounds, *seconds_each), steps=steps)
+        return dict(self._taken)
 
     def _warm_up(self, choice: Choice) -> None:
         self._go(choice, 1)
         once = self._go(choice, WARM_UP)
         self._many[choice] = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(once, 1e-6))))
-        self._rounds[choice] = {}
-
-    def _taken(self) -> dict[Choice, Taken]:
-        rounds = {choice: own for choice, own in self._rounds.items() if own}
-        if not rounds:
-            return {}
-        usual = rounds[leader(rounds)]
-        return {
-            choice: Taken(rounds=tuple(paced(own, usual)), steps=len(own) * self._many[choice])
-            for choice, own in rounds.items()
-        }
 
     def _go(self, choice: Choice, many: int) -> float:
         """Make so many steps and return the seconds of one of them, by the slowest rank."""

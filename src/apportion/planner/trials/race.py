@@ -2,7 +2,7 @@
 those between which the choice lies (a race as of Maron and Moore, "Hoeffding Races", 1994, by the sign test).
 
 The machine is faster at one time than at another, by more than two candidates differ. So a candidate that left early is
-judged by the rounds in which it ran beside the leader.
+judged by the rounds in which it ran beside the leader, and a later race by who ran in an earlier one, too.
 """
 
 from __future__ import annotations
@@ -42,9 +42,20 @@ def still_running(rounds: Mapping[Runner, Rounds], going: Sequence[Runner]) -> l
     return [r for r in going if r == first or not lost(r)]
 
 
-def paced(own: Rounds, first: Rounds) -> list[float]:
-    """Return the seconds of a candidate in its rounds, as they would be had it run as long as the leader: longer where
-    the rounds that both made were faster ones than the leader's usual."""
+def paced(rounds: Mapping[Runner, Rounds], known: Mapping[Runner, float]) -> dict[Runner, list[float]]:
+    """Return the seconds of each candidate in its rounds of a race, as they would be at the pace of the races before.
+    ``known``: what candidates take at that pace; where none of them ran, the pace is what the leader had."""
+    first = leader(rounds)
+    before = [r for r in rounds if r in known]
+    usual = median(rounds[first].values())
+    if before:
+        anchor = min(before, key=lambda r: known[r])
+        own, others = beside(rounds[anchor], rounds[first])
+        usual = known[anchor] * median(others) / median(own)
+    return {r: _scaled(own, rounds[first], usual) for r, own in rounds.items()}
+
+
+def _scaled(own: Rounds, first: Rounds, usual: float) -> list[float]:
+    """Return a candidate's seconds at the pace at which the leader takes its usual seconds."""
     _, common = beside(own, first)
-    pace = median(first.values()) / median(common) if common else 1.0
-    return [seconds * pace for seconds in own.values()]
+    return [seconds * usual / median(common) for seconds in own.values()]

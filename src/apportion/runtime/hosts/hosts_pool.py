@@ -262,7 +262,8 @@ class HostsPool:
                 self._begun = True
                 self.history.note(WorkerBegan())
             stopped = [rank for rank, slot in enumerate(self.leader.table) if slot in self._stopped]
-            late = self._watch.late(now, stopped)
+            silent = [rank for rank, slot in enumerate(self.leader.table) if self._liveness.is_suspected(slot.host)]
+            late = self._watch.late(now, stopped, [*silent, *self.history.finished])
             if late is not None and self.history.note_late(late, stopped):
                 self.tell(Tell(host, {"kind": "stacks"}) for host in sorted(self.leader.hosts))
         action = self.history.action()

@@ -63,7 +63,12 @@ class PoolHistory:
     @property
     def finishing(self) -> bool:
         """True once a worker has told that it is done, in the world as it is now."""
-        return any(isinstance(h, WorkerFinished) for h in self._since_change())
+        return bool(self.finished)
+
+    @property
+    def finished(self) -> list[int]:
+        """The ranks that have told that they are done, in the world as it is now."""
+        return [h.rank for h in self._since_change() if isinstance(h, WorkerFinished)]
 
     def _since_change(self) -> list[WorkerEvent]:
         since = max((at for at, h in enumerate(self._happened, 1) if isinstance(h, WorkersChanged)), default=0)

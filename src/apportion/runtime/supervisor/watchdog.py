@@ -76,6 +76,7 @@ class Watchdog:
         self._first: float | None = None
         self._slowest = 0.0
         self._steps: deque[float] = deque(maxlen=50)
+        self._notices: list[Notice] = []
         self.sit(range(len(lines)))
 
     def sit(self, seats: Sequence[int]) -> None:
@@ -84,8 +85,7 @@ class Watchdog:
         self._seen = self._lines[:, _DONE]
         self._still = self._waited = 0.0
         """The seconds since something moved, and the seconds of these while a rank waited."""
-        self._alone = StillRanks(self._seen, LATE_SECONDS, LATE_STEPS, LATE_FIRST)
-        self._notices: list[Notice] = []
+        self._alone = StillRanks(self._seen, LATE_SECONDS, LATE_STEPS, LATE_FIRST, FIRST_SECONDS)
         self._stopped = np.zeros(len(self._seats))
         """The seconds that each rank's process has been stopped while another's ran."""
 
@@ -117,9 +117,9 @@ class Watchdog:
         """Clears a seat's marks for another process, which takes the seat."""
         self._all[seat, [_WAITING, _BEGUN]] = 0
 
-    def late(self, now: float, stopped: Collection[int] = ()) -> WorkerStalled | None:
+    def late(self, now: float, stopped: Collection[int] = (), excused: Collection[int] = ()) -> WorkerStalled | None:
         """Returns the ranks that have kept the others waiting for too long, or None. ``stopped``: the ranks whose
-        processes are stopped."""
+        processes are stopped; ``excused``: those of which nobody knows what they do, or that are done."""
         passed = self._clock.passed(now)
         self._still += passed
         found = self._too_long_stopped(passed, stopped)
@@ -127,7 +127,9 @@ class Watchdog:
             return found
         lines = self._lines
         done, waiting = lines[:, _DONE], lines[:, _WAITING] != 0
-        for rank in self._alone.look(passed, done, waiting | (lines[:, _BEGUN] == 0), stopped, self._still):
+        for rank in self._alone.look(
+            passed, done, waiting | (lines[:, _BEGUN] == 0), [*stopped, *excused], self._still
+        ):
             self._notices.append(self._alone.notice(rank, int(lines[rank, _STEP])))
         if (done != self._seen).any():
             self._move(done)

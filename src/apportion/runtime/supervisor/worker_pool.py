@@ -153,7 +153,7 @@ class WorkerPool:
                 self._begun = True
                 self.history.note(WorkerBegan())
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
-            late = watch.late(time.monotonic(), stopped)
+            late = watch.late(time.monotonic(), stopped, self.history.finished)
             if late is not None and self.history.note_late(late, stopped):
                 tell_to_print_stacks(self.pids())
         return self.history.action()

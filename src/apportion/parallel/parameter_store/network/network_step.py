@@ -190,12 +190,20 @@ class NetworkDownpourStep(NetworkWorkerStep):
                 self._entered = False
 
     def _next(self) -> Batch | None:
-        total, most = self.source.total, self._max_staleness
-        batch = self.store.take(total, waits=False, most=most)
+        batch = self._dealt(waits=False)
         if batch is None:
             self._cycle.push_rest()
-            batch = self.store.take(total, waits=True, most=most)  # another worker's may come back until it has pushed
+            batch = self._dealt(waits=True)  # another worker's may come back until it has pushed
         return None if batch is None else self.source.at(batch, WHOLE)
+
+    def _dealt(self, *, waits: bool) -> int | None:
+        """Ask for a batch, as one who waits for others: whoever is too far ahead of the slowest does."""
+        clock = self._world.group().all_waits
+        clock.begin()
+        try:
+            return self.store.take(self.source.total, waits=waits, most=self._max_staleness)
+        finally:
+            clock.end()
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._cycle.compute(batch)

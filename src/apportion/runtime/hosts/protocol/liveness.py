@@ -79,6 +79,10 @@ class Liveness:
                 changed.append(Silence(host, "given up", of.silent))
         return changed
 
+    def is_suspected(self, host: int) -> bool:
+        """Tells whether a host has said nothing for too long."""
+        return host in self._hosts and self._hosts[host].suspected
+
     def forget(self, host: int) -> None:
         """Expects nothing of a host any more."""
         self._hosts.pop(host, None)
