@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from collective_calls import KINDS, Call, calls, digest, in_ring
+from collective_calls import KINDS, Call, by_slices, calls, digest, in_ring
 from commands import free_port
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
 
 from apportion.comm.group import Group
+from apportion.comm.network.hierarchical_group import PIECE_BYTES as HOSTS_PIECE_BYTES
 from apportion.comm.network.hierarchical_group import HierarchicalGroup
 from apportion.comm.network.network_group import RING_BYTES, SMALL_BYTES, NetworkGroup
 from apportion.comm.network.rank_connection import RankConnection
@@ -115,6 +116,34 @@ def test_a_large_sum_goes_round_in_a_ring_and_has_the_same_bits_everywhere(
         call = Call("all_reduce", torch.float32, (n,), 0, (), n)
         expected.append(digest([in_ring([call.tensor(rank, size) for rank in range(size)])]))
     for found in on_ranks(sum_large, size, sizes, secret_file(tmp_path) if tcp else None):
+        assert found == expected
+
+
+def sum_large_on_hosts(world: World, sizes: list[int], hosts: list[int]) -> list[str]:
+    """Of tensors under way together in a lane, beside the group's own small sums."""
+    group = HierarchicalGroup.make(joined(world), hosts, spins=False)
+    lane = group.lane()
+    tensors = [Call("all_reduce", torch.float32, (n,), 0, (), n).tensor(world.rank, world.size) for n in sizes]
+    for work in [lane.all_reduce(tensor) for tensor in tensors]:
+        group.barrier()
+        work.wait()
+    own = tensors[-1].clone()
+    group.all_reduce(own).wait()  # in the thread that asks for it
+    lane.close()
+    group.close()
+    return [digest([tensor]) for tensor in (*tensors, own)]
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 1], [0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 0, 1, 2]])
+def test_hosts_sum_a_large_tensor_in_pieces_and_have_the_bits_of_the_whole(hosts: list[int]) -> None:
+    piece, ranks = HOSTS_PIECE_BYTES // 4, len(hosts)
+    sizes = [piece, piece + 1, 2 * piece - 1, 3 * piece + 2, 1_000_003]
+    by_host = [[rank for rank, own in enumerate(hosts) if own == host] for host in sorted(set(hosts))]
+    calls = [Call("all_reduce", torch.float32, (n,), 0, (), n) for n in sizes]
+    sums = [call.by_hand(ranks, 0, by_host, RING_BYTES)[0] for call in calls]
+    doubled = by_slices([sums[-1] * len(own) for own in by_host], min(map(len, by_host)), RING_BYTES)
+    expected = [digest([total]) for total in (*sums, doubled)]
+    for found in on_ranks(sum_large_on_hosts, ranks, sizes, hosts):
         assert found == expected
 
 

@@ -27,6 +27,9 @@ from apportion.comm.network.host_exchange import HostsGroup, HostSum, SliceExcha
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 
+PIECE_BYTES = 1 << 20
+"""The bytes of a tensor that are on the cable at a time, at the least."""
+
 
 @final
 class HierarchicalGroup(HostsGroup):
@@ -100,9 +103,28 @@ class HierarchicalGroup(HostsGroup):
 
     def _sum(self, flat: Tensor) -> None:
         """Sums in place over the ranks."""
+        if len(self._hosts) == 2 and flat.nbytes > PIECE_BYTES:
+            self._sum_in_pieces(flat)
+            return
         if self._memory is not None:
             self._memory.all_reduce(flat).wait()
         self._add_hosts(flat)
+
+    def _sum_in_pieces(self, flat: Tensor) -> None:
+        """Sums in place over the ranks of two hosts: while a piece is on the cable, those before and after it are
+        summed and shared within each host."""
+        pieces = flat.split(PIECE_BYTES // flat.element_size())
+        slices = [piece.tensor_split(self._slices) for piece in pieces]
+        across = None if self._across is None else self._across.pair_sum(flat)
+        for piece, of in zip(pieces, slices, strict=True):
+            if self._memory is not None:
+                self._memory.all_reduce(piece).wait()
+            if across is not None:
+                across.begin(of[self._place])
+        for of in slices:
+            if across is not None:
+                across.finish()
+            self._share(of)
 
     def _sum_between(self, flat: Tensor, between: HostSum) -> None:
         """Sums in place over the ranks, between hosts as ``between`` does."""

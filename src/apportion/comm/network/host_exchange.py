@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, final
 
 from torch import Tensor
 
-from apportion.comm.group import Group, Work
-from apportion.comm.network.rank_connection import memory_of
+from apportion.comm.group import Group, WaitClock, Work
+from apportion.comm.network.rank_connection import RankConnection, memory_of
 
 Messages = Sequence[tuple[int, memoryview]]
 """The memory that goes to, or comes from, each of some peers."""
@@ -142,3 +143,42 @@ class SliceExchange(HostExchange):
     def add_up(self, flat: Tensor) -> None:
         if flat.numel():
             self._add_hosts(flat)
+
+
+@final
+class PairSum:
+    """The sum of a tensor over two ranks, piece by piece: each is on its way while those before it are used. Both ranks
+    begin the same pieces in the same order."""
+
+    def __init__(
+        self, peer: RankConnection, clock: WaitClock, scratch: Tensor, move: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        """Take the connection to the other rank, the clock of whoever waits, and memory for what comes: as much as all
+        pieces together. ``move`` moves the messages of the connection until a condition holds."""
+        self._peer, self._clock, self._scratch, self._move = peer, clock, scratch, move
+        self._under_way: deque[tuple[Tensor, Tensor, int, int]] = deque()
+        self._begun = 0
+        peer.begin_count()
+
+    def begin(self, piece: Tensor) -> None:
+        """Send a piece, and ask for the other rank's; it is theirs until ``finish``. It goes on while this thread waits
+        for something else."""
+        theirs = self._scratch[self._begun : self._begun + piece.numel()]
+        self._begun += piece.numel()
+        if not piece.numel():
+            self._under_way.append((piece, theirs, 0, 0))
+            return
+        sent, got = self._peer.send(memory_of(piece)), self._peer.receive(memory_of(theirs))
+        self._under_way.append((piece, theirs, sent, got))
+        self._peer.move()
+        self._clock.moving[id(self._peer)] = self._peer.move_aside
+
+    def finish(self) -> None:
+        """Add the other rank's part to the oldest piece under way, once it has come and this one's has gone. Blocks."""
+        piece, theirs, sent, got = self._under_way.popleft()
+        through = self._peer.through
+        if through[0] < sent or through[1] < got:
+            self._move(lambda: through[0] >= sent and through[1] >= got)
+        if not self._peer.events:
+            self._clock.moving.pop(id(self._peer), None)
+        piece.add_(theirs)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of, collective
 from apportion.comm.network.collective_thread import CollectiveThread
-from apportion.comm.network.host_exchange import HostsGroup, HostSum, PeerExchange
+from apportion.comm.network.host_exchange import HostsGroup, HostSum, PairSum, PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
 from apportion.comm.network.rendezvous import Meeting, RankDoors
 from apportion.comm.network.ring import RingSum
@@ -108,6 +108,13 @@ class NetworkGroup(HostsGroup):
         flat = tensor.detach().view(-1)
         if flat.numel() and self.size > 1:
             self._sum(flat, self.all_waits)
+
+    def pair_sum(self, most: Tensor) -> PairSum:
+        """Begins a sum over the two ranks of this group, of pieces that are no more than ``most`` together."""
+        self._settle()
+        clock, scratch = self.all_waits, self._take_scratch(most)
+        peer = self._peer(1 - self.rank, clock)
+        return PairSum(peer, clock, scratch, lambda holds: self._move([peer], holds, clock))
 
     def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
         self._settle()
