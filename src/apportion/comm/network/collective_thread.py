@@ -41,7 +41,7 @@ class CollectiveThread:
     def wait_idle(self, group: Group) -> None:
         """Waits until every job has ended, by the group's clock; the errors are told to those that wait for the
         jobs."""
-        if self._last is not None:
+        if self._last is not None and not self._last.done():
             _wait_for(self._last, group)
 
     def close(self) -> None:
