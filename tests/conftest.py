@@ -29,7 +29,7 @@ from leaks import Watch
 from slurm_cluster import SlurmCluster
 from ssh_hosts import SshHosts
 
-from apportion.api import proof_workers, running
+from apportion.api import proof_workers, recording
 from apportion.runtime.spawn.template import Template
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 
@@ -38,7 +38,7 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 STARTED = pytest.StashKey[int]()
-DRAW = running._report
+DRAW = recording._report
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
 
@@ -54,7 +54,29 @@ def pytest_configure(config: pytest.Config) -> None:
     durations.register(config)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those are left out that have some mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_further_cases(items)
+    skip_without_data(items)
+
+
+def mark_further_cases(items: list[pytest.Item]) -> None:
+    """Of a test with ``@pytest.mark.cases(n)`` all cases but n, which are spread over all of them, are ``thorough``."""
+    cases: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("cases")
+        assert marker is not None
+        (wanted,) = marker.args
+        kept = {round(at * (len(found) - 1) / max(1, wanted - 1)) for at in range(min(wanted, len(found)))}
+        for at, item in enumerate(found):
+            if at not in kept:
+                item.add_marker(pytest.mark.thorough)
+
+
+def skip_without_data(items: list[pytest.Item]) -> None:
     """``@pytest.mark.data`` needs the folder, ``@pytest.mark.data("cifar-10-batches-py")`` that set in it."""
     folder = data_folder()
     for item in items:
@@ -109,7 +131,7 @@ def no_report_after_a_run() -> Iterator[None]:
     """Drawing the report of a run takes longer than most runs of the tests: it is left out of the runs of this process,
     unless the test wants ``reports``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_report", lambda run_dir: None)
+        patch.setattr(recording, "_report", lambda run_dir: None)
         yield
 
 
@@ -125,7 +147,7 @@ def functions_pickled_quickly() -> Iterator[None]:
 def drawing() -> Iterator[None]:
     """Runs end with their report, as they do at a user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_report", DRAW)
+        patch.setattr(recording, "_report", DRAW)
         yield
 
 

@@ -1,11 +1,9 @@
-"""What a run takes where no strategy is given: what is kept of a decision, what is tried without predictions, and that
-a drift reaches whoever reads the events."""
+"""What a run takes where no strategy is given: what is kept of a decision, and what is tried without predictions."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +14,13 @@ from conftest import Within
 from ranks import by_value
 from torch import nn
 
-from apportion.api.running import journaled
 from apportion.cli.plain_lines import plan_line
 from apportion.core.event import Event
 from apportion.core.workload import Workload
 from apportion.planner import auto, decision_cache
 from apportion.planner.auto import decide
-from apportion.planner.performance_monitor import WINDOW, Expected, PerformanceMonitor
 from apportion.planner.predict import offered
-from apportion.reporting.journal import read_events
 from apportion.runtime.launch.local import Local
-from apportion.runtime.worker.job import Job
 from apportion.strategies.single_device import SingleDevice
 
 MARK = {"batch_size": 64, "parameters": {"elements": 10}, "batch": [[[64, 3], "torch.float32"]]}
@@ -171,29 +165,6 @@ def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_pr
 
 
 # What is told
-
-
-def events() -> Generator[Event, None, None]:
-    def event(kind: str, **data: object) -> Event:
-        return Event(kind=kind, step=3, epoch=0.1, seconds=1.0, data=data)  # type: ignore[arg-type]
-
-    yield event("start", strategy="single_device", launcher="local", steps=100, first_step=0, threads=1)
-    for _ in range(3 * WINDOW):
-        yield event("speed", rank=0, examples_per_second=1.0, loading=0.0, computing=0.02, waiting=0.0, updating=0.0)
-    yield event("end", reason="finished", examples_per_second=1.0, metrics={}, run_dir="run", resume=None, why=None)
-
-
-@pytest.mark.usefixtures("reports")
-def test_a_drift_is_told_once_kept_and_shown_in_the_report(tmp_path: Path) -> None:
-    expected = Expected(step_seconds=0.01, terms={"computing": 0.01}, measured=True)
-    job = Job(workload="none.py:none", strategy=SingleDevice(), run_dir=str(tmp_path / "run"))
-    told = list(journaled(job, events(), [], [], PerformanceMonitor(expected)))
-    drifts = [event for event in told if event.kind == "drift"]
-    assert len(drifts) == 1
-    assert drifts[0].data["ratio"] == pytest.approx(2.0)
-    assert [e.kind for e in read_events(job.run_dir or "")].count("drift") == 1
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "2.00 times the measured 10 ms: computing takes 2.00 times as long" in page
 
 
 def test_the_line_of_a_plan_says_what_was_taken_and_what_the_others_took() -> None:

@@ -23,7 +23,6 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Policy, Workload
-from apportion.api import running as verb
 from apportion.comm.world import World
 from apportion.core.strategy import Held, State, Strategy
 from apportion.errors import ApportionError, WorkerFailed
@@ -517,7 +516,6 @@ def trained(run_dir: Path, name: str, strategy: Strategy, workers: int, **option
 def test_a_dead_worker_ends_the_run_with_its_own_cause_and_any_strategy_goes_on_from_the_checkpoint(
     name: str, cause: str, then: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
     policy = Policy(checkpoint_every="2 steps")
     mark = tmp_path / "mark"
     monkeypatch.setenv("FAULT_STEP", "8")

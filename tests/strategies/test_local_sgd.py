@@ -24,7 +24,6 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Evaluation, Workload
-from apportion.api import running as verb
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
 from apportion.parallel.averaging.rounds import LATE_SECONDS, dealt, is_late
@@ -47,12 +46,6 @@ def prove(workload: Workload, strategy: LocalSgd, workers: int) -> None:
     assert not proof.exact
     assert found.steps == 8
     assert found.worst.absolute <= EXACT, found
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the report is most of what a short run takes."""
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -25,7 +25,6 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import apportion
 from apportion import Workload
-from apportion.api import running as verb
 from apportion.comm.world import World
 from apportion.core.address import load_workload
 from apportion.core.strategy import State, Strategy, batches
@@ -307,8 +306,7 @@ def test_a_state_of_lbfgs_goes_on_with_the_same_bits_and_at_any_number_of_worker
 
 
 @pytest.mark.processes
-def test_a_run_with_lbfgs_resumes_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)  # it takes longer than the runs
+def test_a_run_with_lbfgs_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     workload = replace(whole_set(strong_wolfe), steps=3, schedule=None)
     options: dict[str, Any] = {"launcher": apportion.local(workers=2, threads=1)}
     with by_value(networks), by_value(sys.modules[__name__]):
@@ -416,7 +414,6 @@ def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
 def test_a_run_of_the_supervisors_goes_on_with_the_same_bits(
     optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "_report", lambda run_dir: None)  # it takes longer than the runs
     pools: list[WorkerPool] = []
     monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
     workload = disturbed(optimizer, steps=600 if optimizer is networks.momentum else 100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from apportion.api.recording import journaled
 from apportion.comm.channel import Channel
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
@@ -21,9 +22,8 @@ from apportion.core.strategy import Strategy
 from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
-from apportion.errors import CheckpointError, Disproved, NotProved
+from apportion.errors import Disproved, NotProved
 from apportion.planner.decision import Decision, Planning, next_best
-from apportion.reporting.journal import Journal
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
@@ -38,7 +38,6 @@ from apportion.runtime.worker.training.loop import work
 
 if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
-    from apportion.planner.performance_monitor import PerformanceMonitor
     from apportion.runtime.proof.proof import Settled
 
 Launcher = Local | Env | HostsLauncher
@@ -357,87 +356,6 @@ def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
     except NotProved as error:
         cure = f"it does with APPORTION_PLAIN={','.join(error.plain)}" if error.proved else _CURE
         return {"refused": f"{error}; {cure}"}
-
-
-def journaled(  # noqa: PLR0913 (what happened before, in and after the events, and what becomes of it)
-    job: Job,
-    events: Generator[Event, None, None],
-    before: list[Event],
-    rest: Sequence[Event],
-    watch: PerformanceMonitor | None = None,
-    *,
-    draws: Callable[[], bool] = lambda: True,
-    writes: Callable[[], bool] = lambda: True,
-) -> Iterator[Event]:
-    """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
-    may be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was
-    left; ``watch``: holds them against what was expected, and adds what there is to tell; ``writes``: whether this
-    process is the one that writes; ``draws``: whether there is time for the report."""
-    assert job.run_dir is not None
-    record = _Record(job.run_dir, before, draws)
-    try:
-        for event in events:
-            if writes():
-                record.take(event)
-            yield event
-            drifted = watch.take(event) if watch is not None else None
-            if drifted is not None:
-                record.take(drifted)
-                yield drifted
-    except CheckpointError as error:
-        events.throw(error)  # a run that cannot be written down is not to be saved either
-    finally:
-        events.close()
-        record.close(rest)
-
-
-class _Record:
-    """Writes down a run in its directory: its events, and the report."""
-
-    def __init__(self, run_dir: str, before: list[Event], draws: Callable[[], bool]) -> None:
-        """Takes ``before``: what happened before the first event; ``draws``: whether there is time for the report."""
-        self._run_dir, self._before, self._draws = run_dir, before, draws
-        self._journal: Journal | None = None
-        self._drawn = False
-
-    def take(self, event: Event) -> None:
-        """Write an event; the last one is followed by the report."""
-        if self._journal is None and event.kind == "proof":
-            self._before.append(event)
-        elif self._journal is None and event.kind not in ("fault", "end"):  # what never started leaves no directory
-            self._journal = Journal(self._run_dir)
-            for earlier in self._before:
-                self._journal.write(earlier)
-        if self._journal is not None:
-            self._journal.write(event)
-            if event.kind == "end" and self._draws():
-                _report(self._run_dir)
-                self._drawn = True
-
-    def close(self, rest: Sequence[Event]) -> None:
-        """Write what has happened after the loop was left, and the report where that is not drawn yet."""
-        if self._journal is None:
-            return
-        try:
-            for event in rest:
-                self._journal.write(event)
-        except CheckpointError as error:
-            warnings.warn(str(error), stacklevel=2)
-        finally:
-            self._journal.close()
-        if (rest or not self._drawn) and self._draws():
-            _report(self._run_dir)
-
-
-def _report(run_dir: str) -> None:
-    try:
-        from apportion.reporting.html import write_html  # at the end: it draws
-
-        write_html(run_dir)
-    except CheckpointError as error:  # the run itself is whole, or its own error is on its way
-        warnings.warn(f"no report: {error}", stacklevel=2)
-    except Exception as error:  # events that someone has changed: no reason to end a run that is whole
-        warnings.warn(f"no report, drawing it failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def has_checkpoint(run_dir: str | Path | None) -> bool:
