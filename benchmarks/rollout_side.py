@@ -80,7 +80,9 @@ def main(order):
         state = step.state_dict().model
         if world.rank:
             return 0.0
-        network.load_state_dict({name.removeprefix("network."): value for name, value in state.items()})
+        # Without the statistics of returns, which are no part of the network and which acting has no use for.
+        weights = {name: value for name, value in state.items() if name.startswith("network.")}
+        network.load_state_dict({name.removeprefix("network."): value for name, value in weights.items()})
         with torch.inference_mode():
             return judged(environment, lambda seen: network(torch.from_numpy(seen))[0].argmax(-1).numpy())
 
