@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import meet
 from apportion.comm.world import World
 from apportion.core.value import names, parse
-from apportion.parallel.compression.coded_sum import CodedSum
+from apportion.parallel.compression.coded_sum import PIECE, CodedSum
 from apportion.parallel.compression.compression import METHODS, Compression, compression
 from apportion.parallel.compression.methods.int8 import _Blocks
 from apportion.parallel.compression.methods.top_k import _Largest
@@ -132,8 +133,9 @@ class OneHost(HostExchange):
     def own(self, flat: Tensor) -> Tensor:
         return flat
 
-    def gather(self, rows: Tensor) -> None:
+    def begin_gather(self, rows: Tensor) -> Callable[[], None]:
         rows[1].copy_(rows[0])
+        return lambda: None
 
     def swap(self, rows: Tensor, into: Tensor) -> None:
         raise AssertionError("two hosts gather")
@@ -222,6 +224,45 @@ def test_all_ranks_have_the_same_bits_and_what_is_left_out_comes_later(hosts: li
             assert off < 0.2 * (told[:steps].sum(0) - given.sum(0)).norm() / given.sum(0).norm() + 1e-3, text
         else:
             assert off < 0.004, (text, off)
+
+
+def large(rank: int, step: int) -> Tensor:
+    return torch.randn(3 * PIECE + 77, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def large_sums(world: World, text: str, steps: int, hosts: list[int] | None) -> list[Tensor]:
+    """Of tensors that go in several pieces."""
+    group, found = joined(world, hosts), []
+    lane = group.lane()
+    assert isinstance(lane, HostsGroup)
+    between = parse(text, METHODS).between([torch.Size((3 * PIECE + 77,))], torch.float32)
+    for step in range(steps):
+        found.append(large(world.rank, step))
+        (lane if step % 2 else group).all_reduce_between(found[-1], between).wait()
+    lane.close()
+    group.close()
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1, 1], [0, 0, 1], [0, 1, 2]])
+@pytest.mark.parametrize(("text", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_a_large_tensor_is_the_sum_of_its_rounded_numbers(
+    text: str, dtype: torch.dtype, hosts: list[int] | None
+) -> None:
+    """Bit by bit where there are two hosts; the sum of three is rounded once more."""
+    of_rank, steps = [0, 1] if hosts is None else hosts, 4
+    each = on_ranks(large_sums, len(of_rank), text, steps, hosts)
+    for step in range(steps):
+        given = [large(rank, step) for rank in range(len(of_rank))]
+        hosted = [sum(g for g, at in zip(given, of_rank, strict=True) if at == host) for host in sorted({*of_rank})]
+        expected = sum(total.to(dtype).float() for total in hosted if isinstance(total, Tensor))
+        for found in each:
+            assert torch.equal(found[step], each[0][step])
+            if len(hosted) == 2:
+                assert torch.equal(found[step], expected)
+            else:
+                assert (found[step] - expected).norm() < 0.01 * expected.norm()
 
 
 def count_bytes(world: World, texts: list[str], hosts: list[int] | None) -> dict[str, int]:

@@ -280,6 +280,21 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+_uses_of = probe("torch._C._storage_Use_Count")
+
+
+def _uses(tensor: Tensor) -> int | None:
+    return None if _uses_of is None else _uses_of(tensor.untyped_storage()._cdata)
+
+
+_uses_alone = _uses(torch.empty(1))
+
+
+def is_alone_in_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor, and no view of this one, lies in its memory. Without torch's count, nobody can say."""
+    return _uses_of is not None and _uses(tensor) == _uses_alone
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd takes a tensor for a view of another."""
     return tensor._is_view()

@@ -29,9 +29,14 @@ class HostExchange(ABC):
         """Return the slice of a tensor that this rank exchanges, a view: the same on its peers, empty where a host has
         more ranks than there are slices."""
 
-    @abstractmethod
     def gather(self, rows: Tensor) -> None:
         """Gather the peers' rows into ``rows`` (hosts, n): this rank's own is in its place already. Blocks."""
+        self.begin_gather(rows)()
+
+    @abstractmethod
+    def begin_gather(self, rows: Tensor) -> Callable[[], None]:
+        """Begin what ``gather`` does, and return what waits for its end. Several may be under way: they are waited for
+        in the order in which they were begun, before anything else is exchanged."""
 
     @abstractmethod
     def swap(self, rows: Tensor, into: Tensor) -> None:
@@ -45,6 +50,10 @@ class HostExchange(ABC):
     @abstractmethod
     def add_up(self, flat: Tensor) -> None:
         """Sum in place over the hosts a tensor that is equal on the ranks of each host. Blocks."""
+
+
+def _nothing() -> None:
+    """Waits for nothing, where nothing was begun."""
 
 
 class HostSum(ABC):
@@ -78,27 +87,32 @@ class HostsGroup(Group):
 
 @final
 class PeerExchange(HostExchange):
-    """The exchange of ranks that are joined by connections, each of them for a host. ``exchange`` sends and receives at
-    once, ``add`` sums in place over the ranks."""
+    """The exchange of ranks that are joined by connections, each of them for a host. ``begin`` begins to send and to
+    receive at once, and returns what waits for the end; ``add`` sums in place over the ranks."""
 
     def __init__(
-        self, host: int, hosts: int, exchange: Callable[[Messages, Messages], None], add: Callable[[Tensor], None]
+        self,
+        host: int,
+        hosts: int,
+        begin: Callable[[Messages, Messages], Callable[[], None]],
+        add: Callable[[Tensor], None],
     ) -> None:
-        self.host, self.hosts, self._exchange, self._add = host, hosts, exchange, add
+        self.host, self.hosts, self._begin, self._add = host, hosts, begin, add
         self._others = [other for other in range(hosts) if other != host]
 
     def own(self, flat: Tensor) -> Tensor:
         return flat
 
-    def gather(self, rows: Tensor) -> None:
+    def begin_gather(self, rows: Tensor) -> Callable[[], None]:
         data = memory_of(rows[self.host])
-        if data.nbytes:
-            self._exchange([(at, data) for at in self._others], [(at, memory_of(rows[at])) for at in self._others])
+        if not data.nbytes:
+            return _nothing
+        return self._begin([(at, data) for at in self._others], [(at, memory_of(rows[at])) for at in self._others])
 
     def swap(self, rows: Tensor, into: Tensor) -> None:
         if rows[self.host].numel():
             sends, receives = ([(at, memory_of(of[at])) for at in self._others] for of in (rows, into))
-            self._exchange(sends, receives)
+            self._begin(sends, receives)()
 
     def share(self, flat: Tensor) -> None:
         pass
@@ -129,9 +143,8 @@ class SliceExchange(HostExchange):
     def own(self, flat: Tensor) -> Tensor:
         return self._own(flat)
 
-    def gather(self, rows: Tensor) -> None:
-        if self._peers is not None:
-            self._peers.gather(rows)
+    def begin_gather(self, rows: Tensor) -> Callable[[], None]:
+        return _nothing if self._peers is None else self._peers.begin_gather(rows)
 
     def swap(self, rows: Tensor, into: Tensor) -> None:
         if self._peers is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apportion.comm.group import DONE, Group, WaitClock, Work, bytes_of, collective
 from apportion.comm.network.collective_thread import CollectiveThread
-from apportion.comm.network.host_exchange import HostsGroup, HostSum, PairSum, PeerExchange
+from apportion.comm.network.host_exchange import HostsGroup, HostSum, Messages, PairSum, PeerExchange
 from apportion.comm.network.rank_connection import NAP_SECONDS, RankConnection, memory_of, move_until
 from apportion.comm.network.rendezvous import Meeting, RankDoors
 from apportion.comm.network.ring import RingSum
@@ -90,7 +90,7 @@ class NetworkGroup(HostsGroup):
         return PeerExchange(
             self.rank,
             self.size,
-            lambda sends, receives: self._exchange(sends, receives, clock=clock),
+            lambda sends, receives: self._begin_exchange(sends, receives, clock),
             lambda flat: self._sum(flat, clock),
         )
 
@@ -360,25 +360,27 @@ class NetworkGroup(HostsGroup):
             connection.close()
         return connection
 
-    def _exchange(
-        self,
-        sends: Sequence[tuple[int, memoryview]],
-        receives: Sequence[tuple[int, memoryview]],
-        *,
-        clock: WaitClock | None = None,
-    ) -> None:
+    def _exchange(self, sends: Messages, receives: Messages, *, clock: WaitClock | None = None) -> None:
         """Sends to and receives from other ranks at once, until all of it is through."""
-        clock = self.all_waits if clock is None else clock
+        self._begin_exchange(sends, receives, self.all_waits if clock is None else clock)()
+
+    def _begin_exchange(self, sends: Messages, receives: Messages, clock: WaitClock) -> Callable[[], None]:
+        """Begins to send to and to receive from other ranks, and returns what waits until all of it is through."""
         peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
-        for peer in peers.values():
-            peer.begin_count()
         ends = [(peers[at], 0, peers[at].send(data)) for at, data in sends]
         ends += [(peers[at], 1, peers[at].receive(into)) for at, into in receives]
-        self._move(
-            [*peers.values()],
-            lambda: all(peer.through[way] >= number for peer, way, number in ends),
-            clock,
-        )
+        try:
+            for peer in peers.values():
+                peer.begin_count()
+                peer.move_aside()
+        except BaseException:
+            self._close_peers()
+            raise
+
+        def finish() -> None:
+            self._move([*peers.values()], lambda: all(peer.through[way] >= number for peer, way, number in ends), clock)
+
+        return finish
 
     def _move(
         self,
@@ -387,16 +389,20 @@ class NetworkGroup(HostsGroup):
         clock: WaitClock,
         moved: Callable[[], None] | None = None,
     ) -> None:
-        """Moves messages until a condition holds, as ``move_until`` does. Where that fails the connections are
-        closed: what others wait for will not come, and they learn it at once and not at their deadline."""
+        """Moves messages until a condition holds, as ``move_until`` does."""
         try:
             span = move_until(peers, holds, clock=clock, seconds=DEADLINE_SECONDS, moved=moved)
         except BaseException:
-            for connection in self._peers.values():
-                connection.close()
+            self._close_peers()
             raise
         if clock is self.all_waits:
             self.waits.append(span)
+
+    def _close_peers(self) -> None:
+        """Closes the connections after a failure: what others wait for will not come, and they learn it at once and not
+        at their deadline."""
+        for connection in self._peers.values():
+            connection.close()
 
     def _settle(self) -> None:
         """Waits for the sums that another thread makes: they come first."""

@@ -13,14 +13,34 @@ all-reduce algorithms for clusters of workstations", 2009). A part is summed in 
 from __future__ import annotations
 
 from collections import deque
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
 from apportion.comm.network.rank_connection import RankConnection, memory_of
 
-PIECE_BYTES = 128 << 10
+PIECE_BYTES = 256 << 10
 """The bytes of a piece."""
+
+
+class _Piece(NamedTuple):
+    """Some numbers of a part, and the memory that they lie in."""
+
+    numbers: Tensor
+    data: memoryview
+
+    def begin(self, like: _Piece) -> _Piece:
+        """Returns as many of these numbers as another piece has."""
+        if self.data.nbytes == like.data.nbytes:
+            return self
+        return _Piece(self.numbers[: len(like.numbers)], self.data[: like.data.nbytes])
+
+
+def _pieces(part: Tensor) -> list[_Piece]:
+    """Returns the pieces of a part. Its memory is looked up once, which takes as long as to add a small piece."""
+    pieces, data = part.split(PIECE_BYTES // part.element_size()), memory_of(part)
+    each = pieces[0].nbytes
+    return [_Piece(piece, data[at * each : (at + 1) * each]) for at, piece in enumerate(pieces)]
 
 
 @final
@@ -37,16 +57,15 @@ class RingSum:
     ) -> None:
         self._rank, self._size, self._after, self._before = rank, size, after, before
         self._hops, self._adding = 2 * (size - 1), size - 1
-        numbers = PIECE_BYTES // flat.element_size()
-        self._parts = [part.split(numbers) for part in flat.tensor_split(size)]
-        self._addends = memory.split(numbers)
+        self._parts = [_pieces(part) for part in flat.tensor_split(size)]
+        self._addends = _pieces(memory)
         self._expected = deque(
             (hop, piece) for hop in range(self._hops) for piece in range(len(self._parts[self._part(hop)]))
         )
         """The pieces that are still to be asked for, in the order in which they come."""
-        self._asked: deque[tuple[int, int, Tensor, int]] = deque()
+        self._asked: deque[tuple[int, int, _Piece, int]] = deque()
         for piece in self._parts[rank]:
-            self._last = after.send(memory_of(piece))
+            self._last = after.send(piece.data)
         self._ask()
 
     def _part(self, hop: int) -> int:
@@ -57,9 +76,9 @@ class RingSum:
         """Asks for the next pieces, as far as there is memory for them: an addend lies there until it is added."""
         while self._expected and self._has_memory(*self._expected[0]):
             hop, piece = self._expected.popleft()
-            own: Tensor = self._parts[self._part(hop)][piece]
-            into = self._addends[piece][: own.numel()] if hop < self._adding else own
-            self._asked.append((hop, piece, into, self._before.receive(memory_of(into))))
+            own = self._parts[self._part(hop)][piece]
+            into = self._addends[piece].begin(own) if hop < self._adding else own
+            self._asked.append((hop, piece, into, self._before.receive(into.data)))
 
     def _has_memory(self, hop: int, piece: int) -> bool:
         """Tells whether no piece of an earlier hop lies where this one would come to."""
@@ -74,9 +93,9 @@ class RingSum:
             hop, piece, into, _ = self._asked.popleft()
             own = self._parts[self._part(hop)][piece]
             if hop < self._adding:
-                own.add_(into)
+                own.numbers.add_(into.numbers)
             if hop < self._hops - 1:
-                self._last = self._after.send(memory_of(own))
+                self._last = self._after.send(own.data)
             self._ask()
             self._after.move()
             self._before.move()

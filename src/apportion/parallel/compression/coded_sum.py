@@ -1,8 +1,9 @@
 """A sum between hosts of numbers that travel in a code, and what the code has left out until the next step.
 
-Two hosts send each other their whole tensors in code, and both add up what the codes say, their own as well. More of
-them hand each a part: who has a part adds up the codes of the others to its own numbers, and sends the sum in code to
-all. So the result has the same bits everywhere, since all decode the same bytes in the same order.
+Two hosts send each other their whole tensors in code, and both add up what the codes say, their own as well; where each
+number has a code of its own they go in pieces, and the cable is busy while the hosts code and add. More hosts hand each
+a part: who has a part adds up the codes of the others to its own numbers, and sends the sum in code to all. So the
+result has the same bits everywhere, since all decode the same bytes in the same order.
 
 Error feedback (Seide, Fu, Droppo, Li and Yu, "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy,
 Rebjock, Stich and Jaggi, "Error feedback fixes SignSGD", ICML 2019): what a code has left out of a tensor is added to
@@ -23,6 +24,8 @@ from apportion.comm.network.host_exchange import HostExchange, HostSum
 
 WORD = 8
 """The bytes by which codes begin: each may hold numbers of any type."""
+PIECE = 128 << 10
+"""The numbers of a piece, which stay in a core's own cache while they are coded and added."""
 
 
 class Codec(ABC):
@@ -31,6 +34,9 @@ class Codec(ABC):
     has_own_places: bool = False
     """Does each code stand for places of its own? Then a sum of several is not worth a code of its own, and all hosts
     send all others theirs."""
+    by_number: bool = False
+    """Has each number a code of its own, as long as every other's, and is nothing of it left out until the next step?
+    Then a tensor may go in pieces."""
 
     @abstractmethod
     def nbytes(self, numel: int, itemsize: int) -> int:
@@ -43,6 +49,11 @@ class Codec(ABC):
     @abstractmethod
     def add(self, code: Tensor, numbers: Tensor, *, times: float = 1.0) -> None:
         """Add what a code says, so many times, to flat numbers."""
+
+    def decode(self, code: Tensor, numbers: Tensor) -> None:
+        """Write what a code says into flat numbers."""
+        numbers.zero_()
+        self.add(code, numbers)
 
 
 @final
@@ -59,7 +70,9 @@ class CodedSum(HostSum):
     def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
         own = hosts.own(flat)
         if own.numel():
-            if hosts.hosts == 2 or self._codec.has_own_places:
+            if hosts.hosts == 2 and self._codec.by_number:
+                self._gather_in_pieces(own, hosts)
+            elif hosts.hosts == 2 or self._codec.has_own_places:
                 self._gather(own, hosts)
             else:
                 self._scatter(own, hosts)
@@ -79,9 +92,22 @@ class CodedSum(HostSum):
         codes = self._make_room(hosts.hosts, own.numel(), own.element_size())
         self._encode("own", own, [(own, codes[hosts.host])])
         hosts.gather(codes)
-        own.zero_()
-        for code in codes:
+        self._codec.decode(codes[0], own)
+        for code in codes[1:]:
             self._codec.add(code, own)
+
+    def _gather_in_pieces(self, own: Tensor, hosts: HostExchange) -> None:
+        """Sums in place what two hosts send each other: while a piece is on its way, others are coded and added."""
+        each = self._codec.nbytes(1, own.element_size())
+        codes = self._make_room(2, own.numel(), own.element_size())[:, : each * own.numel()]
+        under_way = []
+        for numbers, rows in zip(own.split(PIECE), codes.split(each * PIECE, dim=1), strict=True):
+            self._codec.encode(numbers, rows[hosts.host])
+            under_way.append((numbers, rows[1 - hosts.host], hosts.begin_gather(rows)))
+            self._codec.decode(rows[hosts.host], numbers)
+        for numbers, theirs, finish in under_way:
+            finish()
+            self._codec.add(theirs, numbers)
 
     def _scatter(self, own: Tensor, hosts: HostExchange) -> None:
         """Sums in place by parts, of which each host has one."""
@@ -100,10 +126,9 @@ class CodedSum(HostSum):
                 self._codec.add(receives[host], mine)
         self._encode("sum", mine, [(mine, receives[hosts.host])])
         hosts.gather(receives)
-        own.zero_()
         for part, code in zip(parts, receives, strict=True):
             if part.numel():
-                self._codec.add(code, part)
+                self._codec.decode(code, part)
 
     def _encode(
         self, name: str, numbers: Tensor, codes: Sequence[tuple[Tensor, Tensor]], *, exact: Tensor | None = None

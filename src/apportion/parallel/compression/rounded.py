@@ -14,6 +14,8 @@ from apportion.parallel.compression.coded_sum import Codec
 class Rounded(Codec):
     """Numbers of another type, such as torch.float16."""
 
+    by_number = True
+
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
@@ -25,6 +27,9 @@ class Rounded(Codec):
 
     def add(self, code: Tensor, numbers: Tensor, *, times: float = 1.0) -> None:
         numbers.add_(self._numbers(code, numbers.numel()), alpha=times)
+
+    def decode(self, code: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(self._numbers(code, numbers.numel()))
 
     def _numbers(self, code: Tensor, numel: int) -> Tensor:
         return code.view(self._dtype)[:numel]

@@ -5,14 +5,15 @@ loss, ride in the tail of the last buffer: a parameter that no rank used keeps `
 skips it as it would on one device.
 
 ``early``: a buffer leaves as soon as the backward pass has filled it, the last layers' first (Li et al., "PyTorch
-Distributed", VLDB 2020, section 3.2.3). All ranks send in one order, that of the buffers: one whose parameters a rank
-has not used goes when its pass has ended, and holds up those after it.
+Distributed", VLDB 2020, section 3.2.3), and a large gradient as soon as it is there. All ranks send in one order: a
+buffer whose parameters a rank has not used goes when its pass has ended, and holds up those after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +40,45 @@ def early_bytes(ranks: int) -> int:
 
 @dataclass
 class _Packed:
-    """Parameters whose gradients travel in one flat buffer, of one dtype and device."""
+    """Parameters whose gradients travel together, of one dtype and device, and so many numbers behind them. A large
+    gradient travels by itself, from where it lies if it may."""
 
     parameters: list[nn.Parameter]
-    flat: Tensor
-    views: list[Tensor]
-    tail: Tensor
+    tail_numbers: int = 0
     between: HostSum | None = None
     """The sum between hosts, where it is compressed."""
     missing: set[nn.Parameter] = field(default_factory=set)
     """The parameters for which the backward pass under way has no gradient yet."""
+    early: bool = False
+    """May it leave before the backward pass has ended? Then it has a connection for such sums."""
+    in_place: bool = False
+    """Was the gradient summed where it lies in this step? Otherwise in the buffer."""
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """The buffer, which is made when it is needed."""
+        return self.parameters[0].new_zeros(sum(p.numel() for p in self.parameters) + self.tail_numbers)
+
+    @cached_property
+    def views(self) -> list[Tensor]:
+        """The place of each gradient in the buffer."""
+        sizes = [p.numel() for p in self.parameters]
+        parts = self.flat.split([*sizes, self.tail_numbers])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=False)]
+
+    @property
+    def tail(self) -> Tensor:
+        """The numbers behind the gradients."""
+        return self.flat[self.flat.numel() - self.tail_numbers :]
+
+    def whole(self) -> Tensor | None:
+        """Return the gradient where that may be summed where it lies, flat: one by itself, and alone in its memory.
+        Autograd may give two parameters the same memory (``p.view(-1) + q.view(-1)``), which would be summed twice."""
+        grad = self.parameters[0].grad
+        if len(self.parameters) > 1 or self.tail_numbers or grad is None or grad.device.type != "cpu":
+            return None
+        lies = grad.layout is torch.strided and grad.is_contiguous() and torch_private.is_alone_in_memory(grad)
+        return grad.view(-1) if lies else None
 
 
 class GradientSum:
@@ -94,10 +124,10 @@ class GradientSum:
         device = of_all[0].device if of_all else torch.device("cpu")
         # One slot a parameter says whether it was used, the last one carries the loss.
         self._tail = torch.zeros(len(dense) + 1, device=device)
-        self._packed = [_pack(each, 0) for each in [*full, *rest]]
+        self._packed = [_Packed(each) for each in [*full, *rest]]
         if rest and rest[-1][0].dtype.is_floating_point and self._compress is None:  # what it says is exact
-            last = self._packed[-1] = _pack(rest[-1], len(dense) + 1)
-            self._tail = last.tail
+            self._packed[-1].tail_numbers = len(dense) + 1
+            self._tail = self._packed[-1].tail
         self._large_between: list[HostSum | None] = []
         self._forget()
         self._early = self._packed[: len(full)]
@@ -105,6 +135,7 @@ class GradientSum:
         if self._early and self._lane is None:
             self._lane = group.lane()
         for packed in self._early:
+            packed.early = True
             self._hooks += [p.register_post_accumulate_grad_hook(self._whole(packed)) for p in packed.parameters]
 
     def _forget(self) -> None:
@@ -174,14 +205,15 @@ class GradientSum:
         self._fill_tail(used, loss, weight)
         pending = [*self._sent, *(self._start_packed(packed) for packed in self._packed[len(self._sent) :])]
         self._sent = []
-        if not self._packed or self._tail is not self._packed[-1].tail:
+        if not self._packed or not self._packed[-1].tail_numbers:
             pending.append(self._start(self._tail))
         pending += self._start_large()
         for work in pending:
             work.wait()
         for packed in self._packed:
-            for p, view in zip(packed.parameters, packed.views, strict=True):
-                p.grad = view
+            if not packed.in_place:
+                for p, view in zip(packed.parameters, packed.views, strict=True):
+                    p.grad = view
         total = self._tail[-1].clone()
         if not all(used):
             self._drop_unused()
@@ -195,8 +227,9 @@ class GradientSum:
             self._lane.close()
             self._lane = None
 
-    def _start(self, tensor: Tensor, between: HostSum | None = None) -> Work:
-        group = self._group if self._lane is None else self._lane
+    def _start(self, tensor: Tensor, between: HostSum | None = None, *, early: bool = False) -> Work:
+        """Begin a sum. What comes after the backward pass is small, and does not wait behind what has left early."""
+        group = self._lane if early and self._lane is not None else self._group
         if between is not None and isinstance(group, HostsGroup):
             return group.all_reduce_between(tensor, between)
         return group.all_reduce(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
@@ -213,9 +246,13 @@ class GradientSum:
             torch.mul(loss, weight, out=tail[-1])
 
     def _start_packed(self, packed: _Packed) -> Work:
+        whole = packed.whole()
+        packed.in_place = whole is not None
+        if whole is not None:
+            return self._start(whole, packed.between, early=packed.early)
         present = [(v, p.grad) for v, p in zip(packed.views, packed.parameters, strict=True) if p.grad is not None]
         if len(present) < len(packed.views):
-            packed.flat[: packed.flat.numel() - packed.tail.numel()].zero_()
+            packed.flat[: packed.flat.numel() - packed.tail_numbers].zero_()
         if present:
             try:
                 torch_private.foreach_copy([v for v, _ in present], [g for _, g in present])
@@ -223,7 +260,7 @@ class GradientSum:
                 if not self._make_dense(packed.parameters):
                     raise
                 return self._start_packed(packed)
-        return self._start(packed.flat, packed.between)
+        return self._start(packed.flat, packed.between, early=packed.early)
 
     def _make_dense(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Make sparse gradients dense, of parameters that are not known to have them; returns whether any were
@@ -288,21 +325,16 @@ def _nbytes(p: nn.Parameter) -> int:
 def _gathered(
     parameters: Sequence[nn.Parameter], most: int | None
 ) -> tuple[list[list[nn.Parameter]], list[list[nn.Parameter]]]:
-    """The parameters in this order, those of one dtype and device together until they have ``most`` bytes; and what is
-    left of each kind."""
+    """The parameters in this order: each large one by itself, others of one dtype and device together until they have
+    ``most`` bytes; and what is left of each kind."""
     full: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for p in parameters:
+        if most is not None and _nbytes(p) >= LARGE_BYTES:
+            full.append([p])
+            continue
         kind = (p.dtype, p.device)
         filling.setdefault(kind, []).append(p)
         if most is not None and sum(map(_nbytes, filling[kind])) >= most:
             full.append(filling.pop(kind))
     return full, list(filling.values())
-
-
-def _pack(parameters: list[nn.Parameter], tail: int) -> _Packed:
-    total = sum(p.numel() for p in parameters)
-    flat = parameters[0].new_zeros(total + tail)
-    parts = flat[:total].split([p.numel() for p in parameters])
-    views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-    return _Packed(parameters, flat, views, flat[total:])
