@@ -151,6 +151,8 @@ class ToScore:
         """What `table.result` takes: ours, peer and ratio, and the steps and seconds that they are made of. Who has the
         shorter steps goes first, and the others' steps are counted until they would take longer than the best."""
         exact, reached, given_up = self._steps("data_parallel", MOST_STEPS), {}, {}
+        if exact > MOST_STEPS:
+            raise SideFailed(f"data_parallel has not reached {TARGET} in {MOST_STEPS} steps")
         for strategy, (own, other, faster) in sorted(self._rates().items(), key=lambda item: -item[1][0]):
             best = min((found["ours"] for found in reached.values()), default=inf)
             most = int(min(MOST_STEPS, best * own / int(BATCH)))
@@ -162,7 +164,7 @@ class ToScore:
             reached[strategy] = {"steps": many, "ours": seconds[0], "peer": seconds[1], "ratio": faster * exact / many}
         if not reached:
             raise SideFailed(f"none of {', '.join(given_up)} has reached {TARGET} in {MOST_STEPS} steps")
-        best = max(reached, key=lambda strategy: reached[strategy]["ratio"])
+        best = min(reached, key=lambda strategy: reached[strategy]["ours"])
         found = {name: reached[best][name] for name in ("ours", "peer", "ratio")}
         return {**found, "best": best, "steps of DDP": exact, "tries": reached | given_up}
 

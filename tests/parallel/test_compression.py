@@ -379,6 +379,21 @@ def test_another_number_of_hosts_begins_with_nothing_left_out_and_says_so() -> N
     assert not nothing, "without a compression what was left out is not asked for"
 
 
+@pytest.mark.processes
+def test_sums_of_other_numbers_begin_with_nothing_left_out_and_say_so() -> None:
+    ((state,), _, _) = on_ranks(trained, 2, [("int8", [5], None)])[0][0]
+    kept = {"compress": {**state.settings["compress"], "numbers": [12]}}
+    other = replace(state, settings={**state.settings, **kept})
+    none_left = replace(state, optimizer={k: v for k, v in state.optimizer.items() if not k.startswith("compress/")})
+    first, _ = on_ranks(trained, 2, [("int8", [6], other), ("int8", [6], none_left), ("int8", [6], state)])
+    (told,) = first[0][2]
+    assert "goes on with compress=int8 on hosts [0, 1], whose sums are of [" in told
+    assert "and not of [12]:" in told
+    assert not first[2][2]
+    for key, value in first[1][0][0].model.items():
+        assert torch.equal(first[0][0][0].model[key], value), f"{key}: something of other sums was added"
+
+
 def refused(world: World) -> str:
     own = apart(over="ProcessGroup")
     try:

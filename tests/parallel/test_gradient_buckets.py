@@ -157,6 +157,94 @@ def test_a_gradient_that_grows_after_it_has_left_is_an_error() -> None:
         assert "use_reentrant=False" in told
 
 
+def clip(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-1e6, 1e6)
+
+
+def lies_where_it_lay(world: World) -> list[tuple[bool, bool]]:
+    """Of a large gradient, one with a hook that was added later, and two in one memory: does it lie where autograd has
+    put it, and is it the sum?"""
+    own = apart()
+    alone, hooked, *both = [nn.Parameter(torch.full((WIDE, WIDE), float(n + 1)).double()) for n in range(4)]
+    small = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    given = [alone, hooked, *both, small]
+    sums = GradientSum(given, own.group(), early=True)
+    hooked.register_post_accumulate_grad_hook(clip)
+    for _ in range(3):  # the first pass is watched
+        for p in given:
+            p.grad = None
+        sums.begin()
+        together = torch.tanh(both[0].view(-1) + both[1].view(-1)).sum()
+        (alone.square().sum() + hooked.square().sum() + together + small.sum()).backward()
+        grads = [p.grad for p in given if p.grad is not None]
+        sums(None, 0.0)
+    with torch.no_grad():
+        slope = 1 - torch.tanh(both[0] + both[1]).square()
+        expected = [2 * alone, 2 * hooked, slope, slope, torch.ones(3)]
+    found = [
+        (p.grad is grad, (p.grad - own.size * one).abs().max().item() < 1e-12)
+        for p, grad, one in zip(given, grads, expected, strict=True)
+        if p.grad is not None
+    ]
+    sums.close()
+    own.close()
+    return found
+
+
+def test_a_large_gradient_that_is_alone_in_its_memory_is_summed_there() -> None:
+    for found in on_ranks(lies_where_it_lay, 2):
+        assert [summed for _, summed in found] == [True] * 5
+        assert [in_place for in_place, _ in found] == [True, False, False, False, False]
+
+
+def conjugated(world: World) -> list[bool]:
+    """A large complex gradient that autograd gives as the conjugate of what lies in its memory."""
+    own = apart()
+    found = []
+    for early in (True, False):
+        p = nn.Parameter(torch.ones(300, 300, dtype=torch.complex128))
+        sums = GradientSum([p], own.group(), early=early)
+        factor = torch.complex(torch.ones(300, 300).double(), torch.full((300, 300), world.rank + 1.0).double())
+        for _ in range(2):
+            p.grad = None
+            sums.begin()
+            (p.conj() * factor).real.sum().backward()
+            sums(None, 0.0)
+        assert p.grad is not None
+        found.append(bool((p.grad == sum(complex(1.0, rank + 1.0) for rank in range(own.size))).all()))
+        sums.close()
+    own.close()
+    return found
+
+
+def test_a_complex_gradient_is_summed_as_it_is() -> None:
+    assert on_ranks(conjugated, 2) == [[True, True]] * 2
+
+
+def replaced_by_a_hook(world: World) -> bool:
+    """A hook puts another tensor in the place of a gradient whose sum has begun: it is the sum all the same."""
+    own = apart()
+    p = nn.Parameter(torch.ones(WIDE, WIDE, dtype=torch.float64))
+    sums = GradientSum([p], own.group(), early=True)
+    for _ in range(2):
+        p.grad = None
+        sums.begin()
+        p.sum().backward()
+        if sums._sent:
+            p.grad = torch.zeros_like(p)
+        sums(None, 0.0)
+    assert p.grad is not None
+    summed = bool((p.grad == own.size).all())
+    sums.close()
+    own.close()
+    return summed
+
+
+def test_a_gradient_that_was_put_in_the_place_of_one_that_has_left_is_replaced_by_the_sum() -> None:
+    assert on_ranks(replaced_by_a_hook, 2) == [True, True]
+
+
 def summed_in_place(world: World) -> bool:
     torch.manual_seed(0)
     model, group = OneStorage().double(), world.group()

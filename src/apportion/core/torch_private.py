@@ -287,7 +287,7 @@ def _uses(tensor: Tensor) -> int | None:
     return None if _uses_of is None else _uses_of(tensor.untyped_storage()._cdata)
 
 
-_uses_alone = _uses(torch.empty(1))
+_uses_alone = _uses(torch.empty(1, device="cpu"))
 
 
 def is_alone_in_memory(tensor: Tensor) -> bool:

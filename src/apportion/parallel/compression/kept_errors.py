@@ -31,34 +31,38 @@ class KeptErrors:
         """The first rank of this rank's host."""
 
     @collective
-    def add_to(self, state: State, sums: Sequence[HostSum]) -> State:
-        """Return the state with what all ranks keep. Called by all of them."""
+    def add_to(self, state: State, sums: Sequence[HostSum], numbers: Sequence[int]) -> State:
+        """Return the state with what all ranks keep. ``numbers``: of how many numbers each sum is. Called by all of
+        them."""
         slots: dict[str, Tensor] = {}
         for number, between in enumerate(sums):
             for name, tensor in between.kept().items():
                 is_told = not between.same_on_host or self._first == self._group.rank
                 each = self._group.all_gather_rows(tensor if is_told else tensor[:0])
                 slots |= {self._name(rank, number, name): own for rank, own in enumerate(each) if len(own)}
-        settings = {**state.settings, SETTING: self._said()}
+        settings = {**state.settings, SETTING: self._said(numbers)}
         return replace(state, optimizer={**state.optimizer, **slots}, settings=settings)
 
-    def load(self, state: State, sums: Sequence[HostSum]) -> None:
-        """Go on from what a state has of this rank."""
-        told = state.settings.get(SETTING)
-        if told != self._said() and state.step and self._group.rank == 0:
+    def load(self, state: State, sums: Sequence[HostSum], numbers: Sequence[int]) -> None:
+        """Go on from what a state has of this rank. ``numbers``: of how many numbers each sum is."""
+        told, now = state.settings.get(SETTING), self._said(numbers)
+        if told != now and state.step and self._group.rank == 0:
             before = f"compress={told['method']} on hosts {told['hosts']}" if told else "no compression between hosts"
+            after = f"compress={self._compress} on hosts {self._hosts}"
+            if told and before == after:
+                after += f", whose sums are of {numbers} numbers and not of {told.get('numbers')}"
             warnings.warn(
-                f"the state was saved with {before}, and goes on with compress={self._compress} on hosts "
-                f"{self._hosts}: what has been left out of the gradients so far begins at zero",
+                f"the state was saved with {before}, and goes on with {after}: what has been left out of the gradients "
+                "so far begins at zero",
                 stacklevel=2,
             )
         for number, between in enumerate(sums):
             begin = self._name(self._first if between.same_on_host else self._group.rank, number, "")
             kept = {name.removeprefix(begin): t for name, t in state.optimizer.items() if name.startswith(begin)}
-            between.keep(kept if told == self._said() else {})
+            between.keep(kept if told == now else {})
 
-    def _said(self) -> dict[str, Any]:
-        return {"method": str(self._compress), "hosts": self._hosts}
+    def _said(self, numbers: Sequence[int]) -> dict[str, Any]:
+        return {"method": str(self._compress), "hosts": self._hosts, "numbers": list(numbers)}
 
     def _name(self, rank: int, number: int, name: str) -> str:
         return f"{PREFIX}/{rank}/{number}/{name}"

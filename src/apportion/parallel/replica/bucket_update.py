@@ -87,14 +87,16 @@ class BucketUpdate(GradientUpdate):
         agree(self._replica, world)
 
     def add_kept(self, state: State) -> State:
-        return state if self._kept is None else self._kept.add_to(state, self._between())
+        return state if self._kept is None else self._kept.add_to(state, *self._between())
 
     def load_kept(self, state: State) -> None:
         if self._kept is not None:
-            self._kept.load(state, self._between())
+            self._kept.load(state, *self._between())
 
-    def _between(self) -> list[HostSum]:
-        return [between for sums in self._sums.values() for between in sums.between]
+    def _between(self) -> tuple[list[HostSum], list[int]]:
+        """The compressed sums between hosts, and of how many numbers each of them is."""
+        each = [found for sums in self._sums.values() for found in sums.between]
+        return [between for between, _ in each], [numbers for _, numbers in each]
 
     def close(self) -> None:
         for sums in self._sums.values():

@@ -51,13 +51,18 @@ class _Packed:
     """The parameters for which the backward pass under way has no gradient yet."""
     early: bool = False
     """May it leave before the backward pass has ended? Then it has a connection for such sums."""
-    in_place: bool = False
-    """Was the gradient summed where it lies in this step? Otherwise in the buffer."""
+    in_place: Tensor | None = None
+    """The gradient that is summed where it lies in this step; None: in the buffer."""
+
+    @property
+    def numbers(self) -> int:
+        """The numbers of all gradients together."""
+        return sum(p.numel() for p in self.parameters)
 
     @cached_property
     def flat(self) -> Tensor:
         """The buffer, which is made when it is needed."""
-        return self.parameters[0].new_zeros(sum(p.numel() for p in self.parameters) + self.tail_numbers)
+        return self.parameters[0].new_zeros(self.numbers + self.tail_numbers)
 
     @cached_property
     def views(self) -> list[Tensor]:
@@ -71,14 +76,18 @@ class _Packed:
         """The numbers behind the gradients."""
         return self.flat[self.flat.numel() - self.tail_numbers :]
 
-    def whole(self) -> Tensor | None:
-        """Return the gradient where that may be summed where it lies, flat: one by itself, and alone in its memory.
-        Autograd may give two parameters the same memory (``p.view(-1) + q.view(-1)``), which would be summed twice."""
-        grad = self.parameters[0].grad
+    def find_in_place(self) -> bool:
+        """Find whether the gradient may be summed where it lies: one by itself, and alone in its memory. Autograd may
+        give two parameters the same memory (``p.view(-1) + q.view(-1)``), which would be summed twice. A user's hook,
+        which is called after the sum has begun, may write to it."""
+        p, grad = self.parameters[0], self.parameters[0].grad
+        self.in_place = None
         if len(self.parameters) > 1 or self.tail_numbers or grad is None or grad.device.type != "cpu":
-            return None
-        lies = grad.layout is torch.strided and grad.is_contiguous() and torch_private.is_alone_in_memory(grad)
-        return grad.view(-1) if lies else None
+            return False
+        lies = grad.layout is torch.strided and grad.is_contiguous() and not grad.is_conj()
+        if lies and torch_private.is_alone_in_memory(grad) and len(torch_private.gradient_hooks_of(p)[1]) <= 1:
+            self.in_place = grad
+        return self.in_place is not None
 
 
 class GradientSum:
@@ -150,10 +159,11 @@ class GradientSum:
         return self._compress.between([p.shape for p in parameters], parameters[0].dtype)
 
     @property
-    def between(self) -> list[HostSum]:
-        """The compressed sums between hosts."""
-        each = [*(packed.between for packed in self._packed), *self._large_between]
-        return [between for between in each if between is not None]
+    def between(self) -> list[tuple[HostSum, int]]:
+        """The compressed sums between hosts, and of how many numbers each of them is."""
+        each = [(packed.between, packed.numbers) for packed in self._packed]
+        each += [(between, p.numel()) for between, p in zip(self._large_between, self._large, strict=True)]
+        return [(between, numbers) for between, numbers in each if between is not None]
 
     def rejoin(self, group: Group) -> None:
         """Sum the gradients of the same parameters over the ranks of this group from now on."""
@@ -211,9 +221,10 @@ class GradientSum:
         for work in pending:
             work.wait()
         for packed in self._packed:
-            if not packed.in_place:
-                for p, view in zip(packed.parameters, packed.views, strict=True):
-                    p.grad = view
+            sums = packed.views if packed.in_place is None else [packed.in_place]
+            for p, total in zip(packed.parameters, sums, strict=True):
+                p.grad = total
+            packed.in_place = None
         total = self._tail[-1].clone()
         if not all(used):
             self._drop_unused()
@@ -246,10 +257,8 @@ class GradientSum:
             torch.mul(loss, weight, out=tail[-1])
 
     def _start_packed(self, packed: _Packed) -> Work:
-        whole = packed.whole()
-        packed.in_place = whole is not None
-        if whole is not None:
-            return self._start(whole, packed.between, early=packed.early)
+        if packed.find_in_place() and packed.in_place is not None:
+            return self._start(packed.in_place.view(-1), packed.between, early=packed.early)
         present = [(v, p.grad) for v, p in zip(packed.views, packed.parameters, strict=True) if p.grad is not None]
         if len(present) < len(packed.views):
             packed.flat[: packed.flat.numel() - packed.tail_numbers].zero_()
@@ -279,6 +288,7 @@ class GradientSum:
             # Autograd may give two parameters the same memory (p.view(-1) + q.view(-1)), which would be summed twice.
             elif not p.grad.is_contiguous() or p.grad.untyped_storage().data_ptr() in storages:
                 p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+            p.grad = p.grad.resolve_conj()
             storages.add(p.grad.untyped_storage().data_ptr())
         each = zip(self._large, self._large_between, strict=True)
         return [self._start(p.grad, between) for p, between in each if p.grad is not None]
