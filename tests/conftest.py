@@ -29,7 +29,8 @@ from leaks import Watch
 from slurm_cluster import SlurmCluster
 from ssh_hosts import SshHosts
 
-from apportion.api import proof_workers, recording
+from apportion.api import proof_workers
+from apportion.reporting import recording
 from apportion.runtime.spawn.template import Template
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 

@@ -317,7 +317,7 @@ def test_auto_takes_the_fewest_steps_that_lose_no_more_than_allowed(
     assert data.held_out is not None
     sample = data.held_out.inputs[:4]
     steps = []
-    for lost in (0.2, 0.002):
+    for lost in (0.2, 0.001):
         made = export(net, sample, tmp_path / "net.nir", target=f"spiking(most_lost={lost})", data=data)
         tried = made.tables[0].rows
         assert all(right < own - lost for _, right, own in tried[:-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from apportion.runtime.supervisor import watchdog
 PLAYED = Path(played.__file__)
 STRATEGIES = ["data_parallel", "parameter_server"]
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:.*they take turns")]
-
-
-@pytest.fixture
-def stacks(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What the ranks of this test have written to their standard error."""
-    close_template()  # the next one has this test's standard error
-    template().wait_ready()
-    yield lambda: capfd.readouterr().err
-    close_template()
 
 
 def trained(name: str, strategy: str, folder: Path, **settings: Any) -> apportion.core.event.Result:
@@ -54,17 +44,20 @@ def test_an_environment_that_hangs_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     within: Within,
-    stacks: Callable[[], str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Where others wait for it; with a parameter server that is at the end, and ends the run."""
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 1.0)
     monkeypatch.setattr(watchdog, "LATE_STEPS", 1)
     monkeypatch.setattr(watchdog, "LATE_FIRST", 1)
+    close_template()  # the next one has this test's standard error
+    template().wait_ready()
     with within(SECONDS, "finding the late rank"), pytest.raises(WorkerFailed, match=r"rank 1 has not moved"):
         trained("late", strategy, tmp_path, policy=Policy(max_restarts=0))
-    told = stacks()
+    told = capfd.readouterr().err
     assert f'File "{PLAYED}", line' in told
     assert "in step" in told
+    close_template()
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "hogwild"])
@@ -73,10 +66,12 @@ def test_an_environment_that_hangs_is_named_while_the_others_go_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     within: Within,
-    stacks: Callable[[], str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Rank 0 would go on for a minute, and wait for nobody."""
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 2.0)
+    close_template()  # the next one has this test's standard error
+    template().wait_ready()
     events = apportion.run(f"{PLAYED}:late_by_far", strategy, launcher=local(2), run_dir=tmp_path / "run", check=False)
     seen = 0
     with within(SECONDS, "finding the rank that stands still"):
@@ -89,9 +84,10 @@ def test_an_environment_that_hangs_is_named_while_the_others_go_on(
     assert "while others went on" in event.data["cause"]
     assert event.data["action"] == "the others go on, and wait for it at the end"
     assert 0 < seen < played.late_by_far.steps
-    told = stacks()
+    told = capfd.readouterr().err
     assert f'File "{PLAYED}", line' in told
     assert "in step" in told
+    close_template()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from apportion.api.recording import journaled
 from apportion.comm.channel import Channel
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
@@ -24,6 +23,7 @@ from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
 from apportion.planner.decision import Decision, Planning, next_best
+from apportion.reporting.recording import journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer

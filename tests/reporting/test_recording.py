@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from apportion.api import recording
-from apportion.api.recording import journaled
 from apportion.core.event import Event
 from apportion.errors import WorkerFailed
 from apportion.planner.performance_monitor import WINDOW, Expected, PerformanceMonitor
+from apportion.reporting import recording
 from apportion.reporting.journal import Journal, read_events
+from apportion.reporting.recording import journaled
 from apportion.runtime.worker.job import Job
 from apportion.strategies.single_device import SingleDevice
 
