@@ -39,6 +39,8 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 STARTED = pytest.StashKey[int]()
+FEW = 2
+"""The cases that ``scripts/test`` runs of a test that starts processes."""
 DRAW = recording._report
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
@@ -62,16 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_further_cases(items: list[pytest.Item]) -> None:
-    """Of a test with ``@pytest.mark.cases(n)`` all cases but n, which are spread over all of them, are ``thorough``."""
+    """Of a test with ``@pytest.mark.cases(n)`` all cases but n, which are spread over all of them, are ``thorough``; of
+    another one that starts processes all but ``FEW``."""
     cases: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
+        if not any(map(item.get_closest_marker, ("slow", "serial", "thorough"))):
             cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     for found in cases.values():
         marker = found[0].get_closest_marker("cases")
-        assert marker is not None
-        (wanted,) = marker.args
-        kept = {round(at * (len(found) - 1) / max(1, wanted - 1)) for at in range(min(wanted, len(found)))}
+        starts = found[0].get_closest_marker("processes")
+        wanted = min(len(found), marker.args[0] if marker else FEW if starts else len(found))
+        kept = {round(at * (len(found) - 1) / max(1, wanted - 1)) for at in range(wanted)}
         for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.thorough)

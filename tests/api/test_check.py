@@ -51,6 +51,7 @@ def net(model: Any = networks.perceptron, **options: Any) -> Workload:
 # Mistakes of a strategy
 
 
+@pytest.mark.thorough
 def test_without_a_mistake_the_same_strategy_is_proven() -> None:
     proof = prove(net(), Faulty(), workers=3)
     assert proof.holds
@@ -303,6 +304,7 @@ def test_the_answer_as_json(file: Path, name: str, status: int) -> None:
     assert told["rounds"][0]["worst"]["name"].startswith("model/")
 
 
+@pytest.mark.thorough
 def test_the_exit_status_of_the_program(file: Path) -> None:
     program = [sys.executable, Path(sys.executable).with_name("apportion")]
     command = [*program, "check", f"{file}:bad", "--strategy", "data_parallel"]

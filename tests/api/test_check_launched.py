@@ -38,6 +38,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> ByCheck:
     return on_two_hosts([*checks, *((strategy, "mlp") for strategy in REFUSED)], tmp_path_factory.mktemp("launched"))
 
 
+@pytest.mark.thorough
 def test_every_rank_is_told_the_same_proof_of_what_the_hosts_do_together(told: ByCheck) -> None:
     ranks = told("data_parallel", "mlp")
     assert len(ranks) == 3

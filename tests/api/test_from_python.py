@@ -117,6 +117,7 @@ def judge(told: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["guarded", "not guarded"])
+@pytest.mark.thorough
 def test_from_a_script(folder: Path, guarded: bool) -> None:
     body = 'if __name__ == "__main__":\n' + textwrap.indent(TRAIN, "    ") if guarded else TRAIN
     (folder / "script.py").write_text(DEFINITIONS + body)
@@ -135,6 +136,7 @@ def test_from_a_script(folder: Path, guarded: bool) -> None:
         assert accuracy == pytest.approx(told["metrics"]["accuracy"], abs=1e-12)
 
 
+@pytest.mark.thorough
 def test_from_standard_input(folder: Path) -> None:
     code = """
     model = apportion.load("run", model=network)
@@ -167,6 +169,7 @@ asyncio.new_event_loop().run_until_complete(kernel())  # a notebook's cells run 
 """
 
 
+@pytest.mark.thorough
 def test_from_a_notebook_cell_by_cell(folder: Path) -> None:
     changed = TRAIN.replace('"run"', '"run 2"').replace('"again"', '"again 2"').replace('"other"', '"other 2"')
     for number, cell in enumerate((DEFINITIONS, TRAIN, "rate = 0.01\n" + changed)):

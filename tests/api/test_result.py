@@ -88,6 +88,7 @@ assert apportion.train(WORKLOAD, "data_parallel", steps=6, **options).step == 6
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_ranks_that_are_running_go_on_where_rank_0_has_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))

@@ -214,6 +214,7 @@ def left(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_proof_leaves_no_trace_in_the_run_whether_it_is_made_or_remembered_or_left_out(tmp_path: Path) -> None:
     given = moving.workload(DrawsAndMoves, steps=9, precision="float32")
     expected: dict[str, torch.Tensor] = {}

@@ -81,6 +81,7 @@ def told_by_ranks(folder: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", pytest.param("fully_sharded", marks=pytest.mark.slow)])
+@pytest.mark.thorough
 def test_a_run_on_two_hosts_is_proved_on_its_ranks_and_trains_the_same_bits_as_without(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

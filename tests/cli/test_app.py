@@ -224,6 +224,7 @@ def test_train_says_what_it_does_in_plain_lines_where_there_is_no_terminal(folde
     assert "imported" not in done.stdout, "what a worker prints is kept apart"
 
 
+@pytest.mark.thorough
 def test_a_terminal_shows_epoch_speed_loss_time_left_and_each_worker(folder: Path) -> None:
     strategy = ("--strategy", "data_parallel", "--workers", "2")
     text = screen(("train", "tiny.py:long", *strategy, "--run-dir", "run"))
@@ -237,6 +238,7 @@ def test_a_terminal_shows_epoch_speed_loss_time_left_and_each_worker(folder: Pat
 
 
 @pytest.mark.usefixtures("reports")
+@pytest.mark.thorough
 def test_without_a_strategy_a_few_are_tried_and_it_says_what_was_measured_and_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +279,7 @@ def test_the_next_run_takes_what_the_first_has_found(folder: Path, monkeypatch: 
     assert planned().data["remembered"] is False, "it is another network now"
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_short_measures_nothing_else_first(apportion: Any) -> None:
     lines = apportion("train", "tiny.py:workload", "--run-dir", "run").output.splitlines()
     assert lines[0] == "finding out which strategy is fastest here"
@@ -284,6 +287,7 @@ def test_a_run_that_is_short_measures_nothing_else_first(apportion: Any) -> None
     assert [event.kind for event in read_events("run")[:2]] == ["plan", "start"]
 
 
+@pytest.mark.thorough
 def test_what_cannot_run_the_workload_is_left_out_of_the_trial(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     with closing(run("tiny.py:resting_small", steps=100_000, run_dir="run")) as events:
@@ -363,6 +367,7 @@ def test_the_table_of_compare_fits_80_columns(monkeypatch: pytest.MonkeyPatch, c
     assert words(text.splitlines()[0]) == head
 
 
+@pytest.mark.thorough
 def test_compare_prints_and_saves_a_row_a_strategy(apportion: Any, folder: Path) -> None:
     arguments = ("--strategy", "data_parallel", "--strategy", "data_parallel(microbatches=2)", "--workers", "2")
     output = apportion("compare", "tiny.py:workload", *arguments, "--steps", "6", "--out", "rows.json").output

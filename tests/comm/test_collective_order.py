@@ -62,6 +62,7 @@ print(json.dumps(called))
 """
 
 
+@pytest.mark.thorough
 def test_a_function_that_all_ranks_call_is_marked() -> None:
     unmarked = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -88,6 +89,7 @@ def test_a_function_that_stands_for_a_collective_one_is_collective() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.thorough
 def test_all_ranks_call_the_same_collectives_in_the_same_order(ranks: int, tmp_path: Path) -> None:
     environment = {
         "APPORTION_RECORD_COLLECTIVES": "1",

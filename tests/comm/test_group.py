@@ -177,6 +177,7 @@ def _rounds(world: World, progress: Any, many: int) -> int:
 
 
 @pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.thorough
 def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replaced: bool) -> None:
     many = kills(12, 400, 4, seed=3) if replaced else [Kill(40, 0.001, 2)]
     outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)

@@ -450,6 +450,7 @@ def takes_its_time(world: World) -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_slow_but_at_work_may_take_longer_than_the_deadline() -> None:
     assert on_ranks(takes_its_time, 2)[0] > 1.0
 

@@ -46,6 +46,7 @@ def make_calls(world: World, wanted: list[Call]) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wanted=st.lists(calls(), min_size=10, max_size=25))
+@pytest.mark.thorough
 def test_every_collective_gives_the_same_bits_as_by_hand_on_every_rank(size: int, wanted: list[Call]) -> None:
     """One after another, so that each finds the slots as the one before has left them."""
     for rank, found in enumerate(on_ranks(make_calls, size, wanted)):

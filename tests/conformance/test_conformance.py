@@ -114,6 +114,7 @@ def everything() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "strategy", "workers", "batch_size"), everything())
+@pytest.mark.cases(16)
 def test_equals_one_device(name: str, strategy: str, workers: int, batch_size: int) -> None:
     refusal = REFUSED.get((strategy, name))
     if refusal is None:
@@ -154,6 +155,7 @@ def cuts() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "strategy"), cuts())
+@pytest.mark.cases(8)
 def test_a_network_that_is_cut_equals_one_device_or_is_refused(name: str, strategy: str) -> None:
     workload = networks.cases[name](61)
     if name in CAN[strategy]:

@@ -318,6 +318,7 @@ def test_the_real_cifar10_is_whole() -> None:
 
 
 @pytest.mark.data("cifar-10-batches-py")
+@pytest.mark.thorough
 def test_the_tutorials_network_begins_to_learn_the_real_cifar10() -> None:
     workload = replace(example("cifar10").workload, evaluation=None, schedule=None, steps=25)
     step = single_device().build(workload, World())
@@ -327,6 +328,7 @@ def test_the_tutorials_network_begins_to_learn_the_real_cifar10() -> None:
 
 
 @pytest.mark.data("cifar-10-batches-py", "models/akamaster_resnet_cifar10")
+@pytest.mark.thorough
 def test_resnet20_with_the_published_weights_has_the_published_accuracy() -> None:
     module = example("resnet20_cifar10")
     (path,) = (data_folder() / "models" / "akamaster_resnet_cifar10").glob("resnet20-*.th")
@@ -358,6 +360,7 @@ def test_the_frechet_distance_of_shifted_images_is_the_square_of_the_shift() -> 
         assert float(distance.compute()) == pytest.approx(64 * shift**2, abs=1e-3)
 
 
+@pytest.mark.thorough
 def test_the_language_model_learns_and_its_targets_are_the_next_characters(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -344,6 +344,7 @@ REFUSED: dict[tuple[str, str], str] = {
 @pytest.mark.processes
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.cases(6)
 def test_the_idioms_of_model_libraries_equal_one_device_or_are_refused_by_name(name: str, strategy: str) -> None:
     why = REFUSED.get((name, strategy.partition("(")[0]))
     with by_value(sys.modules[__name__]):

@@ -13,6 +13,7 @@ DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_workload_loaded_from_a_file_travels_to_workers_as_an_object(tmp_path: Path) -> None:
     workload = load_workload(f"{DIGITS}:workload")
     end = apportion.train(workload, "data_parallel", launcher=apportion.local(2), run_dir=tmp_path / "run", steps=3)

@@ -73,6 +73,7 @@ def test_optimizers_make_the_same_updates_without_it_and_what_is_compiled_finds_
 @pytest.mark.parametrize(
     "statement", ["import torch._dynamo.config", "from torch._dynamo import config", "torch._inductor"]
 )
+@pytest.mark.thorough
 def test_whoever_imports_a_part_of_it_gets_that(statement: str) -> None:
     code = f"""
 import torch

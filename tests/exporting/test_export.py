@@ -84,6 +84,7 @@ def more(sample: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.thorough
 def test_the_file_computes_what_the_net_computes_for_any_number_of_examples(case: str, tmp_path: Path) -> None:
     make, sample = CASES[case]
     torch.manual_seed(0)
@@ -178,6 +179,7 @@ def test_a_file_that_computes_something_else_is_not_given_out(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_reader_that_names_what_it_must_compute_is_held_to_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +322,7 @@ APPORTION = (sys.executable, "-m", "apportion")
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_run_is_exported_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("work.py").write_text(WORK)
@@ -370,6 +373,7 @@ wait
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_an_export_that_is_told_to_end_clears_away_what_it_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def assert_compiled_right_or_refused(name: str, target: str, told: dict[str, Any
         for target in TARGETS
     ],
 )
+@pytest.mark.cases(12)
 def test_a_hard_net_is_compiled_right_or_refused_by_its_layer(name: str, target: str, tmp_path: Path) -> None:
     if target == "verilog":
         pytest.importorskip("alkaid")

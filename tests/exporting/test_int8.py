@@ -59,6 +59,7 @@ def digits() -> tuple[nn.Module, Data]:
     return net.eval(), Data(calibration=Examples(x[few], y[few]), held_out=Examples(x[held], y[held]))
 
 
+@pytest.mark.thorough
 def test_int8_is_smaller_and_as_right_as_was_allowed(tmp_path: Path) -> None:
     net, data = digits()
     float32 = export(net, torch.rand(2, 1, 8, 8), tmp_path / "net.onnx")
@@ -82,6 +83,7 @@ def test_int8_is_smaller_and_as_right_as_was_allowed(tmp_path: Path) -> None:
     assert "times as fast as float32 on this machine" in made.conclusion
 
 
+@pytest.mark.thorough
 def test_weights_are_as_narrow_as_was_asked_for(tmp_path: Path) -> None:
     net, data = digits()
     made = export(net, torch.rand(2, 1, 8, 8), tmp_path / "net.onnx", target=f"{INT8[:-1]}, weight_bits=7)", data=data)
@@ -153,6 +155,7 @@ DYNAMIC: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], str]]
 
 
 @pytest.mark.parametrize("case", DYNAMIC)
+@pytest.mark.thorough
 def test_recurrent_and_transformer_nets_are_quantized_as_they_run(case: str, tmp_path: Path) -> None:
     make, inputs, why = DYNAMIC[case]
     torch.manual_seed(0)
@@ -232,6 +235,7 @@ def test_a_processor_is_known_by_its_flags(architecture: str, flags: str, bits: 
     assert str(found) == f"Some CPU ({architecture}), {said}"
 
 
+@pytest.mark.thorough
 def test_float16_halves_the_file_and_says_its_speed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 64)).eval()
@@ -243,6 +247,7 @@ def test_float16_halves_the_file_and_says_its_speed(tmp_path: Path) -> None:
     assert metadata(tmp_path / "net.float16.onnx")["apportion.precision"] == "float16"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_quantized_is_refused_with_the_cure(tmp_path: Path) -> None:
     net, data = digits()
     sample = torch.rand(2, 1, 8, 8)
@@ -312,6 +317,7 @@ WITHOUT = "import sys; sys.modules['onnxruntime'] = None; from apportion.cli.app
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_run_on_two_workers_is_exported_in_int8_by_one_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_loss_that_is_not_finite_is_said() -> None:
 
 
 @pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.thorough
 def test_training_brings_the_spiking_net_nearer_to_what_it_is_to_compute(reset: Reset) -> None:
     _, net, scales, _ = small_net()
     like = Neurons(name="", shape=(), threshold=torch.ones(()), reset=reset)

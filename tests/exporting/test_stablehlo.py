@@ -342,6 +342,7 @@ def test_a_topology_without_libtpu_is_refused_first(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_without_jax_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trained_run(tmp_path)

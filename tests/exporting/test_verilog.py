@@ -46,6 +46,7 @@ def sample() -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "bits"), [("dense", 4), ("convolutional", 6), ("pooled", 4), ("residual", 5)])
+@pytest.mark.thorough
 def test_the_circuit_is_the_network_in_integers_for_every_input(name: str, bits: int, tmp_path: Path) -> None:
     net = digits_nets.trained(NETS[name])
     target = replace(SIMULATED, bits=bits)
@@ -76,6 +77,7 @@ def test_icarus_and_verilator_compute_500_held_out_examples_to_the_bit(name: str
 
 @needs("iverilog")
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_icarus_sees_what_our_own_simulation_sees(tmp_path: Path) -> None:
     net = digits_nets.trained(digits_nets.pooled)
     export(net, sample(), tmp_path / "net.v", target=SIMULATED, data=digits_nets.data())
@@ -119,6 +121,7 @@ def test_the_proof_finds_what_is_wrong(what: str, tmp_path: Path) -> None:
 
 @needs("yosys")
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_sat_shows_that_limits_are_limits_and_finds_one_that_is_not(tmp_path: Path) -> None:
     net = digits_nets.trained(digits_nets.pooled)
     export(net, sample(), tmp_path / "net.v", target=SIMULATED, data=digits_nets.data())

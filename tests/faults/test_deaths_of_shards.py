@@ -68,6 +68,7 @@ TENSOR, ALL, ROTATE = TensorParallel(), HybridParallel(), HybridParallel(exchang
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_any_rank_may_be_killed_and_nothing_is_lost(strategy: Strategy, workers: int, tmp_path: Path) -> None:
     assert trained(strategy, workers, tmp_path / "whole") == []
     faults = trained(strategy, workers, tmp_path / "run", range(workers))

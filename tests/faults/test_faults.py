@@ -350,6 +350,7 @@ def test_every_verb_tells_a_workers_exception_alike(
 @pytest.mark.parametrize(
     ("name", "words", "stacks"), [("stopped", "has been stopped (SIGSTOP", 0), ("hangs", "has not moved", 3)]
 )
+@pytest.mark.thorough
 def test_a_rank_that_others_wait_for_in_vain_is_named(  # noqa: PLR0913 (fixtures)
     name: str,
     words: str,
@@ -375,6 +376,7 @@ def test_a_rank_that_others_wait_for_in_vain_is_named(  # noqa: PLR0913 (fixture
     assert (f'File "{WORKLOADS}", line' in told) == (stacks > 0), "the line that hangs is there"
 
 
+@pytest.mark.thorough
 def test_a_long_wait_in_an_evaluation_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 1.0)
     monkeypatch.setattr(watchdog, "LATE_STEPS", 1)
@@ -382,6 +384,7 @@ def test_a_long_wait_in_an_evaluation_is_not_late(tmp_path: Path, monkeypatch: p
     assert end.data["reason"] == "finished"
 
 
+@pytest.mark.thorough
 def test_a_long_stay_in_the_body_of_the_loop_makes_nobody_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 0.5)
     monkeypatch.setenv("FAULT_PACE", "0.02")
@@ -403,6 +406,7 @@ def test_the_next_run_in_the_same_program_works_after_a_failure(tmp_path: Path) 
 # What workers are forked from
 
 
+@pytest.mark.thorough
 def test_a_template_that_is_killed_takes_its_workers_along_and_the_next_run_has_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
@@ -435,6 +439,7 @@ def test_a_template_that_cannot_import_torch_says_so(
     close_template()
 
 
+@pytest.mark.thorough
 def test_a_thread_that_trains_and_ends_takes_no_later_run_with_it(tmp_path: Path) -> None:
     close_template()
     ends = []
@@ -451,6 +456,7 @@ def test_a_thread_that_trains_and_ends_takes_no_later_run_with_it(tmp_path: Path
     assert template() is before
 
 
+@pytest.mark.thorough
 def test_many_trainings_in_one_program_gather_nothing(tmp_path: Path, eventually) -> None:
     def used() -> tuple[int, int, int]:
         me, parent = psutil.Process(), template()._process
@@ -662,6 +668,7 @@ def test_ctrl_c_where_the_state_is_spread_over_ranks_says_what_is_lost(
     assert_equal(final_state(tmp_path / "run"), final_state(tmp_path / "whole"))
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_the_middle_of_an_update_saves_no_half_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
@@ -774,6 +781,7 @@ def test_twenty_drivers_killed_at_random_steps(
 # Disks and run directories
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_told_while_it_trains_and_fails_the_run_at_its_end(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

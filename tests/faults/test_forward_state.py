@@ -169,6 +169,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     [(DataParallel(), moving.sgd), (DataParallel(), moving.nadam), (MapReduce(part=6), moving.sgd)],
     ids=["shared pages", "copies", "map_reduce"],
 )
+@pytest.mark.thorough
 def test_two_deaths_change_no_bit(strategy: Strategy, optimizer: Any, tmp_path: Path) -> None:
     given = workload(Everything, steps=100, pause=0.006, optimizer=optimizer, precision="float32")
     assert ran(replace(given, model=lambda: Everything()), strategy, tmp_path / "undisturbed") == 0
@@ -237,6 +238,7 @@ def test_elsewhere_they_are_one_devices(strategy: Strategy) -> None:
     on_two(strategy, [moving.OneMemory, moving.TwoNames], steps=8)
 
 
+@pytest.mark.thorough
 def test_a_run_is_proved_with_its_stages_cut_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are cut is a matter of times, which are others for the few rows of a proof."""
     asked: list[Any] = []

@@ -125,6 +125,7 @@ def told_to_end(process: subprocess.Popen[str], pid: int) -> tuple[float, int, s
     return time.monotonic() - began, process.returncode, err
 
 
+@pytest.mark.thorough
 def test_sigterm_to_a_driver_saves_and_what_it_says_goes_on_to_the_same_bits(
     start: Start, tmp_path: Path, undisturbed: dict[str, torch.Tensor], eventually: Eventually
 ) -> None:
@@ -146,6 +147,7 @@ def test_sigterm_to_a_driver_saves_and_what_it_says_goes_on_to_the_same_bits(
     assert_same_bits(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.thorough
 def test_sigterm_before_the_first_step_ends_a_driver_with_nothing_written(
     start: Start, tmp_path: Path, eventually: Eventually
 ) -> None:
@@ -207,6 +209,7 @@ def test_requeue_is_refused_where_there_is_no_job_of_slurms(tmp_path: Path, monk
 @pytest.mark.parametrize(
     "who", [pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("rank 0", marks=pytest.mark.slow), "rank 1"]
 )
+@pytest.mark.thorough
 def test_ranks_of_torchrun_stop_at_one_step_save_once_and_the_same_command_goes_on(
     who: str, start: Start, tmp_path: Path, undisturbed: dict[str, torch.Tensor], eventually: Eventually
 ) -> None:

@@ -313,6 +313,7 @@ def test_two_ranks_may_be_killed_at_once(
 
 
 @by_strategy
+@pytest.mark.thorough
 def test_all_ranks_may_be_killed_at_once(
     strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -379,6 +380,7 @@ def test_a_replacement_that_has_built_for_a_world_that_is_over_builds_again(
 
 @by_strategy
 @pytest.mark.usefixtures("without_spare")
+@pytest.mark.thorough
 def test_a_replacement_that_still_builds_is_not_lost_with_the_next_one(
     strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -412,6 +414,7 @@ def test_a_replacement_may_be_killed_before_it_has_begun(
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["from a checkpoint", "from the start"])
+@pytest.mark.thorough
 def test_where_nobody_is_left_with_the_state_all_begin_again(
     saved: bool, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -430,6 +433,7 @@ def test_where_nobody_is_left_with_the_state_all_begin_again(
 # What replacements are forked from
 
 
+@pytest.mark.thorough
 def test_a_spare_that_is_killed_costs_no_worker_and_is_replaced(
     tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -450,6 +454,7 @@ def test_a_spare_that_is_killed_costs_no_worker_and_is_replaced(
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_spare_that_is_stopped_is_not_waited_for(tmp_path: Path, marks: Marks, undisturbed: Undisturbed) -> None:
     marks.pace(2 * PACE)
     with Disturbed(tmp_path, Surviving(), 2, steps=140) as one:
@@ -460,6 +465,7 @@ def test_a_spare_that_is_stopped_is_not_waited_for(tmp_path: Path, marks: Marks,
 
 
 @pytest.mark.parametrize("trouble", ["threads", "files"])
+@pytest.mark.thorough
 def test_a_workload_that_cannot_be_forked_gets_its_replacements_from_the_template(
     trouble: str, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -475,6 +481,7 @@ def test_a_workload_that_cannot_be_forked_gets_its_replacements_from_the_templat
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_template_that_is_killed_takes_all_workers_along_and_the_run_goes_on(
     tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -492,6 +499,7 @@ def test_a_template_that_is_killed_takes_all_workers_along_and_the_run_goes_on(
 
 @by_strategy
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.thorough
 def test_a_worker_that_is_stopped_is_noticed_within_two_seconds_and_replaced(
     rank: int, strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -508,6 +516,7 @@ def test_a_worker_that_is_stopped_is_noticed_within_two_seconds_and_replaced(
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
+@pytest.mark.thorough
 def test_workers_that_are_all_stopped_lose_nobody(tmp_path: Path, marks: Marks, undisturbed: Undisturbed) -> None:
     with Disturbed(tmp_path, Surviving(), 2) as one:
         one.until_step(10)
@@ -521,6 +530,7 @@ def test_workers_that_are_all_stopped_lose_nobody(tmp_path: Path, marks: Marks, 
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_slow_worker_is_waited_for(tmp_path: Path, marks: Marks, undisturbed: Undisturbed) -> None:
     with Disturbed(tmp_path, Surviving(), 2) as one:
         one.until_step(10)
@@ -532,6 +542,7 @@ def test_a_slow_worker_is_waited_for(tmp_path: Path, marks: Marks, undisturbed: 
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_survivor_that_does_not_answer_is_replaced_too(
     tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -549,6 +560,7 @@ def test_a_survivor_that_does_not_answer_is_replaced_too(
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
+@pytest.mark.thorough
 def test_the_body_of_the_loop_holds_up_no_recovery(tmp_path: Path, marks: Marks, undisturbed: Undisturbed) -> None:
     one, killed = Disturbed(tmp_path, Surviving(), 2), False
     for event in run(workload, Surviving(), launcher=local(2), run_dir=one.run_dir, steps=one.steps):
@@ -589,6 +601,7 @@ def test_ctrl_c_while_rank_0_is_replaced_saves_the_last_update(
 
 
 @by_strategy
+@pytest.mark.thorough
 def test_a_break_is_obeyed_by_a_replacement_too(
     strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
@@ -728,6 +741,7 @@ def killed_often(times: int, seed: int, strategy: Strategy, tmp_path: Path, undi
 
 
 @by_exact
+@pytest.mark.thorough
 def test_ten_kills_at_random_moments_leave_no_trace(
     strategy: Strategy, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:

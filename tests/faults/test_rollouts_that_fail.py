@@ -39,6 +39,7 @@ def test_an_environment_that_raises_shows_its_own_line(strategy: str, tmp_path: 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.thorough
 def test_an_environment_that_hangs_is_named(
     strategy: str,
     tmp_path: Path,
@@ -61,6 +62,7 @@ def test_an_environment_that_hangs_is_named(
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "hogwild"])
+@pytest.mark.thorough
 def test_an_environment_that_hangs_is_named_while_the_others_go_on(
     strategy: str,
     tmp_path: Path,
@@ -99,6 +101,7 @@ def test_an_environment_that_hangs_is_named_while_the_others_go_on(
         pytest.param("parameter_server", 50, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
+@pytest.mark.thorough
 def test_workers_that_are_killed_in_rollouts_are_replaced(strategy: str, kills: int, tmp_path: Path) -> None:
     """The run goes on to its last update; the environments of a new worker begin new episodes."""
     name = "longer" if kills < 10 else "endless"
@@ -114,6 +117,7 @@ def test_workers_that_are_killed_in_rollouts_are_replaced(strategy: str, kills: 
     assert all(weights.isfinite().all() for weights in saved(tmp_path / "run").values())
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_resumed_goes_on_with_new_episodes_and_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

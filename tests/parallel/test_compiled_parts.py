@@ -43,6 +43,7 @@ def test_a_network_with_a_compiled_part_equals_one_device(model: type[nn.Module]
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "tensor_parallel", "layer_placement"])
+@pytest.mark.thorough
 def test_a_run_with_a_compiled_part_ends_where_one_device_does(strategy: str, tmp_path: Path) -> None:
     expected, found = (state(Module, s, n, tmp_path) for s, n in (("single_device", 1), (strategy, 2)))
     assert all(torch.allclose(found[name], expected[name], rtol=0.0, atol=1e-12) for name in expected)

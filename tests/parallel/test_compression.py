@@ -208,6 +208,7 @@ def sums(world: World, texts: list[str], steps: int, hosts: list[int] | None) ->
 
 @pytest.mark.processes
 @pytest.mark.parametrize("hosts", [None, [0, 0, 1], [0, 0, 1, 1], [0, 1, 2], [0, 0, 0, 1, 1, 2]])
+@pytest.mark.thorough
 def test_all_ranks_have_the_same_bits_and_what_is_left_out_comes_later(hosts: list[int] | None) -> None:
     size, steps = (2, 30) if hosts is None else (len(hosts), 30)
     each = on_ranks(sums, size, EACH, steps, hosts)
@@ -340,6 +341,7 @@ def trained(world: World, runs: list[Given]) -> list[tuple[list[State], float, l
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_network_learns_as_well_with_it() -> None:
     ranks = on_ranks(trained, 2, [(text, [120], None) for text in (None, *EACH)])
     (exact, least, _), *others = ranks[0]
@@ -351,6 +353,7 @@ def test_a_network_learns_as_well_with_it() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_never_stopped() -> None:
     texts = ["int8", "top_k(fraction=0.1)", "power_sgd"]
     runs = on_ranks(trained, 3, [(text, [20, 40], None) for text in texts])[0]
@@ -364,6 +367,7 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_never_stopped() -> None
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_another_number_of_hosts_begins_with_nothing_left_out_and_says_so() -> None:
     ((state,), _, _) = on_ranks(trained, 3, [("int8", [5], None)])[0][0]
     none_left = replace(state, optimizer={k: v for k, v in state.optimizer.items() if not k.startswith("compress/")})

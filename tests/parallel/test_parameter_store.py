@@ -159,6 +159,7 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.thorough
 def test_a_worker_may_be_killed_at_any_line_and_its_push_is_whole_or_not_there(meanwhile: bool) -> None:
     (seen,) = on_ranks(die_at_every_line, 1, 0.0 if meanwhile else 0.9, meanwhile)
     assert seen["undone"] > 10
@@ -197,6 +198,7 @@ def die_while_ending(world: World) -> int:
     return tries
 
 
+@pytest.mark.thorough
 def test_who_ends_a_push_of_the_dead_may_die_too() -> None:
     assert on_ranks(die_while_ending, 1)[0] > 20
 
@@ -263,6 +265,7 @@ def test_a_checkpoint_neither_loses_a_batch_nor_has_it_twice() -> None:
     assert on_ranks(stand_while_pushing, 1, 3000)[0] > 10
 
 
+@pytest.mark.thorough
 def test_no_batch_comes_back_twice() -> None:
     assert on_ranks(give_back_and_die, 1)[0] > 10
 
@@ -419,6 +422,7 @@ def assert_nothing_lost(workers: int, each: int) -> None:
     assert all(numbers == list(range(1, workers * each + 1)) for numbers in made), "a version each, and no other"
 
 
+@pytest.mark.thorough
 def test_no_update_is_lost_in_20_000_pushes_by_4_workers() -> None:
     assert_nothing_lost(4, 5_000)
 

@@ -282,6 +282,7 @@ def run(
 
 
 @pytest.mark.parametrize("of", [TensorParallel(), PipelineParallel(microbatches=2)], ids=["tensor", "pipeline"])
+@pytest.mark.thorough
 def test_any_rank_may_be_killed_and_nothing_is_lost(of: Strategy, tmp_path: Path) -> None:
     strategy = DataParallel(of=of, replicas=2)
     assert run(slow(), strategy, 4, tmp_path / "whole") == []
@@ -294,6 +295,7 @@ def test_any_rank_may_be_killed_and_nothing_is_lost(of: Strategy, tmp_path: Path
         assert all((left[key].double() - right[key].double()).abs().max() <= bound for key in right)
 
 
+@pytest.mark.thorough
 def test_fewer_workers_make_fewer_and_larger_groups(tmp_path: Path) -> None:
     strategy, policy = DataParallel(of=TensorParallel(), replicas=2), Policy(on_loss="shrink")
     run(slow(), strategy, 4, tmp_path / "whole")
@@ -440,6 +442,7 @@ def test_downpour_of_groups_learns_and_resumes_as_something_else(tmp_path: Path)
     assert found.data["metrics"]["accuracy"] > 0.85
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_sends_downpour_of_groups_back_to_its_checkpoint(tmp_path: Path) -> None:
     strategy = ParameterServer(of=TensorParallel(), replicas=2)
     faults = run(slow(), strategy, 4, tmp_path, [2], policy=Policy(checkpoint_every="2 steps"))

@@ -310,6 +310,7 @@ def trials(letter: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("letter", LETTERS)
+@pytest.mark.thorough
 def test_a_call_on_strips_is_the_call_or_is_refused(letter: str) -> None:
     expected = trials(letter)
     found = on_ranks(outcomes, RANKS, [(CALLS[name][0], SHAPE, LETTERS[letter]) for name, _ in expected])

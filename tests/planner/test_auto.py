@@ -104,6 +104,7 @@ def resting() -> Workload:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
     with by_value(networks), by_value(sys.modules[__name__]):
         short = decide(resting(), {"steps": 100}, Local())

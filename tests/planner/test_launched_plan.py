@@ -106,6 +106,7 @@ def by_strategy(plan: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_ranks_of_one_host_try_the_best_few_and_the_first_is_told(folder: Path) -> None:
     first, second = planned(places(2), "trial")
     assert second is None
@@ -131,6 +132,7 @@ def test_the_ranks_of_one_host_try_the_best_few_and_the_first_is_told(folder: Pa
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_ranks_on_hosts_of_their_own_plan_for_where_they_are(folder: Path) -> None:
     """Each host has cores for both of them: that is no place of theirs, and nothing is said of it."""
     first, second = planned(places(1, 1), "predict")
@@ -151,6 +153,7 @@ def test_ranks_that_lie_unevenly_are_refused_at_once_and_on_all_of_them(folder: 
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_what_no_rank_can_run_is_refused_on_all_of_them(folder: Path) -> None:
     text = (folder / "work.py").read_text().replace("nn.functional.cross_entropy", "lambda y, t: y")
     (folder / "work.py").write_text(text)
@@ -215,6 +218,7 @@ def tried(world: World) -> Any:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_ranks_make_the_steps_of_each_in_turns_and_all_of_them_know_what_they_took() -> None:
     with by_value(networks):
         first, second = on_ranks(tried, 2)

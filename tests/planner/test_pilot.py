@@ -54,6 +54,7 @@ def piloted(job: Workload, approximate: str, *, steps: int = 100_000, seconds: f
 
 
 @pytest.mark.parametrize("approximate", ["local_sgd", "hogwild"])
+@pytest.mark.thorough
 def test_both_learn_the_digits_for_the_same_time_and_are_held_against_each_other(approximate: str) -> None:
     found = piloted(learning(), approximate)
     for losses in (found.exact, found.approximate):
@@ -64,6 +65,7 @@ def test_both_learn_the_digits_for_the_same_time_and_are_held_against_each_other
     assert "from the same seed" in found.text
 
 
+@pytest.mark.thorough
 def test_the_training_ends_where_it_has_no_more_steps() -> None:
     found = piloted(learning(), "local_sgd", steps=24)
     assert found.steps[0] == 24

@@ -920,6 +920,7 @@ def test_wrong_use_exits_with_2_and_says_what_is_right(folder: Path, arguments: 
 # The page
 
 
+@pytest.mark.thorough
 def test_the_page_has_the_bars_the_step_the_reasons_and_the_commands(folder: Path) -> None:
     called(*FILES, "--out", "plan.html")
     text = (folder / "plan.html").read_text()

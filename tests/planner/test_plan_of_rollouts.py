@@ -50,6 +50,7 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+@pytest.mark.thorough
 def test_frames_a_second_of_other_rollouts_are_predicted_by_every_strategy(orders: list[str], tmp_path: Path) -> None:
     plan = apportion.plan(played.workload(), trial=False)
     assert {"play", "learn"} <= {*orders}

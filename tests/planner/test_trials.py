@@ -72,6 +72,7 @@ def piloted(plan: Plan, workload: Workload) -> Plan:
         return tried(plan, workload, allow_approximate=True, seconds=2.0, pilot_seconds=1.5)
 
 
+@pytest.mark.thorough
 def test_an_approximate_strategy_that_learns_more_in_the_same_time_is_chosen() -> None:
     """Two workers without locks make twice the steps."""
     plan = piloted(predicted(), slowly())
@@ -87,6 +88,7 @@ def test_an_approximate_strategy_that_learns_more_in_the_same_time_is_chosen() -
     assert any(p.tried is not None for p in exact)
 
 
+@pytest.mark.thorough
 def test_one_that_is_faster_and_learns_no_more_is_not_chosen() -> None:
     """Its steps do nothing: as good is not better."""
     plan = piloted(predicted(), slowly(rate=0.0))
@@ -94,6 +96,7 @@ def test_one_that_is_faster_and_learns_no_more_is_not_chosen() -> None:
     assert plan.why[-1].endswith(": not chosen")
 
 
+@pytest.mark.thorough
 def test_a_pilot_goes_no_further_than_the_training() -> None:
     """After 8 batches both are at the end, two workers without locks after 4 each."""
     plan = piloted(predicted(), slowly(steps=8, evaluation=None))
@@ -111,6 +114,7 @@ def test_without_a_faster_approximate_strategy_there_is_no_pilot() -> None:
     assert told.why[-1] == "no approximate strategy is faster per example: there is nothing to try in a pilot"
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_piloted_is_told_and_the_exact_one_stays() -> None:
     plan = piloted(predicted(seconds=1e-6), networks.cases["two_optimizers"](16))
     assert plan.chosen.strategy.exact

@@ -165,6 +165,7 @@ def test_no_time_is_refused() -> None:
         measure_here(World(), seconds=-1)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     """The leak check of every test looks for what is left."""
     code = "import sys; from pathlib import Path; from apportion.profiler.measure_cluster import measure;"
@@ -199,6 +200,7 @@ def here(world: World) -> Any:
     return measure_here(world, seconds=TINY).to_json()
 
 
+@pytest.mark.thorough
 def test_ranks_that_run_already_measure_their_machine() -> None:
     first, second = (Cluster.from_json(data) for data in on_ranks(here, 2))
     assert first == second

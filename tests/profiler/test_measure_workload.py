@@ -63,6 +63,7 @@ def add_up(found: Profile, alone: bool = False) -> None:
             assert sum(whole) == pytest.approx(getattr(a_pass, what))
 
 
+@pytest.mark.thorough
 def test_an_mlp_in_two_layouts() -> None:
     found = measured(networks.cases["mlp"](16), ALONE, TWO)
     assert [layer.kind for layer in found.layers] == ["Linear", "ReLU", "Linear"]
@@ -82,6 +83,7 @@ def test_an_mlp_in_two_layouts() -> None:
     assert Profile.from_json(found.to_json()) == found
 
 
+@pytest.mark.thorough
 def test_a_cnn_with_batch_normalisation() -> None:
     found = measured(networks.cases["batch_norm_2d"](16))
     add_up(found)
@@ -106,6 +108,7 @@ def test_images_and_windows_that_are_not_square_are_known_on_both_sides() -> Non
     assert Profile.from_json(found.to_json()) == found
 
 
+@pytest.mark.thorough
 def test_recurrent_layers_one_by_one_and_in_chunks() -> None:
     def model() -> nn.Module:
         return Last(nn.LSTM(6, 8, 2, batch_first=True))
@@ -134,6 +137,7 @@ class Last(nn.Module):
         return self.net(x)[0][:, -1]
 
 
+@pytest.mark.thorough
 def test_blocks_that_are_repeated_share_their_times() -> None:
     found = measured(example_networks.examples["transformer"](4), seconds=4.0)
     add_up(found)
@@ -144,6 +148,7 @@ def test_blocks_that_are_repeated_share_their_times() -> None:
     assert shares(named(found, "characters")) == {"units": [0.5]}
 
 
+@pytest.mark.thorough
 def test_a_carried_state_is_taken_along() -> None:
     found = measured(example_networks.examples["char_lstm"](4))
     add_up(found)
@@ -247,6 +252,7 @@ def test_parts_are_timed_on_the_fewest_rows_that_take_long_enough(seconds: tuple
     assert _few_rows(passes) == rows
 
 
+@pytest.mark.thorough
 def test_parts_on_fewer_rows_are_told_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_workload, "PARTS_STEP_SECONDS", 0.0)
     found = measured(networks.cases["mlp"](16))
@@ -278,6 +284,7 @@ def test_a_frame_is_timed_in_the_environment_and_in_acting() -> None:
     assert found.environment_seconds + found.acting_seconds <= 1.5 * found.loading_seconds
 
 
+@pytest.mark.thorough
 def test_rollouts_of_other_sizes_are_timed_in_every_place_with_one_thread() -> None:
     """As many sizes as there is time for on a machine that may be busy; the workload's own in any case."""
     with by_value(played):

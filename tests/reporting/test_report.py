@@ -663,6 +663,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_the_pict
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_report_changes_nothing_of_the_users_own_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     keep(tmp_path, resumed())
@@ -712,6 +713,7 @@ def share(image: Any, colour: str) -> float:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_a_browser_shows_the_curves_and_the_metrics_and_asks_for_nothing(tmp_path: Path, browser: Browser) -> None:
     pytest.importorskip("matplotlib")
     address = write_html(keep(tmp_path / "run", resumed())).as_uri()
@@ -739,6 +741,7 @@ def test_the_browser_test_would_see_a_request(tmp_path: Path, browser: Browser) 
     ("scheme", "surface", "line", "bar"),
     [("light", "#ffffff", "#2a78d6", "#12976a"), ("dark", "#1c1c1a", "#4a94ea", "#25ad7e")],
 )
+@pytest.mark.thorough
 def test_the_page_is_painted_in_light_and_in_dark(
     scheme: str, surface: str, line: str, bar: str, tmp_path: Path, browser: Browser
 ) -> None:

@@ -124,6 +124,7 @@ def test_the_launcher_of_the_page_lets_others_go_first(tmp_path: Path) -> None:
     assert python(tmp_path, WORKLOAD.format(nice=7, launcher=text)) == "end 2\n"
 
 
+@pytest.mark.thorough
 def test_the_launcher_of_several_hosts_of_the_page_starts_their_ranks(tmp_path: Path) -> None:
     *_, code = blocks(LAUNCHER, "python")
     (tmp_path / "docked.py").write_text(code)

@@ -42,6 +42,7 @@ def test_is_skipped():
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_every_test_is_one_line_with_its_phases_and_outcome_the_slowest_first(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text("import durations\n\npytest_configure = durations.register\n")
@@ -97,5 +98,6 @@ def test_a_slower_machine_has_more_time_for_a_test(tmp_path: Path, slower: int, 
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_yardstick_of_this_machine_is_measured() -> None:
     assert 0.3 < durations.yardstick(times=1) < 60, "it imports torch, and is no fork of a process that has"

@@ -79,6 +79,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Event]]:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_fields_of_events(run: tuple[Path, list[Event]]) -> None:
     fields = {event.kind: " ".join(sorted(event.data)) for event in run[1]}
     assert fields == {kind: EVENTS[kind] for kind in fields}

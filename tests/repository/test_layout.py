@@ -101,6 +101,7 @@ def test_no_function_is_long() -> None:
     assert long == set(LONG_FUNCTIONS)
 
 
+@pytest.mark.thorough
 def test_no_class_has_many_attributes() -> None:
     large = {where: many for where, node in nodes(ast.ClassDef) if (many := len(attributes(node))) > ATTRIBUTES}
     assert large.keys() == LARGE_CLASSES.keys(), large

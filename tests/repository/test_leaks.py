@@ -136,6 +136,7 @@ def test_a_temporary_file_is_found(watch: Watch) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_fixture_fails_the_test_that_leaks(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import subprocess, sys, tempfile, pytest\n"

@@ -89,6 +89,7 @@ def test_importing_the_package_imports_neither_torch_nor_what_shows_and_draws() 
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_no_public_name_imports_what_shows_and_draws() -> None:
     every = "; ".join(f"apportion.{name}" for name in [*NAMES, *VALUES])
     code = f"import sys, apportion; {every}; print([name for name in {HEAVY} if name in sys.modules])"
@@ -96,6 +97,7 @@ def test_no_public_name_imports_what_shows_and_draws() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_using_it_adds_little_to_importing_torch(capsys: pytest.CaptureFixture[str]) -> None:
     """Processor time, which a busy machine stretches less than the clock; the median of several processes. Without
     collections of garbage: a full one looks through all that torch has made, and falls to whoever imports the module

@@ -71,6 +71,7 @@ def references(started: list[str]) -> int:
     return found
 
 
+@pytest.mark.thorough
 def test_a_second_proof_has_its_reference_from_the_first(started: list[str]) -> None:
     first = prove("data_parallel")
     assert sorted(started) == ["reference", "reference", "steps"]

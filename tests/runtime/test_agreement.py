@@ -304,6 +304,7 @@ except ValueError as error:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_two_learning_rates_train_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))

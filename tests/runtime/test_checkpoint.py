@@ -110,6 +110,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(model=st.dictionaries(st.text(min_size=1), tensors(), max_size=4), optimizer=st.lists(tensors(), max_size=2))
+@pytest.mark.thorough
 def test_any_state_comes_back_bit_for_bit(model: dict[str, Tensor], optimizer: list[Tensor]) -> None:
     given_state = State(
         step=7,
@@ -326,6 +327,7 @@ def serve_children() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(60)
+@pytest.mark.thorough
 def test_a_kill_at_any_moment_leaves_the_last_state_or_the_one_before(
     run: RunDirectory, children: subprocess.Popen[str]
 ) -> None:
@@ -473,6 +475,7 @@ def test_a_second_writer_waits_and_is_refused_after_the_deadline(
     save(run, state(2))
 
 
+@pytest.mark.thorough
 def test_a_reader_beside_a_writer_that_keeps_one_gets_whole_states(run: RunDirectory) -> None:
     save(run, state(0), keep=1)
     ended = threading.Event()
@@ -559,6 +562,7 @@ def test_the_cure_names_no_other_step_that_is_damaged_too(run: RunDirectory) -> 
 
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(FILES), place=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
+@pytest.mark.thorough
 def test_any_one_changed_byte_is_refused_or_changes_nothing(name: str, place: float, mask: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = RunDirectory(folder)

@@ -159,6 +159,7 @@ def test_an_environment_that_raises_in_an_evaluation_shows_its_own_line(tmp_path
 
 @pytest.mark.processes
 @pytest.mark.parametrize("whom", ["the evaluator", "its rank"])
+@pytest.mark.thorough
 def test_a_run_goes_on_when_the_evaluator_or_its_rank_is_killed(whom: str, tmp_path: Path, within: Within) -> None:
     killed: list[psutil.Process] = []
     policy = Policy(max_restarts=1)

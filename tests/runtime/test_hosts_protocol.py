@@ -14,12 +14,14 @@ ENOUGH = 6000
 
 
 @pytest.mark.parametrize("number", range(TESTS))
+@pytest.mark.cases(3)
 def test_one_driver_a_generation_no_step_twice_and_no_row_lost(number: int) -> None:
     found = explore(range(number * EACH, (number + 1) * EACH))
     assert found is None, replay(found)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.cases(6)
 def test_a_mistake_in_the_protocol_is_found(mistake: str) -> None:
     assert explore(range(ENOUGH), MISTAKES[mistake]()) is not None
 

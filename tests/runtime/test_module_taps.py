@@ -183,6 +183,7 @@ def test_taps_leave_nothing_behind_and_change_no_bit() -> None:
     assert not any(p._backward_hooks for p in tapped.parameters())
 
 
+@pytest.mark.thorough
 def test_what_is_compiled_is_left_out() -> None:
     net = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 3)).double()
     net[1].compile(backend="eager")

@@ -59,6 +59,7 @@ def trainer(tmp_path: Path, eventually: Eventually) -> Iterator[psutil.Popen]:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_second_trainer_of_a_run_directory_is_refused_until_the_first_has_ended(
     trainer: psutil.Popen, tmp_path: Path, eventually: Eventually
 ) -> None:

@@ -225,6 +225,7 @@ def test_the_loop_in_a_script_of_ones_own_gives_the_losses_of_the_local_launcher
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_run_under_torchrun_breaks_resumes_and_gives_the_losses_of_the_local_launcher(folder: Path) -> None:
     finish([start([*TORCHRUN, "--standalone", "--nproc-per-node=2", "runs.py"])])
     expected, metrics = local_losses(folder)
@@ -281,6 +282,7 @@ def test_parts_of_uneven_sizes_find_each_other_whatever_parts_their_ranks_were_i
 
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs one core for all threads, which Linux gives")
+@pytest.mark.thorough
 def test_a_process_may_end_while_gloo_lets_go_of_the_last_collective(folder: Path) -> None:
     for _ in range(3):
         finish([start([sys.executable, "ending.py"])])

@@ -265,6 +265,7 @@ def told_by_two_processes(program: str) -> list[str]:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_two_processes_that_order_their_sets_otherwise_find_the_same_digest(tmp_path: Path) -> None:
     path = written(tmp_path, SOURCE, HELPER)
     first, second = told_by_two_processes(f"""
@@ -280,6 +281,7 @@ print(digested(workload, network=network))
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_so_they_do_of_the_networks_of_model_libraries() -> None:
     first, second = told_by_two_processes("""
 import real_models

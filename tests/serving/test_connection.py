@@ -116,6 +116,7 @@ def outputs(body: bytes) -> Any:
     return np.array(json.loads(body)["outputs"][0]["data"], dtype=np.float32).reshape(-1, 3)
 
 
+@pytest.mark.thorough
 def test_requests_that_come_together_are_answered_in_their_order(client: Client) -> None:
     live = b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n"
     client.sock.sendall((sized(JSON) + live) * 20)
@@ -619,6 +620,7 @@ def test_what_comes_too_late_is_answered_without_asking_and_its_memory_is_free(t
         assert [member["state"] for member in status["members"]] == ["closed", "closed"]
 
 
+@pytest.mark.thorough
 def test_large_answers_come_whole_however_slowly_they_are_read(server: Server) -> None:
     x = np.random.default_rng(3).normal(size=(400_000, 8)).astype(np.float32)
     pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)], parameters={"binary_data_output": True})

@@ -61,6 +61,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.thorough
 def test_a_program_with_computed_sizes_constants_and_texts_is_opened(tmp_path: Path) -> None:
     net, sample = saved(tmp_path / "net.pt2")
     module, kept = opened(tmp_path / "net.pt2")

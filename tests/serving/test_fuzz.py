@@ -240,6 +240,7 @@ def held(server: Server) -> dict[int, tuple[int, int]]:
     return {pid: (psutil.Process(pid).memory_info().rss, descriptors(pid)) for pid in pids}
 
 
+@pytest.mark.thorough
 def test_ten_thousand_requests_as_nobody_should_send_them(server: Server) -> None:
     wrong = sent_by_all(server.port, range(WARM))
     grown = []

@@ -86,6 +86,7 @@ def test_triton_s_client_is_told_what_is_wrong(client: Any) -> None:
         client.get_model_metadata("none")
 
 
+@pytest.mark.thorough
 def test_kserve_s_client_gets_every_datatype_back(server: Server) -> None:
     if not (KSERVE / "kserve").is_dir():
         pytest.skip(f"KServe's client is not in {KSERVE}: scripts/test installs it (not for Python 3.14)")
@@ -99,6 +100,7 @@ def test_kserve_s_client_gets_every_datatype_back(server: Server) -> None:
     assert (done.returncode, done.stdout) == (0, "all as it should be\n"), done.stderr[-6000:]
 
 
+@pytest.mark.thorough
 def test_the_openapi_file_holds_whatever_is_asked(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{server.port}/openapi.json"]
     command += ["--max-examples", "25", "--seed", "1", "--no-color", "--generation-database", "none"]

@@ -46,12 +46,14 @@ def replaced(server: Server, member: str, times: int) -> int:
     return int(server.said(f"^member {member} pid ", times=times)["pid"])
 
 
+@pytest.mark.thorough
 def test_a_spare_becomes_whoever_dies(server: Server) -> None:
     for member, times in (("m2", 1), ("m1", 2)):
         ready = spare(server, times)
         assert replaced(server, member, 2) == ready
 
 
+@pytest.mark.thorough
 def test_a_frozen_spare_is_given_up_soon(server: Server) -> None:
     frozen = spare(server)
     os.kill(frozen, signal.SIGSTOP)
@@ -62,6 +64,7 @@ def test_a_frozen_spare_is_given_up_soon(server: Server) -> None:
     eventually("nobody is missed", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
 
 
+@pytest.mark.thorough
 def test_a_spare_that_is_stopped_is_replaced_before_it_is_needed(server: Server) -> None:
     frozen = spare(server)
     os.kill(frozen, signal.SIGSTOP)
@@ -71,6 +74,7 @@ def test_a_spare_that_is_stopped_is_replaced_before_it_is_needed(server: Server)
     assert replaced(server, "m1", 2) == ready
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_stopped_while_it_becomes_the_spare_is_given_up_soon(server: Server) -> None:
     first = spare(server)
     os.kill(first, signal.SIGKILL)
@@ -89,6 +93,7 @@ def children_but(server: Server, *others: int) -> list[int]:
     return [pid for pid in children(server.process.pid) if pid not in (*others, *seated)]
 
 
+@pytest.mark.thorough
 def test_a_net_that_does_not_come_to_an_end_is_told_while_it_is_waited_for(tmp_path: Path) -> None:
     endless(tmp_path / "endless.onnx")
     sooner = "from apportion.serving import model_preparation as m; from apportion.cli.app import main"
@@ -115,6 +120,7 @@ def endless(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
+@pytest.mark.thorough
 def test_a_net_that_cannot_be_loaded_for_now_leaves_the_others_their_spare(folder: Path, server: Server) -> None:
     (folder / "2.onnx").rename(folder / "away")
     replaced(server, "m1", 2)
@@ -130,6 +136,7 @@ def test_a_net_that_cannot_be_loaded_for_now_leaves_the_others_their_spare(folde
     eventually("it answers again", lambda: not server.infer("ensemble", X)[1]["parameters"]["degraded"])
 
 
+@pytest.mark.thorough
 def test_a_spare_that_can_load_nothing_is_tried_again(folder: Path) -> None:
     with serving(folder, "1.onnx") as server:
         server.said("spare ready")
@@ -142,6 +149,7 @@ def test_a_spare_that_can_load_nothing_is_tried_again(folder: Path) -> None:
         assert replaced(server, "m1", 3) == ready
 
 
+@pytest.mark.thorough
 def test_who_dies_young_again_and_again_is_replaced_later_each_time(server: Server) -> None:
     waits = []
     for times in range(1, 5):

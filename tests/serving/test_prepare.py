@@ -62,6 +62,7 @@ def answer(source: Source) -> float:
 
 @pytest.mark.parametrize("net", ["nn.Linear", "Deciding"])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["linked", "copied"])
+@pytest.mark.thorough
 def test_a_run_that_goes_on_changes_no_member(
     net: str, elsewhere: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_full_disk_is_said_with_the_cure_and_nothing_is_left_on_it(tmp_path: P
     assert not list(small_disk.iterdir())
 
 
+@pytest.mark.thorough
 def test_a_runs_file_in_int8_is_timed_beside_float_and_taken_where_it_is_the_same_net(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_runs_file_in_int8_is_timed_beside_float_and_taken_where_it_is_the_sam
     assert answer(source) == 9.0
 
 
+@pytest.mark.thorough
 def test_a_file_in_int8_is_served_and_one_beside_a_file_of_float_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

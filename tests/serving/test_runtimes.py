@@ -73,6 +73,7 @@ def test_each_runtime_computes_the_net(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torch"])
+@pytest.mark.thorough
 def test_what_is_past_its_deadline_is_stopped_while_it_is_computed(kind: str, tmp_path: Path) -> None:
     long = Long().eval()
     program = by_onnx(long, tmp_path) if kind == "onnx" else TorchRuntime(long, torch.from_numpy(X[:1]))

@@ -63,6 +63,7 @@ def outputs(told: dict[str, Any]) -> Any:
 # What is answered
 
 
+@pytest.mark.thorough
 def test_the_ensemble_answers_with_the_mean_of_all_members(four: Server) -> None:
     status, told = four.infer("ensemble", X)
     assert status == 200, told
@@ -189,6 +190,7 @@ def test_no_rows_give_no_rows(four: Server) -> None:
     assert (status, outputs(told).shape) == (200, (0, 3))
 
 
+@pytest.mark.thorough
 def test_a_program_of_torch_export_is_served_by_whatever_runs_it_faster(folder: Path) -> None:
     with serving(folder, "five=5.pt2") as server:
         tried = [line["event"] for line in server.lines if line.get("member") == "five"]
@@ -207,6 +209,7 @@ def test_a_member_may_be_on_another_server(folder: Path, four: Server) -> None:
 
 
 @pytest.mark.parametrize("replication", ["auto", "in_graph"])
+@pytest.mark.thorough
 def test_one_program_answers_as_processes_do(folder: Path, replication: str) -> None:
     with serving(folder, "1.onnx", "2.onnx", "3.onnx", "--replication", replication) as server:
         status, told = server.infer("ensemble", X)
@@ -283,6 +286,7 @@ def test_who_gives_no_time_is_no_reason_to_leave_members_out(four: Server) -> No
 # What goes wrong
 
 
+@pytest.mark.thorough
 def test_a_member_that_is_killed_costs_no_answer_and_is_back_with_another_process(folder: Path) -> None:
     files = [f"{n}.onnx" for n in range(1, 5)]
     with serving(folder, *files, "--deadline", "2s", "--replication", "between_graph") as server:
@@ -339,6 +343,7 @@ def test_a_quorum_that_is_missed_is_a_504_that_says_who(folder: Path) -> None:
         assert told == {"error": "the deadline passed before m2 answered: 1 answered of the 2 that the quorum needs"}
 
 
+@pytest.mark.thorough
 def test_a_member_that_hangs_is_left_out_of_the_wait_then_replaced(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--deadline", "500ms", "--replication", "between_graph") as server:
         server.said("spare ready")
@@ -397,6 +402,7 @@ def test_its_processes_end_with_it_however_it_ends(folder: Path) -> None:
         assert not list(left), "the next one does"
 
 
+@pytest.mark.thorough
 def test_replacing_members_keeps_no_descriptors(folder: Path) -> None:
     with serving(folder, "1.onnx", "2.onnx", "--replication", "between_graph") as server:
         server.said("spare ready")
@@ -452,6 +458,7 @@ sys.exit(apportion.serve({"a": "1.onnx", "b": "2.onnx"}, deadline=2.0, quorum=2,
 """
 
 
+@pytest.mark.thorough
 def test_from_python_it_serves_as_its_value_says_until_a_signal(folder: Path) -> None:
     with serving(folder, program=("-c", PYTHON)) as server:
         status, told = server.infer("ensemble", X)

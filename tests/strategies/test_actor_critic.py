@@ -108,6 +108,7 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], says: str) -
         played.workload(**changes)
 
 
+@pytest.mark.thorough
 def test_it_learns() -> None:
     """The score of greedy episodes rises from that of a network that knows nothing."""
     workload = played.workload(frames=60_000, environments=16, actors=1, entropy=0.0)
@@ -180,6 +181,7 @@ def plain_a2c(updates: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["single_device", 'parameter_server(mode="ordered")'])
+@pytest.mark.thorough
 def test_one_worker_is_the_loop_that_is_written_by_hand_to_the_bit(strategy: str) -> None:
     workload = played.workload(model=played.Normed, actors=1, frames=200 * 4 * 6, anneal=False, clip_grad_norm=0.5)
     value = parse(strategy, "apportion.strategies")
@@ -211,6 +213,7 @@ def test_parts_of_a_batch_add_up(strategy: str) -> None:
     assert proof.rounds[0].worst.absolute <= EXACT
 
 
+@pytest.mark.thorough
 def test_what_was_trained_is_loaded_and_exported_as_what_acts(tmp_path: Path) -> None:
     """Called on observations: policy and value."""
     from apportion.api.export import export_run
@@ -247,6 +250,7 @@ def test_the_examples_are_proved(name: str) -> None:
     assert proof.rounds[0].worst.absolute <= EXACT
 
 
+@pytest.mark.thorough
 def test_cartpole_is_solved_by_two_workers_that_wait_for_nobody(tmp_path: Path) -> None:
     """The order of updates is that of the machine: the run is judged by the checkpoint that it calls the best."""
     apportion.train(

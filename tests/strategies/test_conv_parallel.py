@@ -216,6 +216,7 @@ def test_dropout_draws_what_one_device_draws() -> None:
 
 
 @pytest.mark.parametrize("split", ["height", "channel"])
+@pytest.mark.thorough
 def test_killed_workers_change_no_bit(split: Any) -> None:
     made = workload(normalised, tabular(6, 2, 11, 9), 6, optimizer=adam, steps=60)
     with by_value(networks), by_value(sys.modules[__name__]):

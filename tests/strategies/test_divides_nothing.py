@@ -102,6 +102,7 @@ def test_every_command_refuses_it_with_status_2(
 
 
 @pytest.mark.parametrize("model", ["scaled", "opaque"])
+@pytest.mark.thorough
 def test_a_plan_has_a_reason_and_no_price_for_it(model: str) -> None:
     machine: Cluster = measure()
     with by_value(sys.modules[__name__]):

@@ -224,6 +224,7 @@ def remembered(world: World, strategy: Strategy) -> tuple[Held, int]:
 
 
 @pytest.mark.parametrize("strategy", [EACH, FullySharded()])
+@pytest.mark.thorough
 def test_what_a_worker_holds_falls_with_the_number_of_workers(strategy: FullySharded) -> None:
     with by_value(networks):
         found = [on_ranks(remembered, n, strategy) for n in (1, 2, 3)]
@@ -270,6 +271,7 @@ def named_optimizer(batch_size: int) -> Workload:
 
 
 @pytest.mark.parametrize("name", ["batch_norm_2d", "adam", "carried_state", "tied_weights", "one_cycle", "named"])
+@pytest.mark.thorough
 def test_a_state_goes_on_under_other_strategies_at_any_number_of_workers(name: str) -> None:
     workload = {**networks.cases, "named": named_optimizer}[name](61)
     journey: list[tuple[Strategy, int, int]] = [

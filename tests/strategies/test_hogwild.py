@@ -47,6 +47,7 @@ def test_several_workers_are_not_checked_and_it_says_what_can_be() -> None:
         apportion.check(networks.cases["mlp"](61), "hogwild", workers=2)
 
 
+@pytest.mark.thorough
 def test_check_exits_2_with_several_workers(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from apportion.cli import app
 

@@ -331,6 +331,7 @@ def test_two_replicas_learn_mnist(strategy: LocalSgd) -> None:
 # Late and dead replicas
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_after_deaths_with_all_its_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[WorkerPool] = []
     monkeypatch.setattr(supervisor, "WorkerPool", lambda *made: pools.append(WorkerPool(*made)) or pools[-1])
@@ -459,6 +460,7 @@ def test_those_who_are_left_lose_one_round_of_each_of_the_dead() -> None:
     assert int((shares_of(outcome) == 0).sum()) <= 2 * EVERY * BATCH
 
 
+@pytest.mark.thorough
 def test_a_stopped_replica_holds_up_nobody_and_its_work_enters_a_later_average() -> None:
     """The others go on for 40 rounds before it is woken."""
     a_round = 3 * EVERY

@@ -293,6 +293,7 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.thorough
 def test_a_killed_worker_of_a_run_whose_averages_come_late_has_it_go_back_to_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

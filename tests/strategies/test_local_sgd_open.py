@@ -122,6 +122,7 @@ def test_with_slots_that_are_kept_the_log_leads_to_the_same_network(ranks: int, 
 
 
 @pytest.mark.parametrize("slots", ["kept", "averaged"])
+@pytest.mark.thorough
 def test_a_round_closes_without_who_is_late_whose_batches_others_make(slots: Any) -> None:
     strategy = LocalSgd(every=3, deadline="300 ms", slots=slots)
     # The mean of Adam's counts of steps is rounded to float32.

@@ -74,6 +74,7 @@ def test_the_whole_training_set_is_one_batch_in_uneven_parts(part: int, workers:
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [lbfgs, strong_wolfe])
+@pytest.mark.thorough
 def test_lbfgs_searches_as_on_one_device(optimizer: Any, workers: int) -> None:
     prove(whole_set(optimizer), MapReduce(part=13), workers)
 
@@ -353,6 +354,7 @@ def assert_nothing_changes(workload: Workload, workers: int, killed: list[seats.
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", TEN_OR_A_HUNDRED)
 @pytest.mark.parametrize(("workers", "seed"), [(2, 0), (3, 1)])
+@pytest.mark.thorough
 def test_deaths_at_random_moments_change_no_bit(workers: int, seed: int, many: int) -> None:
     steps = 100 + 2 * many
     outcome = assert_nothing_changes(disturbed(steps=steps), workers, seats.kills(many, steps, workers, seed=seed))
@@ -362,6 +364,7 @@ def test_deaths_at_random_moments_change_no_bit(workers: int, seed: int, many: i
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("many", TEN_OR_A_HUNDRED)
+@pytest.mark.thorough
 def test_deaths_in_the_middle_of_a_line_search_change_no_bit(many: int) -> None:
     steps = 40 + 2 * many
     killed = seats.kills(many, steps, 2, seed=2, seconds=0.02)
@@ -400,6 +403,7 @@ def keep(world: World, progress: Any, steps: int) -> int:
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
+@pytest.mark.thorough
 def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
     killed = [replace(kill, seat=0) for kill in seats.kills(30, 400, 2, seed=4, seconds=0.004)]
     with by_value(sys.modules[__name__]):
@@ -411,6 +415,7 @@ def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("optimizer", [networks.momentum, strong_wolfe])
+@pytest.mark.thorough
 def test_a_run_of_the_supervisors_goes_on_with_the_same_bits(
     optimizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,7 @@ def in_float32(name: str, **changes: Any) -> Workload:
     ],
 )
 @pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.cases(4)
 def test_a_run_is_done_again_from_its_log_to_the_bit(name: str, options: dict[str, Any], workers: int) -> None:
     strategy, workload = ParameterServer(**options), in_float32(name)
     with by_value(networks):
@@ -340,6 +341,7 @@ def killed(mode: str, many: int, *, workers: int, steps: int, replaced: bool = T
     ("mode", "options"),
     [("sharded", {}), ("ordered", {}), ("sharded", {"push_every": 2}), ("sharded", {"servers": 2, "push_every": 2})],
 )
+@pytest.mark.thorough
 def test_workers_are_killed_and_replaced_and_the_run_is_done_again_to_the_bit(mode: str, options: Any) -> None:
     killed(mode, 4 if "servers" in options else 8, workers=3, steps=400, **options)
 
@@ -449,6 +451,7 @@ def test_check_says_what_can_be_checked_with_several_workers() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server(servers=1)"])
+@pytest.mark.thorough
 def test_a_run_trains_evaluates_and_saves(tmp_path: Path, strategy: str) -> None:
     workload = f"{Path(__file__).parents[2] / 'examples' / 'digits.py'}:workload"
     launcher = apportion.local(workers=2, threads=1)

@@ -700,6 +700,7 @@ def trained(strategy: Strategy, workers: int, run_dir: Path, doomed: Sequence[in
 @pytest.mark.parametrize(
     ("workers", "placed"), [(2, True), (3, False), *(pytest.param(*at, marks=pytest.mark.slow) for at in SAME_CODE)]
 )
+@pytest.mark.thorough
 def test_any_rank_may_be_killed_and_nothing_is_lost(workers: int, placed: bool, tmp_path: Path) -> None:
     cuts = CUTS[workers]
     strategy = LayerPlacement(cuts=cuts) if placed else PipelineParallel(cuts=cuts, microbatches=3)

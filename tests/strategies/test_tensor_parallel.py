@@ -130,6 +130,7 @@ def test_every_kind_of_workload_equals_one_device(name: str, workers: int, batch
         prove(networks.cases[name](batch_size), workers)
 
 
+@pytest.mark.thorough
 def test_dropout_is_named() -> None:
     workload = replace(transformer(), model=lambda: Transformer(dropout=0.5))
     proof = prove(workload, 2)
@@ -212,6 +213,7 @@ def go_on(world: World, workload: Workload, strategy: Any, states: list[State], 
 
 
 @pytest.mark.parametrize("name", ["transformer", "lstm"])
+@pytest.mark.thorough
 def test_a_state_goes_on_in_other_slices_and_in_none(name: str) -> None:
     workload = CASES[name](adam)
     with by_value(networks):

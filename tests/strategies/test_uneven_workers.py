@@ -89,6 +89,7 @@ def rows_taken(world: World, pause: float = 0.0) -> tuple[list[int], dict[str, T
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_what_comes_between_two_steps_is_no_ranks_own_slowness() -> None:
     """Both wait as long, many times what a step takes: it would make them look alike."""
     (slow, _), (fast, _) = on_ranks(rows_taken, 2, 0.1)

@@ -220,6 +220,7 @@ def test_the_runs_own_precision_differs_by_its_own_rounding() -> None:
     chunk=st.none() | st.integers(1, 10),
     rows_first=st.booleans(),
 )
+@pytest.mark.thorough
 def test_any_shape_equals_one_device(
     workers: int, more: int, time: int, rows: int, chunk: int | None, rows_first: bool
 ) -> None:
@@ -578,6 +579,7 @@ def test_the_kernel_is_chosen_by_what_a_layer_is() -> None:
     assert isinstance(layer(nn.LSTM(3, 3, proj_size=2), 0), TorchLayer)
 
 
+@pytest.mark.thorough
 def test_the_example_equals_one_device_on_a_smaller_net(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path])
     import char_lstm  # type: ignore[import-not-found]

@@ -84,6 +84,7 @@ def test_every_collective_gives_the_same_bits_as_by_hand_on_every_rank(size: int
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 0, 1], [0, 1, 0, 1], [0, 1, 1, 2], [0, 0, 0, 1, 1]])
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(wanted=st.lists(calls(OF_ALL), min_size=10, max_size=25))
+@pytest.mark.thorough
 def test_hosts_of_several_ranks_give_the_same_bits_as_by_hand(hosts: list[int], wanted: list[Call]) -> None:
     for rank, found in enumerate(on_ranks(make_calls, len(hosts), wanted, hosts)):
         assert found == expected(wanted, len(hosts), rank, hosts), f"rank {rank}"
