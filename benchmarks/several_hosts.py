@@ -54,6 +54,8 @@ from open_rounds import ComingAndGoing
 from parked import DEADLINE, Side, SideFailed, environment
 from table import main, measured
 
+from apportion.core.value import parse
+
 HERE = Path(__file__).resolve().parent
 MLP = f"{HERE / 'mlp1024.py'}:workload"
 PARAMETERS = 784 * 1024 + 1024 + 1024 * 1024 + 1024 + 1024 * 10 + 10
@@ -70,7 +72,7 @@ NBYTES = 100 << 20
 PUSH_ROUNDS, PUSH_STEPS, PUSH_WARM_UP = 15, 5, 3
 ROUNDS, ROUND_SECONDS, WARM_UP_STEPS = 15, 1.0, 4
 STARTS = 5
-SEEDS, TARGET, EVERY, MOST_STEPS, SCORE_ROUNDS = (0, 1, 2), 0.60, 25, 1950, 7
+SEEDS, TARGET, EVERY, MOST_STEPS, SCORE_ROUNDS = (0, 1, 2), 0.60, 25, 1950, 5
 TO_SCORE = ("data_parallel(compress=power_sgd(rank=4))", "local_sgd(every=16)")
 RATES = {"25m": 25e6, "100m": 1e8, "1g": 1e9}
 BATCH = "128"
@@ -87,6 +89,8 @@ class Against:
     peer: list[str]
     unit: str = "examples/s"
     rounds: int = ROUNDS
+    a_time: int = 1
+    """Batches between two times that ours exchanges something: a round has so many, or a multiple of them."""
 
     def measure(self):
         """(ours, peer, ratio)."""
@@ -102,6 +106,7 @@ class Against:
                 side.wait_until_ready()
                 side.go(WARM_UP_STEPS)
             steps = max(2, round(ROUND_SECONDS / mean(side.go(WARM_UP_STEPS) / WARM_UP_STEPS for side in (ours, peer))))
+            steps = -(-steps // self.a_time) * self.a_time
             rounds = [(ours.go(steps), peer.go(steps)) for _ in range(self.rounds)]
         own, other = (steps * int(BATCH) / median(seconds) for seconds in zip(*rounds, strict=True))
         return own, other, median(b / a for a, b in rounds)
@@ -172,10 +177,13 @@ class ToScore:
         """(examples/s, DDP's, their ratio) of each strategy with the cable."""
         measured = {}
         for strategy in self.strategies:
-            given = ours(strategy, CIFAR), ddp(network=CIFAR)
+            given, hosts, a_time = (ours(strategy, CIFAR), ddp(network=CIFAR)), (1, 1), 1
             if strategy.startswith("local_sgd"):  # its ranks take batches by themselves
                 given[0].remove("memory")
-            measured[strategy] = Against(self.what, (1, 1), self.rate, *given, rounds=SCORE_ROUNDS).measure()
+                a_time = parse(strategy, "apportion.strategies").every * sum(hosts)
+            measured[strategy] = Against(
+                self.what, hosts, self.rate, *given, rounds=SCORE_ROUNDS, a_time=a_time
+            ).measure()
         return measured
 
     def _steps(self, strategy, most):

@@ -304,7 +304,7 @@ def test_how_to_choose_goes_with_no_strategy(apportion: Any) -> None:
 
 def test_with_a_number_of_workers_there_is_nothing_to_try(apportion: Any) -> None:
     output = apportion("train", "tiny.py:workload", "--workers", "2", "--steps", "4", "--run-dir", "run").output
-    assert re.match(r"data_parallel on local\(workers=2, threads=\d+\) \(cpu\)", output)
+    assert re.search(r"^data_parallel on local\(workers=2, threads=\d+\) \(cpu\)", output, re.MULTILINE)
     assert {event.kind for event in read_events("run")} >= {"start", "end"}
     assert "plan" not in {event.kind for event in read_events("run")}
 
