@@ -76,18 +76,16 @@ class _Packed:
         """The numbers behind the gradients."""
         return self.flat[self.flat.numel() - self.tail_numbers :]
 
-    def find_in_place(self) -> bool:
-        """Find whether the gradient may be summed where it lies: one by itself, and alone in its memory. Autograd may
+    def lies_alone(self) -> Tensor | None:
+        """Return the gradient if it may be summed where it lies: one by itself, and alone in its memory. Autograd may
         give two parameters the same memory (``p.view(-1) + q.view(-1)``), which would be summed twice. A user's hook,
         which is called after the sum has begun, may write to it."""
         p, grad = self.parameters[0], self.parameters[0].grad
-        self.in_place = None
         if len(self.parameters) > 1 or self.tail_numbers or grad is None or grad.device.type != "cpu":
-            return False
+            return None
         lies = grad.layout is torch.strided and grad.is_contiguous() and not grad.is_conj()
-        if lies and torch_private.is_alone_in_memory(grad) and len(torch_private.gradient_hooks_of(p)[1]) <= 1:
-            self.in_place = grad
-        return self.in_place is not None
+        hooked = len(torch_private.gradient_hooks_of(p)[1]) > 1  # one is that of the sum
+        return grad if lies and not hooked and torch_private.is_alone_in_memory(grad) else None
 
 
 class GradientSum:
@@ -257,7 +255,8 @@ class GradientSum:
             torch.mul(loss, weight, out=tail[-1])
 
     def _start_packed(self, packed: _Packed) -> Work:
-        if packed.find_in_place() and packed.in_place is not None:
+        packed.in_place = packed.lies_alone()
+        if packed.in_place is not None:
             return self._start(packed.in_place.view(-1), packed.between, early=packed.early)
         present = [(v, p.grad) for v, p in zip(packed.views, packed.parameters, strict=True) if p.grad is not None]
         if len(present) < len(packed.views):
