@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from commands import finish, places, start
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cold_programs")]
 
@@ -85,3 +87,72 @@ assert torch._dynamo.config.verbose in (True, False)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+def test_a_process_group_that_is_set_up_leaves_it_where_it_is() -> None:
+    code = """
+import sys
+
+import torch
+from apportion.core.torch_private import compiler_is_imported, import_compiler_late
+import_compiler_late()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+torch.distributed.destroy_process_group()
+assert not compiler_is_imported() and "torch._dynamo.eval_frame" not in sys.modules
+assert torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST is not None
+assert compiler_is_imported() and "torch._dynamo.eval_frame" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
+WORK = """
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import apportion
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def examples():
+    x = torch.randn(61, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def loss(outputs, targets):
+    there = [name for name in ("torch._dynamo.eval_frame", "sympy") if name in sys.modules]
+    assert not there, f"this rank has imported {there}"
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+workload = apportion.Workload(
+    model=network,
+    data=examples,
+    loss=loss,
+    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    batch_size=15,
+    steps=3,
+)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["local", "env"])
+@pytest.mark.thorough
+def test_ranks_that_compile_nothing_import_no_compiler(launcher: str, tmp_path: Path) -> None:
+    """Two ranks make three updates, of batches whose rows do not divide evenly between them."""
+    (tmp_path / "work.py").write_text(WORK)
+    work = f"{tmp_path / 'work.py'}:workload"
+    train = [sys.executable, "-m", "apportion", "train", work, "data_parallel", "--no-check"]
+    train += ["--run-dir", str(tmp_path / "run")]
+    if launcher == "local":
+        ranks = [start([*train, "--workers", "2"])]
+    else:
+        ranks = [start([*train, "--launcher", "env"], **place) for place in places(2)]
+    assert any("final loss" in said for said in finish(ranks))

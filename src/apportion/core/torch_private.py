@@ -90,16 +90,33 @@ _COMPILER = "torch._dynamo"
 
 
 @final
+class _LateRules:
+    """Stands in for the compiler's rules of what it traces. A process group that is set up has it forget what it has
+    looked up in them, which is nothing so far."""
+
+    def __init__(self, compiler: _LateCompiler) -> None:
+        self._compiler = compiler
+
+    def clear_lru_cache(self) -> None:
+        """Does nothing: nothing was looked up."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiler.imported().trace_rules, name)
+
+
+@final
 class _LateCompiler(ModuleType):
     """Stands in for torch's compiler until something of it is used that is more than nothing.
 
-    Optimizers import it, though all that they ask of it does nothing in a process that has compiled nothing: to break
-    a graph, and to leave a function out of one. Importing it takes a process about as long as half of torch does.
+    Optimizers and process groups import it or look for it, though all that they ask of it does nothing in a process
+    that has compiled nothing: to break a graph, to leave a function out of one, and to forget the rules that it has
+    looked up. Importing it takes a process about as long as half of torch does.
     """
 
     def __init__(self) -> None:
         super().__init__(_COMPILER, "The compiler of torch, which is imported when it is used.")
         self._loading = threading.RLock()
+        self.trace_rules = _LateRules(self)
 
     def graph_break(self, msg: str = "") -> None:
         """Does nothing: no graph is being made."""
@@ -107,7 +124,7 @@ class _LateCompiler(ModuleType):
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
         """Returns a function that calls this one, by way of the compiler as soon as that is there."""
         if fn is None:
-            return self._load().disable(fn, recursive, **options)
+            return self.imported().disable(fn, recursive, **options)
         disabled: list[Any] = []
 
         @functools.wraps(fn)
@@ -121,9 +138,10 @@ class _LateCompiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # what is asked of every module there is
             raise AttributeError(name)
-        return getattr(self._load(), name)
+        return getattr(self.imported(), name)
 
-    def _load(self) -> Any:
+    def imported(self) -> Any:
+        """Imports the compiler, which is from now on in the place of this, and returns it."""
         with self._loading:
             if sys.modules.get(_COMPILER) is self:
                 del sys.modules[_COMPILER]
@@ -137,6 +155,11 @@ def import_compiler_late() -> None:
     if _COMPILER not in sys.modules:
         late: Any = _LateCompiler()
         sys.modules[_COMPILER] = torch._dynamo = late
+
+
+def compiler_is_imported() -> bool:
+    """Whether torch's compiler is there, and not only what stands in for it: without it nothing was compiled."""
+    return not isinstance(sys.modules.get(_COMPILER), _LateCompiler | None)
 
 
 # Fused and joined kernels

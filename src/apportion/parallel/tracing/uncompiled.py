@@ -6,7 +6,6 @@ module whose layers were exchanged. So a part that compiles itself does so only 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -17,14 +16,14 @@ from apportion.core import torch_private
 
 def as_written() -> AbstractContextManager[object]:
     """Run nothing that was compiled within this context. A step may ask for it: it takes some microseconds."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if torch_private.compiler_is_imported() else nullcontext()
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Run nothing that was compiled within this context, where a forward is looked at; one that is traced is followed
     into what compiles itself."""
-    if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing the compiler takes seconds
+    if not torch_private.compiler_is_imported():  # then nothing was compiled, and importing the compiler takes seconds
         yield
         return
     with as_written(), torch_private.traced_through_compiled():

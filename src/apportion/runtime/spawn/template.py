@@ -144,10 +144,13 @@ def _warm_up() -> None:
     workers."""
     import torch
 
+    from apportion.core.torch_private import import_compiler_late
+
     torch.set_num_threads(1)
+    import_compiler_late()  # the driver waits for this process, and most workers compile nothing
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.0).step()  # the first optimizer imports torch._dynamo
+    torch.optim.SGD([parameter], lr=0.0).step()
     importlib.import_module("apportion.runtime.worker.training.loop")
 
 
