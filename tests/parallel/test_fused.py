@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import apportion.parallel.optim.fused as fused_module
 from apportion.parallel.optim.fused import with_fused_updates
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -82,6 +83,7 @@ def test_away_from_the_cpu_the_kernel_finds_the_number_of_updates_beside_the_wei
 ) -> None:
     """What a GPU would be handed: the same rules of where tensors are hold on torch's meta device."""
     handed: list[Tensor] = []
+    monkeypatch.setattr(fused_module, "_has_kernel", lambda *_: True)
 
     def kernel(parameters: list[Tensor], *lists: Any, **_: Any) -> None:
         handed.extend(lists[2 if name == "Adagrad" else 4])
@@ -98,3 +100,11 @@ def test_away_from_the_cpu_the_kernel_finds_the_number_of_updates_beside_the_wei
     optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
     update(optimizer, parameters, 1)
     assert [(t.device.type, t.dtype) for t in handed] == [("meta", torch.float32)] * 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_where_torch_has_no_kernel_the_update_is_the_plain_one(name: str) -> None:
+    """torch's meta device, for which no fused kernel is accepted, as Adagrad's is not on the GPUs of some versions."""
+    parameters: list[Tensor] = [nn.Parameter(torch.empty(3, device="meta")) for _ in range(2)]
+    for number in range(2):
+        update(fused(name, parameters), parameters, number)

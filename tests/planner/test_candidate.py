@@ -12,6 +12,7 @@ from apportion.core.strategy import Strategy
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
+from apportion.cost_model.rollouts import RolloutTimes
 from apportion.planner.candidate import MEASURED_BAND, TIE, Measurement, Priced, folded, misfit, ranked, tied
 from apportion.planner.search import group_sizes, places_of, search
 from apportion.planner.units import gibibytes
@@ -69,6 +70,23 @@ def test_so_many_workers_have_a_gpu_each() -> None:
     assert at(two, 4) == [(("h0/cuda0", "h0/cuda1", "h1/cuda0", "h1/cuda1"), 1)]
     assert at(with_cores(), 2) == [(("h0/cuda0", "h0/cuda1"), 1)]
     assert at(with_cores(), 3) == at(with_cores(), 4) == [], "no two workers on one, and none on the cores"
+
+
+def test_workers_of_a_network_that_acts_may_be_on_the_cores_beside_the_gpus() -> None:
+    two = with_cores()
+    assert [(p.devices, p.threads) for p in places_of(two, 2, on_cores=True)] == [
+        (("h0/cuda0", "h0/cuda1"), 1),
+        (("h0/cpu0", "h0/cpu0"), 1),
+    ]
+    both = {p.devices for p in places_of(two, on_cores=True)}
+    assert both - {p.devices for p in places_of(two)} == {("h0/cpu0", "h0/cpu0")}
+    plain = chain(1.0, parameter_bytes=0)
+    acts = replace(plain, rollouts=RolloutTimes(environments=8, steps=4, played=(), learned=()))
+    with pytest.raises(ValueError, match="there are 2 cores, and never more threads than cores; use workers=2"):
+        search(acts, two, workers=3)
+    for profile, where in (plain, set()), (acts, {("h0/cpu0", "h0/cpu0")}):
+        found = search(profile, two, workers=2, strategies=["hogwild"])
+        assert {p.layout.devices for p in found if p.cost is not None} == where
 
 
 def test_threads_are_as_many_as_the_smallest_device_has_cores_for() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import networks
+import played
 import pytest
 from ranks import by_value
 from torch import nn
@@ -79,6 +80,11 @@ def test_who_learns_nothing_of_its_speed_is_not_better() -> None:
     assert lower([9.0, 0.8, 0.9, 0.8], [0.1, 1.0, 0.7, 1.0]), "the last turns count, together"
     assert not lower([math.nan] * 4, [1.0] * 4)
     assert lower([1.0] * 4, [math.nan] * 4)
+
+
+def test_what_a_network_that_acts_has_learnt_is_not_its_loss() -> None:
+    with by_value(played), pytest.raises(ValueError, match="is its score, and not a loss on the same examples"):
+        pilot(of("single_device", 1), of("hogwild", 2), played.good, {}, steps=1000, seconds=1.0)
 
 
 def test_without_a_loss_there_is_nothing_to_compare() -> None:

@@ -73,6 +73,19 @@ def test_snapshots_are_evaluated_as_they_were_and_in_their_order(beside: Evaluat
 
 
 @pytest.mark.processes
+def test_a_snapshot_from_a_gpu_is_evaluated_on_the_cpu(
+    beside: Evaluator, within: Within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked process cannot use its parent's GPU. What is saved says here that it lay on one, which this torch may
+    not even know."""
+    state = state_of(1, 10)
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    with within(SECONDS, "evaluating a snapshot"):
+        found = [*beside.ask(state, no_beat), *beside.rest(no_beat)]
+    assert [metrics["score"] for _, metrics in found] == [pytest.approx(scored(state), abs=1e-6)]
+
+
+@pytest.mark.processes
 def test_one_that_is_killed_is_started_again_and_asked_the_same(beside: Evaluator, within: Within) -> None:
     own = psutil.Process()
     before = {child.pid for child in own.children()}

@@ -75,39 +75,45 @@ class Placement:
         return tuple(seen.values())
 
 
-def layouts(cluster: Cluster, *, most: int = 64) -> Iterator[Placement]:
+def layouts(cluster: Cluster, *, most: int = 64, on_cores: bool = False) -> Iterator[Placement]:
     """The placements that are worth a look: on one device with all its threads and with one; on all devices of a host,
     of some hosts and of all, with workers and threads shared out in powers of two. Threads are never more than
-    cores."""
+    cores. ``on_cores``: of machines with GPUs also the placements of several workers on their cores."""
     seen = set()
-    for devices, threads in _choices(cluster, most):
+    for devices, threads in _choices(cluster, most, on_cores):
         key = devices, threads
         if key not in seen:
             seen.add(key)
             yield Placement(cluster=cluster, devices=devices, threads=threads)
 
 
-def _choices(cluster: Cluster, most: int) -> Iterator[tuple[tuple[str, ...], int]]:
+def _choices(cluster: Cluster, most: int, on_cores: bool) -> Iterator[tuple[tuple[str, ...], int]]:
     for kind in dict.fromkeys((d.model, d.cores) for d in cluster.devices):
         alone = next(d for d in cluster.devices if (d.model, d.cores) == kind)
         yield (alone.name,), alone.cores
         yield (alone.name,), 1
+    for usable in places_for_workers(cluster, on_cores):
+        hosts = list(dict.fromkeys(d.host for d in usable))
+        for many in _powers(len(hosts)):
+            within = [d for d in usable if d.host in hosts[:many]]
+            if usable[0].kind == "cuda":
+                here = [[d for d in within if d.host == host] for host in hosts[:many]]
+                for each in _powers(min(len(g) for g in here)):
+                    names = tuple(d.name for group in here for d in group[:each])
+                    if 1 < len(names) <= most:
+                        yield names, 1
+            else:
+                for each in _powers(min(d.cores for d in within)):
+                    names = tuple(d.name for d in within for _ in range(each))
+                    if 1 < len(names) <= most:
+                        yield names, min(d.cores for d in within) // each
+
+
+def places_for_workers(cluster: Cluster, on_cores: bool = False) -> list[list[Device]]:
+    """The devices that workers are put on: the GPUs where there are any, else the cores; ``on_cores``: either."""
     gpus = [d for d in cluster.devices if d.kind == "cuda"]
-    usable = gpus or list(cluster.devices)
-    hosts = list(dict.fromkeys(d.host for d in usable))
-    for many in _powers(len(hosts)):
-        within = [d for d in usable if d.host in hosts[:many]]
-        if gpus:
-            here = [[d for d in within if d.host == host] for host in hosts[:many]]
-            for each in _powers(min(len(g) for g in here)):
-                names = tuple(d.name for group in here for d in group[:each])
-                if 1 < len(names) <= most:
-                    yield names, 1
-        else:
-            for each in _powers(min(d.cores for d in within)):
-                names = tuple(d.name for d in within for _ in range(each))
-                if 1 < len(names) <= most:
-                    yield names, min(d.cores for d in within) // each
+    cores = [d for d in cluster.devices if d.kind == "cpu"]
+    return [gpus or cores, *([cores] if on_cores and gpus and cores else [])]
 
 
 def _powers(most: int) -> list[int]:

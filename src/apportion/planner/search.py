@@ -7,8 +7,8 @@ from itertools import islice
 
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names, parse
-from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Placement, layouts
+from apportion.cost_model.cluster import Cluster, Device
+from apportion.cost_model.placement import Placement, layouts, places_for_workers
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced, family, priced, ranked
 from apportion.planner.units import label
@@ -40,9 +40,10 @@ def search(
     has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. ``using``: only layouts with a rank on one of
     these devices; there may be none. Pure: nothing is measured. Raises ValueError where there is no such layout.
     """
-    places = places_of(cluster, workers, threads)
+    on_cores = profile.rollouts is not None
+    places = places_of(cluster, workers, threads, on_cores=on_cores)
     if not places:
-        raise ValueError(no_place(cluster, workers, threads))
+        raise ValueError(no_place(cluster, workers, threads, on_cores=on_cores))
     return among(places, profile, strategies=strategies, using=using)
 
 
@@ -69,20 +70,27 @@ def among(
     return tuple(ranked(found))
 
 
-def places_of(cluster: Cluster, workers: int | None = None, threads: int | None = None) -> list[Placement]:
+def places_of(
+    cluster: Cluster, workers: int | None = None, threads: int | None = None, *, on_cores: bool = False
+) -> list[Placement]:
     """Return the layouts worth a look, the largest first; only those of so many workers and threads where these are
-    given."""
+    given. ``on_cores``: of machines with GPUs also several workers on their cores, which networks that act are faster
+    on more often than not."""
     if workers is None:
-        found = [layout for layout in layouts(cluster) if threads in (None, layout.threads)]
+        found = [layout for layout in layouts(cluster, on_cores=on_cores) if threads in (None, layout.threads)]
     else:
-        found = list(_of_workers(cluster, workers, threads))
+        found = [
+            layout
+            for devices in places_for_workers(cluster, on_cores)
+            for layout in _of_workers(cluster, devices, workers, threads)
+        ]
     return sorted(found, key=lambda layout: (-layout.ranks, -layout.threads))
 
 
-def no_place(cluster: Cluster, workers: int | None, threads: int | None) -> str:
+def no_place(cluster: Cluster, workers: int | None, threads: int | None, *, on_cores: bool = False) -> str:
     """Say why there is no layout of so many workers of so many threads, and for how many there is one."""
     given = " and ".join(f"{name}={n}" for name, n in (("workers", workers), ("threads", threads)) if n is not None)
-    devices = [d for d in cluster.devices if d.kind == "cuda"] or list(cluster.devices)
+    devices = places_for_workers(cluster, on_cores)[-1]
     cores, hosts = sum(d.cores for d in devices), {d.host for d in devices}
     kind = "GPUs" if devices[0].kind == "cuda" else "cores"
     if (workers or 1) * (threads or 1) > cores:
@@ -92,15 +100,15 @@ def no_place(cluster: Cluster, workers: int | None, threads: int | None) -> str:
         why = f"workers are on one host, or as many on each of the {len(hosts)}, and never more than its {kind}"
     else:
         why = f"each device takes as many threads as it has {kind}"
-    able = _nearest(cluster, workers or 1, threads, cores)
+    able = _nearest(cluster, workers or 1, threads, cores, on_cores)
     return f"{given}: cluster {label(cluster)} has no place for them: {why}; use {able}"
 
 
-def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int) -> str:
+def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int, on_cores: bool) -> str:
     """Name the numbers of workers or threads that can be asked for instead."""
 
     def first(numbers: Iterable[int]) -> list[int]:
-        return list(islice((n for n in numbers if any(_of_workers(cluster, n, threads))), 1))
+        return list(islice((n for n in numbers if places_of(cluster, n, threads, on_cores=on_cores)), 1))
 
     able = first(range(min(workers - 1, most), 0, -1)) + first(range(workers + 1, most + 1))
     if able:
@@ -108,11 +116,8 @@ def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int) -> 
     return f"threads<={max(d.cores for d in cluster.devices)}"
 
 
-def _of_workers(cluster: Cluster, workers: int, threads: int | None) -> Iterator[Placement]:
-    """Yield the layouts of so many workers, on the GPUs where there are any, else on the cores; on one host, and spread
-    evenly over all."""
-    gpus = [d for d in cluster.devices if d.kind == "cuda"]
-    devices = gpus or list(cluster.devices)
+def _of_workers(cluster: Cluster, devices: Sequence[Device], workers: int, threads: int | None) -> Iterator[Placement]:
+    """Yield the layouts of so many workers on these devices; on one host, and spread evenly over all."""
     hosts = list(dict.fromkeys(d.host for d in devices))
     for many in sorted({1, len(hosts)}):
         here = [d for d in devices if d.host in hosts[:many]]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from apportion.core import fast_paths
@@ -65,11 +66,30 @@ def _suited(optimizer: Optimizer, parameters: list[Any]) -> bool:
     """Return whether a fused kernel gives the right result for these parameters. The kernels go through memory in its
     order, whatever the strides say; and SGD's wants momentum for all or none of the weights, which one that is used for
     the first time does not have."""
+    kind: Any = type(optimizer)
     used = [p for p in parameters if p.grad is not None]
     begun = {bool(optimizer.state.get(p)) for p in used}
-    return len(begun) < 2 and all(
-        p.is_floating_point() and not p.grad.is_sparse and p.is_contiguous() and p.grad.is_contiguous() for p in used
+    return (
+        len(begun) < 2
+        and all(p.is_floating_point() and not p.grad.is_sparse for p in used)
+        and all(p.is_contiguous() and p.grad.is_contiguous() for p in used)
+        and all(_has_kernel(kind, device) for device in {p.device.type for p in used})
     )
+
+
+@cache
+def _has_kernel(optimizer: type[SGD | Adam | AdamW | Adagrad], device: str) -> bool:
+    """Return whether torch has the optimizer's fused kernel for this type of device, which an update of one number
+    tells: for Adagrad on GPUs some versions have it, and some do not."""
+    if device == "cpu":
+        return True
+    number = nn.Parameter(torch.zeros(1, device=device))
+    number.grad = torch.zeros_like(number)
+    try:
+        optimizer([number], lr=0.1, fused=True).step()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _bring_steps(optimizer: Optimizer, parameters: list[Any]) -> None:

@@ -113,7 +113,7 @@ class Replica:
         weight *= self.share
         if self.optimizers.scaler is not None:
             loss = self.optimizers.scaler.scale(loss)
-        _weighted(loss, weight).backward()
+        (loss if weight == 1.0 else loss * weight).backward()  # the same bits from its gradient would import sympy
         if self.trained.frozen:
             self.trained.refuse_thawed()
 
@@ -124,7 +124,8 @@ class Replica:
         parameters = [p for p in self.trainable(optimizer) if p.requires_grad]
         if self.optimizers.scaler is not None:
             loss = self.optimizers.scaler.scale(loss)
-        gradients = torch.autograd.grad(_weighted(loss, weight), parameters, allow_unused=True)
+        loss = loss if weight == 1.0 else loss * weight
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for p, gradient in zip(parameters, gradients, strict=True):
             # Rows without a loss term: a mean of nothing is a NaN, which 0 does not undo.
             p.grad = torch.zeros_like(gradient) if weight == 0.0 and gradient is not None else gradient
@@ -316,12 +317,6 @@ class _Reseed:
         number = mix(self._seed, step) & 0xFFFFFFFF
         random.seed(number)
         np.random.seed(number)
-
-
-def _weighted(loss: Tensor, weight: float) -> Tensor:
-    """Return the loss times the weight. A weight that is given to autograd instead, as the gradient of the loss, has
-    the same bits in every gradient, and has the process import sympy, which takes a third as long as torch does."""
-    return loss if weight == 1.0 else loss * weight
 
 
 class _Nothing:

@@ -24,6 +24,7 @@ from apportion.comm.channel import Message
 from apportion.comm.group import Alone, bytes_of
 from apportion.comm.world import World
 from apportion.core import tree
+from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
@@ -134,6 +135,11 @@ class _Serving:
         if not self._step.lockstep and self._world.rank != 0:
             return None
         if self._held_out is None:
+            if isinstance(self._step.source.dataset, ActedDataset):
+                raise ValueError(
+                    "what a network that acts has learnt is its score, and not a loss on the same examples: train by "
+                    "each strategy, and compare the scores; or choose an exact one"
+                )
             held_out = _held_out(self._workload, examples)
             workload = replace(self._workload, evaluation=held_out)
             source = BatchSource.of_evaluation(

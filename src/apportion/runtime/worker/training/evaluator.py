@@ -182,7 +182,8 @@ def _serve(workload: Workload, dtype: torch.dtype | None, parents: Connection, p
     played: _Snapshot | None = None
     try:
         while True:
-            asked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=True)
+            # A process that was forked cannot use the GPU that its parent uses: what was there is evaluated here.
+            asked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=True, map_location="cpu")
             try:
                 played = played or _Snapshot(workload, dtype)
                 told: Mapping[str, Any] = played.metrics(asked, _Pulse(pipe))
