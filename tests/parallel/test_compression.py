@@ -384,6 +384,7 @@ def test_another_number_of_hosts_begins_with_nothing_left_out_and_says_so() -> N
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_sums_of_other_numbers_begin_with_nothing_left_out_and_say_so() -> None:
     ((state,), _, _) = on_ranks(trained, 2, [("int8", [5], None)])[0][0]
     assert sum(state.settings["compress"]["numbers"]) == sum(t.numel() for t in state.model.values())

@@ -127,6 +127,7 @@ def measured(hosts: Any, given: float) -> tuple[float, float]:
     return cable.bandwidth, cable.hidden
 
 
+@pytest.mark.thorough
 def test_a_slow_cable_is_measured_with_what_it_carries_in_the_time_that_is_given(hosts: Any) -> None:
     """Sums of 4 MiB, which tell how much of a transfer computing hides, would take 3.4 s each, and a dozen of them are
     made. Of messages so short some of it goes at once; and where others keep the processors busy one measurement of

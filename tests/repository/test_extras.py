@@ -7,6 +7,8 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
+
 from apportion.cli.app import _EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,6 +17,7 @@ NEVER_IMPORTED = {"libtpu"}
 """What other packages load by themselves."""
 
 
+@pytest.mark.thorough
 def test_a_missing_package_is_named_with_its_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = {
