@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import finish, places, start
+from launched_runs import MINE
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cold_programs")]
 
@@ -107,23 +108,7 @@ assert compiler_is_imported() and "torch._dynamo.eval_frame" in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-WORK = """
-import sys
-
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import apportion
-
-
-def network():
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-
-
-def examples():
-    x = torch.randn(61, 8, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, (x.sum(1) > 0).long())
+WATCHED = """
 
 
 def loss(outputs, targets):
@@ -132,14 +117,7 @@ def loss(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets)
 
 
-workload = apportion.Workload(
-    model=network,
-    data=examples,
-    loss=loss,
-    optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    batch_size=15,
-    steps=3,
-)
+watched = made(loss=loss, batch_size=15, steps=3)
 """
 
 
@@ -147,8 +125,8 @@ workload = apportion.Workload(
 @pytest.mark.thorough
 def test_ranks_that_compile_nothing_import_no_compiler(launcher: str, tmp_path: Path) -> None:
     """Two ranks make three updates, of batches whose rows do not divide evenly between them."""
-    (tmp_path / "work.py").write_text(WORK)
-    work = f"{tmp_path / 'work.py'}:workload"
+    (tmp_path / "mine.py").write_text("import sys\n" + MINE + WATCHED)
+    work = f"{tmp_path / 'mine.py'}:watched"
     train = [sys.executable, "-m", "apportion", "train", work, "data_parallel", "--no-check"]
     train += ["--run-dir", str(tmp_path / "run")]
     if launcher == "local":

@@ -147,7 +147,6 @@ class Heavy(Rests):
 
 @pytest.mark.processes
 @pytest.mark.serial
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("steps", "priced", "tried"),
     [(60, False, False), (400, False, False), (2_400, False, True), (100_000, True, True)],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from by_hand import GB, ROWS, chain, conv, machine, network
 
+from apportion.api.plan import _profiled
 from apportion.core.strategy import Strategy
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.cost import Cost
@@ -16,6 +17,7 @@ from apportion.cost_model.rollouts import RolloutTimes
 from apportion.planner.candidate import MEASURED_BAND, TIE, Measurement, Priced, folded, misfit, ranked, tied
 from apportion.planner.search import group_sizes, places_of, search
 from apportion.planner.units import gibibytes
+from apportion.profiler import measure_workload
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.strategies.conv_parallel import ConvParallel
@@ -87,6 +89,16 @@ def test_workers_of_a_network_that_acts_may_be_on_the_cores_beside_the_gpus() ->
     for profile, where in (plain, set()), (acts, {("h0/cpu0", "h0/cpu0")}):
         found = search(profile, two, workers=2, strategies=["hogwild"])
         assert {p.layout.devices for p in found if p.cost is not None} == where
+
+
+def test_more_workers_than_gpus_are_profiled_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_workload, "profile", lambda workload, here, places, rollouts: places)
+    for gpus, where in (1, {"h0/cpu0"}), (2, {"h0/cuda0", "h0/cuda1"}):
+        here = machine(gpus, kind="cuda").cluster
+        found: Any = _profiled(
+            "mine.py:workload", replace(here, devices=(*here.devices, *machine(2).cluster.devices)), 2
+        )
+        assert {name for place in found for name in place.devices} == where
 
 
 def test_threads_are_as_many_as_the_smallest_device_has_cores_for() -> None:

@@ -159,4 +159,6 @@ def _profiled(workload: Workload | str, here: Cluster, workers: int | None, *, r
     rates. ``rollouts``: the seconds for rollouts of other sizes."""
     from apportion.profiler.measure_workload import profile
 
-    return profile(workload, here, places_of(here, workers), rollouts=rollouts)
+    # So many workers may have no place on the GPUs, and a network that acts has one on the cores beside them.
+    places = places_of(here, workers) or places_of(here, workers, on_cores=True)
+    return profile(workload, here, places, rollouts=rollouts)

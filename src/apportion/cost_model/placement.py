@@ -92,7 +92,7 @@ def _choices(cluster: Cluster, most: int, on_cores: bool) -> Iterator[tuple[tupl
         alone = next(d for d in cluster.devices if (d.model, d.cores) == kind)
         yield (alone.name,), alone.cores
         yield (alone.name,), 1
-    for usable in places_for_workers(cluster, on_cores):
+    for usable in devices_for_workers(cluster, on_cores):
         hosts = list(dict.fromkeys(d.host for d in usable))
         for many in _powers(len(hosts)):
             within = [d for d in usable if d.host in hosts[:many]]
@@ -109,8 +109,9 @@ def _choices(cluster: Cluster, most: int, on_cores: bool) -> Iterator[tuple[tupl
                         yield names, min(d.cores for d in within) // each
 
 
-def places_for_workers(cluster: Cluster, on_cores: bool = False) -> list[list[Device]]:
-    """The devices that workers are put on: the GPUs where there are any, else the cores; ``on_cores``: either."""
+def devices_for_workers(cluster: Cluster, on_cores: bool = False) -> list[list[Device]]:
+    """The devices that workers are put on, of each kind: the GPUs where there are any, else the cores; ``on_cores``: the
+    GPUs, and then the cores."""
     gpus = [d for d in cluster.devices if d.kind == "cuda"]
     cores = [d for d in cluster.devices if d.kind == "cpu"]
     return [gpus or cores, *([cores] if on_cores and gpus and cores else [])]

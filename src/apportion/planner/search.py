@@ -8,7 +8,7 @@ from itertools import islice
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names, parse
 from apportion.cost_model.cluster import Cluster, Device
-from apportion.cost_model.placement import Placement, layouts, places_for_workers
+from apportion.cost_model.placement import Placement, layouts, devices_for_workers
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced, family, priced, ranked
 from apportion.planner.units import label
@@ -74,14 +74,14 @@ def places_of(
     cluster: Cluster, workers: int | None = None, threads: int | None = None, *, on_cores: bool = False
 ) -> list[Placement]:
     """Return the layouts worth a look, the largest first; only those of so many workers and threads where these are
-    given. ``on_cores``: of machines with GPUs also several workers on their cores, which networks that act are faster
-    on more often than not."""
+    given. ``on_cores``: of machines with GPUs also several workers on their cores, where networks that act are often
+    faster."""
     if workers is None:
         found = [layout for layout in layouts(cluster, on_cores=on_cores) if threads in (None, layout.threads)]
     else:
         found = [
             layout
-            for devices in places_for_workers(cluster, on_cores)
+            for devices in devices_for_workers(cluster, on_cores)
             for layout in _of_workers(cluster, devices, workers, threads)
         ]
     return sorted(found, key=lambda layout: (-layout.ranks, -layout.threads))
@@ -90,7 +90,7 @@ def places_of(
 def no_place(cluster: Cluster, workers: int | None, threads: int | None, *, on_cores: bool = False) -> str:
     """Say why there is no layout of so many workers of so many threads, and for how many there is one."""
     given = " and ".join(f"{name}={n}" for name, n in (("workers", workers), ("threads", threads)) if n is not None)
-    devices = places_for_workers(cluster, on_cores)[-1]
+    devices = devices_for_workers(cluster, on_cores)[-1]
     cores, hosts = sum(d.cores for d in devices), {d.host for d in devices}
     kind = "GPUs" if devices[0].kind == "cuda" else "cores"
     if (workers or 1) * (threads or 1) > cores:
