@@ -99,6 +99,8 @@ def test_more_workers_than_gpus_are_profiled_on_the_cores(monkeypatch: pytest.Mo
             "mine.py:workload", replace(here, devices=(*here.devices, *machine(2).cluster.devices)), 2
         )
         assert {name for place in found for name in place.devices} == where
+    with pytest.raises(ValueError, match=r"workers=3: cluster made has no place .*; use workers=2"):
+        _profiled("mine.py:workload", with_cores(), 3)
 
 
 def test_threads_are_as_many_as_the_smallest_device_has_cores_for() -> None:

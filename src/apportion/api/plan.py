@@ -11,7 +11,7 @@ from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
 from apportion.planner.plan import Plan
-from apportion.planner.search import places_of, search
+from apportion.planner.search import no_place, places_of, search
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
 
@@ -161,4 +161,6 @@ def _profiled(workload: Workload | str, here: Cluster, workers: int | None, *, r
 
     # So many workers may have no place on the GPUs, and a network that acts has one on the cores beside them.
     places = places_of(here, workers) or places_of(here, workers, on_cores=True)
+    if not places:
+        raise ValueError(no_place(here, workers, None, on_cores=True))
     return profile(workload, here, places, rollouts=rollouts)
