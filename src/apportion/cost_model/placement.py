@@ -110,8 +110,8 @@ def _choices(cluster: Cluster, most: int, on_cores: bool) -> Iterator[tuple[tupl
 
 
 def devices_for_workers(cluster: Cluster, on_cores: bool = False) -> list[list[Device]]:
-    """The devices that workers are put on, of each kind: the GPUs where there are any, else the cores; ``on_cores``: the
-    GPUs, and then the cores."""
+    """The devices that workers are put on, of each kind: the GPUs where there are any, else the cores; ``on_cores``:
+    the GPUs, and then the cores."""
     gpus = [d for d in cluster.devices if d.kind == "cuda"]
     cores = [d for d in cluster.devices if d.kind == "cpu"]
     return [gpus or cores, *([cores] if on_cores and gpus and cores else [])]
