@@ -107,6 +107,21 @@ def test_hosts_are_written_without_a_name() -> None:
         parse("ssh(1 + x)", LAUNCHERS)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("ssh(nowhere)", "unknown launcher 'nowhere': one of .*; a text is written in quotes, 'nowhere'"),
+        ("ssh('a', locall)", "did you mean local\\?; a text is written in quotes, 'locall'"),
+        ("ssh(gpu-1)", "neither a number, a text, nor a value; a text is written in quotes, 'gpu-1'"),
+        ("ssh(gpu.lan)", "a text is written in quotes, 'gpu.lan'"),
+        ("ssh(10.0.0.1)", "does not parse .*, and a text in quotes"),
+    ],
+)
+def test_a_host_without_quotes_is_told_of_them(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        parse(text, LAUNCHERS)
+
+
 def test_the_users_options_stand_before_our_own() -> None:
     launcher = apportion.ssh("user@b:4", options=("-p", "2222"), python="/opt/it's here/python")
     words = launcher.command(launcher.parsed()[0])

@@ -97,14 +97,19 @@ def find(name: str, package: str) -> type:
 def _find_added(name: str, package: str) -> type:
     given = _added(package).get(name)
     if given is None:
-        known = names(package)
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-        raise ValueError(f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}")
+        raise ValueError(_unknown(name, package))
     added = given.load()
     if not (isinstance(added, type) and issubclass(added, Value) and written_name(added) == name):
         raise ValueError(f"{name} = {given.value!r} in the group {package} must be a class of values written {name}")
     return added
+
+
+def _unknown(name: str, package: str) -> str:
+    """The message of a name that no value of a folder is written with."""
+    known = names(package)
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
+    return f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}"
 
 
 def parse(text: str, package: str) -> Any:
@@ -127,7 +132,7 @@ def _expression(text: str) -> ast.expr:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
         raise ValueError(
-            f"{text!r} does not parse ({error.msg}): write it like data_parallel(microbatches=2)"
+            f"{text!r} does not parse ({error.msg}): write it like data_parallel(microbatches=2), and a text in quotes"
         ) from None
 
 
@@ -163,9 +168,13 @@ def _argument(node: ast.expr, text: str, package: str | None) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        if package is not None and isinstance(node, ast.Call | ast.Name):
-            return _build(node, text, package)
-        raise ValueError(f"{text!r}: {ast.unparse(node)} is neither a number, a text, nor a value") from None
+        written = ast.get_source_segment(text.strip(), node) or ast.unparse(node)
+        quoted = f"a text is written in quotes, {written!r}"
+        if package is None or not isinstance(node, ast.Call | ast.Name):
+            raise ValueError(f"{text!r}: {written} is neither a number, a text, nor a value; {quoted}") from None
+        if isinstance(node, ast.Name) and node.id not in names(package):
+            raise ValueError(f"{text!r}: {_unknown(node.id, package)}; {quoted}") from None
+        return _build(node, text, package)
 
 
 def _signature(cls: type) -> str:
