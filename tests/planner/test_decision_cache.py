@@ -13,9 +13,11 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.profile import Pass
-from apportion.planner.auto import _few, _told_priced, _told_tried, _why
+from apportion.planner import auto
+from apportion.planner.auto import _Deciding, _few, _told_piloted, _told_priced, _told_tried, _why
 from apportion.planner.calibration import Correction, Trial, correction, divided
 from apportion.planner.predict import _layout
+from apportion.planner.trials.pilot import LAST, Piloted
 from apportion.planner.trials.significance import SURE
 from apportion.planner.trials.trial import Measured, candidate
 from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, choose, surprising
@@ -87,6 +89,30 @@ def test_why_it_was_taken_says_how_sure_that_is() -> None:
     assert why(first, 0.5, first, second).endswith(", though it cannot be told apart from the next")
     assert why(second, 0.5, first, second).startswith("600 ms a step, and the simplest of those")
     assert why(first, 1.0, first, tried("map_reduce", None)) == "500 ms a step, and nothing else could run"
+
+
+def test_a_pilot_that_could_not_be_is_told_of_and_one_that_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The faster approximate one is tried; the exact one that is taken in the end says why."""
+    first, other = tried("data_parallel", (0.5,)), offer("hogwild", cost(0.1, 64))
+    refined = TuningResult(tried=[first], chosen=first, confidence=1.0, correction=Correction(), seconds=1.0)
+    deciding = object.__new__(_Deciding)
+    deciding._workload, deciding._changes, deciding._steps = "work.py:workload", {}, 100
+
+    def why(outcome: Piloted | Exception) -> str:
+        def told(*_: Any, **__: Any) -> Piloted:
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(auto, "pilot", told)
+        return _told_piloted(deciding._pilot([other], refined, 1.0))
+
+    same = (1.0,) * LAST
+    assert why(Piloted(exact=same, approximate=same, steps=(3, 3), seconds=1.0)) == (
+        "; hogwild learned no more in the same time"
+    )
+    assert why(ValueError("there is no loss\nand more lines")) == "; no pilot of hogwild: there is no loss"
+    assert _told_piloted(deciding._pilot([], refined, 1.0)) == "", "there is none to try"
 
 
 def test_a_short_time_is_for_so_many_candidates_and_a_long_one_for_all() -> None:

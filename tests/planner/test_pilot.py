@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from apportion.core.value import parse
 from apportion.core.workload import Evaluation, Workload
-from apportion.planner.trials.pilot import TURNS, Piloted, lower, pilot
+from apportion.planner.trials.pilot import TURNS, Piloted, _Runner, lower, pilot
 from apportion.planner.trials.trial import Candidate, candidate
 from apportion.runtime.launch.local import Local
 
@@ -82,12 +82,15 @@ def test_who_learns_nothing_of_its_speed_is_not_better() -> None:
     assert lower([1.0] * 4, [math.nan] * 4)
 
 
-def test_what_a_network_that_acts_has_learnt_is_not_its_loss() -> None:
+def test_what_a_network_that_acts_has_learnt_is_not_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is said before anything is trained."""
+    monkeypatch.setattr(_Runner, "_train", lambda _: pytest.fail("a training without a loss to compare"))
     with by_value(played), pytest.raises(ValueError, match="is its score, and not a loss on the same examples"):
         pilot(of("single_device", 1), of("hogwild", 2), played.good, {}, steps=1000, seconds=1.0)
 
 
-def test_without_a_loss_there_is_nothing_to_compare() -> None:
+def test_without_a_loss_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Runner, "_train", lambda _: pytest.fail("a training without a loss to compare"))
     with by_value(networks), pytest.raises(ValueError, match="no loss that two strategies could be compared by"):
         pilot(
             of("single_device", 1), of("data_parallel", 2), networks.cases["two_optimizers"](16), {}, steps=100,

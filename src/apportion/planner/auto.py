@@ -149,7 +149,7 @@ class _Deciding:
         share = 1 - PILOT if self._planning.approximate else 1.0
         refined = refine(self._all(priced), self._workload, self._changes, seconds=share * seconds, most=_few(most))
         piloted = self._pilot(priced, refined, PILOT * seconds) if self._planning.approximate else None
-        if piloted is not None and piloted[1].better:
+        if piloted is not None and isinstance(piloted[1], Piloted) and piloted[1].better:
             return self._taken(piloted[0], piloted[1].text, _told_tried(refined.tried, priced))
         return self._refined(refined, priced, piloted)
 
@@ -188,17 +188,20 @@ class _Deciding:
         return True
 
     def _refined(
-        self, refined: TuningResult, priced: Sequence[Offer], piloted: tuple[Offer, Piloted] | None
+        self, refined: TuningResult, priced: Sequence[Offer], piloted: tuple[Offer, Piloted | str] | None
     ) -> Decision:
         chosen = refined.chosen
         assert chosen.measured is not None
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
         data = _told_tried(refined.tried, priced)
-        learned = "" if piloted is None else f"; {piloted[0].strategy} learned no more in the same time"
-        why = [_why(refined) + learned, *filter(None, [noted(chosen.measured.without_core_share)])]
+        why = [_why(refined) + _told_piloted(piloted), *filter(None, [noted(chosen.measured.without_core_share)])]
         return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
 
-    def _pilot(self, priced: Sequence[Offer], refined: TuningResult, seconds: float) -> tuple[Offer, Piloted] | None:
+    def _pilot(
+        self, priced: Sequence[Offer], refined: TuningResult, seconds: float
+    ) -> tuple[Offer, Piloted | str] | None:
+        """Return the fastest approximate offer with its pilot, or with why there could be none; None where no
+        approximate one is faster."""
         found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]
         best, chosen = min(found)[2] if found else None, refined.chosen
         assert chosen.measured is not None
@@ -210,8 +213,8 @@ class _Deciding:
             return best, pilot(
                 exact, approximate, self._workload, self._changes, steps=self._steps, seconds=seconds / 2
             )
-        except (ValueError, ApportionError):  # it cannot run this workload: the exact one is taken
-            return None
+        except (ValueError, ApportionError) as error:  # it cannot be compared: the exact one is taken
+            return best, str(error).partition("\n")[0]
 
     def _taken(self, offer: Offer, why: str, candidates: list[dict[str, Any]]) -> Decision:
         expected = None if offer.cost is None else expected_of(offer.cost)
@@ -254,6 +257,16 @@ def _a_step(alone: TrialWorkers) -> float:
 def _few(most: int) -> int | None:
     """Return the number of candidates as a limit; None where it is large enough to need no limit."""
     return most if most < 6 else None
+
+
+def _told_piloted(piloted: tuple[Offer, Piloted | str] | None) -> str:
+    """Why the approximate offer of a pilot was not taken; nothing where there was none to try."""
+    if piloted is None:
+        return ""
+    offer, found = piloted
+    if isinstance(found, str):
+        return f"; no pilot of {offer.strategy}: {found}"
+    return f"; {offer.strategy} learned no more in the same time"
 
 
 def _why(refined: TuningResult) -> str:

@@ -99,6 +99,7 @@ class _Runner:
     def __init__(self, group: TrialWorkers) -> None:
         self._group = group
         self._left = int(group.built()["each"])
+        self._group.loss(EXAMPLES)  # whoever has none to compare says so before anything is trained
         self._debt = 0.0
         self._a_step: float | None = None
         self.made = 0
