@@ -11,9 +11,9 @@ and 14.1 where the environment holds a button for a step by chance (`repeat_acti
 default), which it had never met.
 
 Stable-Baselines3's A2C beside it, with the settings of its zoo (16 games in its process, 84 pixels a side) and two
-threads for torch, its fastest of four ways here, made 610 frames a second on the same two cores. After 32 minutes, in
-which ours had come to 20.5, it had made 1.2 million frames, and after 41 minutes and 1.5 million its ten games had a
-mean score of -21.0; it was stopped after 54 minutes.
+threads for torch, its fastest of four ways here, made 600 frames a second on the same two cores. After 32 minutes, in
+which ours had come to 20.5, it had made 1.2 million frames. After 54 minutes and 2.0 million its ten games had a
+mean score of -21.0; it was stopped after 64 minutes, twice our time.
 
 On one of those cores the environment takes 330 us a frame, acting 70 and learning 120. The network of Mnih et al. 2016
 on the usual 84 pixels a side took 160 and 420 for the latter two.
