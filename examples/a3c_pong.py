@@ -12,8 +12,8 @@ default), which it had never met.
 
 Stable-Baselines3's A2C beside it, with the settings of its zoo (16 games in its process, 84 pixels a side) and two
 threads for torch, its fastest of four ways here, made 600 frames a second on the same two cores. After 32 minutes, in
-which ours had come to 20.5, it had made 1.2 million frames. After 54 minutes and 2.0 million its ten games had a
-mean score of -21.0; it was stopped after 64 minutes, twice our time.
+which ours had come to 20.5, it had made 1.2 million frames. After 54 minutes and 2.0 million its ten games had a mean
+score of -21.0; it was stopped after 64 minutes, twice our time, and 2.4 million.
 
 On one of those cores the environment takes 330 us a frame, acting 70 and learning 120. The network of Mnih et al. 2016
 on the usual 84 pixels a side took 160 and 420 for the latter two.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import apportion
 
 SCREEN = 42
-"""Pixels a side: half of what is usual, for a quarter of the arithmetic. The ball is still seen."""
+"""Pixels a side: half of what is usual, so a screen has a quarter of the pixels, and the ball is still seen."""
 
 HIDDEN, POLICY, VALUE = math.sqrt(2), 0.01, 1.0
 """The gains of the orthogonal matrices that hidden layers, the policy's last layer and the value's begin with."""
