@@ -23,6 +23,8 @@ acrobot           the same until -100 in Acrobot, against A2C.
 lunar             the same until 200 in LunarLander, against PPO.
 scaling           frames/s of parameter_server on CartPole, two workers against one: the ratio is how many times faster.
 scaling_pong      the same on Pong.
+scaling_score     seconds until the greedy mean of 100 episodes of CartPole is 475, parameter_server with two workers
+                  against one, 20 seeds.
 sharded_hogwild   frames/s of parameter_server, two workers, with a lock for each shard against hogwild.
 sample_efficiency frames until 475 in CartPole, ours and A2C with the same settings; the ratio is how many times as many
                   frames ours takes.
@@ -36,9 +38,10 @@ sides run in turn, A B A B, the other one parked; a side that has settings to ch
 first, and is compared with the fastest. Nothing is evaluated while frames are counted; to a score, the clocks stand
 still while a common judge plays its 100 episodes (judge.py). Five seeds, medians; a seed that does not come to the
 score counts with all that its budget takes, and is printed so. Frames to a score differ by a factor of ten between
-seeds, so sample_efficiency has 30 of them; and 15,000 frames are often enough, so it looks at the score every 1,000.
-`what` has the seconds and the seconds of processor time of both sides. Except in sample_efficiency a ratio above 1 is
-better than the peer.
+seeds, so sample_efficiency has 30 of them; and 15,000 frames are often enough, so it looks at the score every 1,000. The
+rows of scaling have 25 turns, for the two cores of a machine are not always worth the same. `what` has the seconds and
+the seconds of processor time of both sides and, to a score, the interval of the ratio over the seeds. Except in
+sample_efficiency a ratio above 1 is better than the peer.
 
 The peers' packages are installed at the first use, in front of this environment (peers/sb3.txt, torchrl.txt,
 sample_factory.txt), below ~/.cache/apportion/peers. A side that fails makes a failed row, and exit status 1.
@@ -138,6 +141,13 @@ TUNED = {
     "lunar": tuned("LunarLander-v3", "a3c_lunar_lander", environments=8, steps=128, frames=3_000_000),
 }  # fmt: skip
 """Ours."""
+
+
+def tuned_of(ranks):
+    """Ours of CartPole by parameter_server, with so many workers."""
+    return Player("ours", TUNED["cartpole"].order | {"strategy": ASYNCHRONOUS}, ranks)
+
+
 AS_SB3 = ours(
     CARTPOLE | {"steps": 5, "lr": 0.0007}, "single_device", 1, environments=8, frames=500_000, gamma=0.99, value=0.5
 )
@@ -188,8 +198,15 @@ ROWS = {
         "CartPole, parameter_server, two workers against one",
         (ours(CARTPOLE, environments=16),),
         (ours(CARTPOLE, ranks=1, environments=16),),
+        rounds=25,
     ),
-    "scaling_pong": Rates("Pong, parameter_server, two workers against one", (ours(PONG),), (ours(PONG, ranks=1),)),
+    "scaling_pong": Rates(
+        "Pong, parameter_server, two workers against one", (ours(PONG),), (ours(PONG, ranks=1),), rounds=25
+    ),
+    "scaling_score": ToScore(
+        "CartPole to 475, parameter_server, two workers against one", tuned_of(2), (tuned_of(1),), 475, 2_000,
+        seeds=tuple(range(20)),
+    ),
     "sharded_hogwild": Rates(
         "CartPole, two workers, parameter_server against hogwild",
         (ours(CARTPOLE, environments=16),),

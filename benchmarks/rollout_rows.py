@@ -10,12 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from own_environment import in_front_of_ours
 from parked import KEPT, Side
 from sessions import SessionSide
 
 HERE = Path(__file__).resolve().parent
 ROUNDS, ROUND_SECONDS, TRIAL_SECONDS = 9, 2.0, 3.0
+RESAMPLES = 10_000
 SEEDS = (0, 1, 2, 3, 4)
 PACKAGES = {"sb3": "sb3", "a3c_per_step": "sb3", "torchrl": "torchrl", "sample_factory": "sample_factory"}
 """Of peers/NAME.txt, by the side: the A3C of single steps scales Pong's frames by the same OpenCV."""
@@ -116,6 +118,7 @@ class Rates:
     ours: tuple[Player, ...]
     peer: tuple[Player, ...]
     by: str = "wall"
+    rounds: int = ROUNDS
 
     @property
     def unit(self):
@@ -128,7 +131,7 @@ class Rates:
             for side in (ours, peer):
                 side.wait_until_ready()
             calls = [calls_for(side, ROUND_SECONDS) for side in (ours, peer)]
-            rounds = [(played(ours, calls[0])[0].rates, played(peer, calls[1])[0].rates) for _ in range(ROUNDS)]
+            rounds = [(played(ours, calls[0])[0].rates, played(peer, calls[1])[0].rates) for _ in range(self.rounds)]
         sides = [
             {by: median(rates[by] for rates in found) for by in ("wall", "cpu")} for found in zip(*rounds, strict=True)
         ]
@@ -182,7 +185,8 @@ class Racer:
 class ToScore:
     """What it takes until the greedy mean of 100 episodes is `score`, looked at every `chunk` frames: seconds of
     training, or frames. Where the score is not reached it is what the whole budget takes. The players are trained from
-    each seed side by side, in turns; figures are medians over the seeds."""
+    each seed side by side, in turns; figures are medians over the seeds, and the interval has the ratio of 95 % of the
+    samples that are drawn from the seeds, with replacement."""
 
     what: str
     ours: Player
@@ -203,16 +207,29 @@ class ToScore:
         found = [[racer.told() for racer in side] for side in zip(*races, strict=True)]
         ours, peer = ({name: median(told[name] for told in side) for name in side[0]} for side in found)
         own, its = ours[self.by], peer[self.by]
+        low, high = self._interval(found)
         return {
             "ours": own,
             "peer": its,
-            # Of seconds how many times fewer, of frames how many times as many.
-            "ratio": its / own if self.by == "seconds" else own / its,
-            "what": f"{self.what}: {self._words('ours', found[0])}; {self._words('peer', found[1])}",
+            "ratio": self._ratio(own, its),
+            "interval": [low, high],
+            "what": f"{self.what}: {self._words('ours', found[0])}; {self._words('peer', found[1])}; "
+            f"the ratio is from {low:.2f} to {high:.2f} in 95 % of samples of the seeds",
             "settings": [self.ours.name, other.name],
             "tried": tried,
             "seeds": dict(zip(("ours", "peer"), found, strict=True)),
         }
+
+    def _ratio(self, own, its):
+        """Of seconds how many times fewer, of frames how many times as many."""
+        return its / own if self.by == "seconds" else own / its
+
+    def _interval(self, found):
+        """The lowest and the highest ratio of those samples. A seed's two runs stay together."""
+        both = np.array([[told[self.by] for told in side] for side in found])
+        drawn = np.random.default_rng(0).integers(both.shape[1], size=(RESAMPLES, both.shape[1]))
+        own, its = np.median(both[:, drawn], axis=2)
+        return np.quantile(self._ratio(own, its), (0.025, 0.975)).tolist()
 
     def _race(self, seed, other):
         with ExitStack() as stack:
