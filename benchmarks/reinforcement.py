@@ -38,9 +38,9 @@ sides run in turn, A B A B, the other one parked; a side that has settings to ch
 first, and is compared with the fastest. Nothing is evaluated while frames are counted; to a score, the clocks stand
 still while a common judge plays its 100 episodes (judge.py). Five seeds, medians; a seed that does not come to the
 score counts with all that its budget takes, and is printed so. Frames to a score differ by a factor of ten between
-seeds, so sample_efficiency has 30 of them; and 15,000 frames are often enough, so it looks at the score every 1,000. The
-rows of scaling have 25 turns, for the two cores of a machine are not always worth the same. `what` has the seconds and
-the seconds of processor time of both sides and, to a score, the interval of the ratio over the seeds. Except in
+seeds, so sample_efficiency has 30 of them; and 15,000 frames are often enough, so it looks at the score every 1,000.
+The rows of scaling have 25 turns, for the two cores of a machine are not always worth the same. `what` has the seconds
+and the seconds of processor time of both sides and, to a score, the interval of the ratio over the seeds. Except in
 sample_efficiency a ratio above 1 is better than the peer.
 
 The peers' packages are installed at the first use, in front of this environment (peers/sb3.txt, torchrl.txt,
