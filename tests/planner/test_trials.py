@@ -19,9 +19,10 @@ from torch.utils.data import TensorDataset
 
 from apportion.core.workload import Workload
 from apportion.cost_model.profile import Profile
+from apportion.planner import launched_plan
 from apportion.planner.build import make
 from apportion.planner.calibration import Correction
-from apportion.planner.candidate import Priced
+from apportion.planner.candidate import Measurement, Priced
 from apportion.planner.plan import Plan
 from apportion.planner.search import search
 from apportion.planner.trials.measured_plan import after, tried
@@ -128,6 +129,32 @@ def test_without_being_asked_nothing_approximate_is_chosen() -> None:
     assert plan.chosen.strategy.exact
     assert not any("pilot" in line for line in plan.why)
     assert plan.chosen.tried is not None
+
+
+# Among ranks that run already
+
+
+def test_later_rounds_try_what_should_now_be_faster_beside_the_best_so_far() -> None:
+    """What was tried comes by its measurement, and the rest by what is predicted now."""
+
+    def offer(microbatches: int, predicted: float, measured: float | None = None) -> Priced:
+        price = replace(a_price(DataParallel(microbatches=microbatches), 2), corrected=predicted)
+        if measured is None:
+            return price
+        return replace(price, tried=Measurement(step_seconds=measured, low=measured, high=measured, steps=9))
+
+    def later(*found: Priced) -> list[str]:
+        plan = replace(predicted(), found=found)
+        return [strategy for strategy, _ in launched_plan._worth_trying(plan, first=False)]
+
+    slow, fast = offer(1, 0.5, measured=4.0), offer(2, 3.0, measured=2.0)
+    hopeful, better = offer(4, 1.9), offer(8, 1.5)
+    assert later(slow, hopeful, fast, better) == ["data_parallel(microbatches=2)", "data_parallel(microbatches=8)"]
+    assert later(slow, fast, offer(4, 2.1)) == ["data_parallel(microbatches=2)"], "no other should be faster"
+    assert later(slow, fast) == ["data_parallel(microbatches=2)"], "nothing is left"
+    assert later(hopeful, better) == [], "the trials have refused everything that they began with"
+    gone = replace(better, cost=None, refusal="no")
+    assert later(slow, gone, fast) == ["data_parallel(microbatches=2)"]
 
 
 # What a trial has shown
