@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -21,7 +23,8 @@ from apportion.api.train import train
 from apportion.core.strategy import State
 from apportion.errors import CheckpointError
 from apportion.reporting.journal import read_events
-from apportion.runtime.checkpoint import run_directory
+from apportion.runtime.checkpoint import append_only_file, run_directory
+from apportion.runtime.checkpoint import single_writer as single_writer_module
 from apportion.runtime.checkpoint.load import load
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import LOCK, single_writer
@@ -94,6 +97,57 @@ def test_a_run_directory_is_taken_and_given_back(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it is a symbolic link"), single_writer(folder):
         pass
     assert not (tmp_path / "elsewhere").exists()
+
+
+def taken(folder: Path, number: int) -> str:
+    """What becomes of whoever takes a folder and is interrupted before a line of the code that opens and locks it,
+    counted from the first one."""
+    before, left = sys.gettrace(), number
+    code = (single_writer_module.__file__, append_only_file.__file__)
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in code:
+            return None
+        left -= event == "line"
+        if not left:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with single_writer(folder):
+            sys.settrace(before)
+            return "taken"
+    except KeyboardInterrupt:
+        return "interrupted"
+    except ValueError:
+        return "refused"
+    finally:
+        sys.settrace(before)
+
+
+def test_ctrl_c_at_any_line_leaves_no_folder_and_no_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    for number in count(1):
+        found = taken(folder, number)
+        assert not (tmp_path / "runs").exists(), f"interrupted before line {number}"
+        if found == "taken":
+            break
+    assert number > 15
+
+
+def test_ctrl_c_before_another_training_has_refused_leaves_the_lock_with_that_one(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    with single_writer(folder):
+        for number in count(1):
+            found = taken(folder, number)
+            with pytest.raises(ValueError, match="another training"), single_writer(folder):
+                pass
+            if found == "refused":
+                break
+    assert number > 10
 
 
 @pytest.mark.processes

@@ -26,39 +26,36 @@ def single_writer(run_dir: str | Path, *, seconds: float = 0.0) -> Iterator[None
     it cannot be made."""
     folder = Path(run_dir).absolute()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    descriptor = _locked(folder, time.monotonic() + seconds)
+    opened: list[int] = []
     try:
+        _open_locked(folder, time.monotonic() + seconds, opened)
         with suppress(OSError):  # a full disk
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        try:
-            yield
-        finally:
-            _clear(folder, made)
-    finally:
-        os.close(descriptor)
+            os.ftruncate(opened[-1], 0)
+            os.pwrite(opened[-1], str(os.getpid()).encode(), 0)
+        yield
+    finally:  # also where Ctrl-C has come between two lines from above
+        _clear(folder, made, opened)
+        for descriptor in opened:
+            os.close(descriptor)
 
 
-def _locked(folder: Path, end: float) -> int:
+def _open_locked(folder: Path, end: float, opened: list[int]) -> None:
+    """Opens the file of the lock, as the last of ``opened``, and locks it."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = open_own(folder / LOCK, os.O_RDWR | os.O_CREAT)
+            opened.append(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT))
         except FileNotFoundError:  # another one has cleared it away meanwhile
             continue
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be written: {reason(error)}; make it writable, or use another --run-dir"
             ) from error
-        try:
-            while not _lock(descriptor, folder, wait=time.monotonic() < end):
-                time.sleep(_LOOK_SECONDS)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # of a file that its holder has cleared away: this lock keeps nobody out
+        while not _lock(opened[-1], folder, wait=time.monotonic() < end):
+            time.sleep(_LOOK_SECONDS)
+        if os.fstat(opened[-1]).st_nlink:
+            return
+        os.close(opened.pop())  # of a file that its holder has cleared away: this lock keeps nobody out
 
 
 def _lock(descriptor: int, folder: Path, *, wait: bool) -> bool:
@@ -79,10 +76,16 @@ def _lock(descriptor: int, folder: Path, *, wait: bool) -> bool:
     return True
 
 
-def _clear(folder: Path, made: Sequence[Path]) -> None:
-    """Remove the folders that were made, the innermost first, where nothing was written into them."""
+def _clear(folder: Path, made: Sequence[Path], opened: list[int]) -> None:
+    """Remove the folders that were made, the innermost first, where nothing was written into them and no other training
+    has the lock."""
+    if not made:
+        return
     with suppress(OSError):
-        if made and os.listdir(folder) == [LOCK]:
+        if not opened and (folder / LOCK).exists():  # Ctrl-C came while it was opened
+            opened.append(open_own(folder / LOCK, os.O_RDWR))
+        there = opened and os.fstat(opened[-1]).st_nlink
+        if there and _lock(opened[-1], folder, wait=True) and os.listdir(folder) == [LOCK]:
             os.unlink(folder / LOCK)
-            for path in made:
-                os.rmdir(path)
+        for path in made:
+            os.rmdir(path)
