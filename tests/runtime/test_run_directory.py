@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -148,6 +149,25 @@ def test_ctrl_c_before_another_training_has_refused_leaves_the_lock_with_that_on
             if found == "refused":
                 break
     assert number > 10
+
+
+def test_who_comes_second_to_a_new_folder_leaves_it_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of two found the folder, and the other one has made and locked it meanwhile."""
+    folder, original = tmp_path / "a", single_writer_module._open_locked
+    with ExitStack() as first:
+
+        def later(*arguments: Any) -> None:
+            monkeypatch.undo()
+            first.enter_context(single_writer(folder))
+            original(*arguments)
+
+        monkeypatch.setattr(single_writer_module, "_open_locked", later)
+        with pytest.raises(ValueError, match="another training"), single_writer(folder):
+            pass
+        assert os.listdir(folder) == [LOCK]
+    assert not folder.exists()
 
 
 @pytest.mark.processes
