@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,11 @@ def bag() -> Workload:
 
 
 def test_a_sparse_update_is_seen_by_the_others_at_once_and_touches_its_own_rows_alone() -> None:
+    # Either worker may be dealt either batch. At the example's own learning rate of 2 the first step makes the network
+    # so sure of some texts of the second that their gradient is 0, and leaves their rows as they are.
+    slow = replace(bag(), batch_size=4, evaluation=None, optimizer=partial(torch.optim.SGD, lr=0.01))
     with by_value(sys.modules[bag().model.__module__]):
-        answers = on_ranks(touched, 2, replace(bag(), batch_size=4, evaluation=None))
+        answers = on_ranks(touched, 2, slow)
     for told, _, done in answers:
         assert told == [answers[0][1], answers[1][1]]
         assert done == 2
