@@ -181,7 +181,7 @@ class PairSum:
         if not piece.numel():
             self._under_way.append((piece, theirs, 0, 0))
             return
-        sent, got = self._peer.send(memory_of(piece)), self._peer.receive(memory_of(theirs))
+        sent, got = self._peer.exchange(memory_of(piece), memory_of(theirs))
         self._under_way.append((piece, theirs, sent, got))
         self._peer.move()
         self._clock.moving[id(self._peer)] = self._peer.move_aside

@@ -197,7 +197,7 @@ class NetworkGroup(HostsGroup):
         theirs = self._take_scratch(flat)
         peer.begin_count()
         step, added = PIECE_BYTES // flat.element_size(), 0
-        sent, got = peer.send(memory_of(flat)), peer.receive(memory_of(theirs))
+        sent, got = peer.exchange(memory_of(flat), memory_of(theirs))
 
         def add() -> None:
             nonlocal added
@@ -367,8 +367,15 @@ class NetworkGroup(HostsGroup):
     def _begin_exchange(self, sends: Messages, receives: Messages, clock: WaitClock) -> Callable[[], None]:
         """Begins to send to and to receive from other ranks, and returns what waits until all of it is through."""
         peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
-        ends = [(peers[at], 0, peers[at].send(data)) for at, data in sends]
-        ends += [(peers[at], 1, peers[at].receive(into)) for at, into in receives]
+        if [at for at, _ in sends] == [at for at, _ in receives] == [*peers]:
+            both = [
+                (peers[at], *peers[at].exchange(data, into))
+                for (at, data), (_, into) in zip(sends, receives, strict=True)
+            ]
+            ends = [(peer, way, number) for peer, *numbers in both for way, number in enumerate(numbers)]
+        else:
+            ends = [(peers[at], 0, peers[at].send(data)) for at, data in sends]
+            ends += [(peers[at], 1, peers[at].receive(into)) for at, into in receives]
         try:
             for peer in peers.values():
                 peer.begin_count()

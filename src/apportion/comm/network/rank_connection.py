@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -29,6 +30,16 @@ that is asked for, what it offers the other end may stay at its first 64 KiB or 
 WAKE_BYTES = 32 << 10
 """The bytes of a message that are waited for at once: to be woken for each packet costs more than to copy it. Half of
 what the system offers a new connection to send: where that is less than what is waited for, the other end stops."""
+AHEAD_BYTES, AHEAD_SECONDS = 128 << 10, 0.005
+"""What one end of an exchange may send before as much has come from the other end, at least: bytes, and what goes in so
+many seconds beside what is on the way there and back. Without a limit the end with the larger congestion window fills
+the queue in which its acknowledgements of what comes wait too: both directions then share the cable as their windows
+are to each other, and the exchange lasts as long as the slower one (Zhang, Shenker and Clark, "Observations on the
+dynamics of a congestion control algorithm: the effects of two-way traffic", SIGCOMM 1991)."""
+_TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
+_TRIP_AT, _RATE_AT = 148, 160
+"""Where Linux's ``struct tcp_info`` has the shortest time of a round trip, in microseconds, and the bytes/s that the
+other end has got."""
 NAP_SECONDS = 0.0005
 """The seconds between two looks at other messages that only this process moves on."""
 LOOK_SECONDS = 1.0
@@ -71,9 +82,17 @@ class RankConnection(PeerSocket):
         sock.setblocking(False)
         self._sends: deque[memoryview] = deque()
         self._receives: deque[memoryview] = deque()
+        self._exchanged: deque[tuple[int, int]] = deque()
+        """The numbers of the messages of exchanges under way: that which goes, and that which comes."""
+        self._ahead = AHEAD_BYTES
+        """How far this end of an exchange may go ahead."""
+        self._got_bytes = 0
+        """The bytes of the message to receive that have come."""
         self._head = b""
         """What is left of the header of the first message to send."""
         self._begun = False
+        self._gone_bytes = 0
+        """The bytes of the first message to send that have gone."""
         self._got = bytearray()
         """What has arrived of the header of the message to receive."""
         self.sent = self.received = 0
@@ -92,7 +111,7 @@ class RankConnection(PeerSocket):
     @property
     def events(self) -> int:
         """The events of the socket that would move a message on."""
-        return (select.POLLOUT if self._sends else 0) | (select.POLLIN if self._receives else 0)
+        return (select.POLLOUT if self._sends and self._room() else 0) | (select.POLLIN if self._receives else 0)
 
     def begin_count(self) -> None:
         """Counts the bytes that go out and come in from zero."""
@@ -110,13 +129,47 @@ class RankConnection(PeerSocket):
         self.started[1] += 1
         return self.started[1]
 
+    def exchange(self, data: memoryview, into: memoryview) -> tuple[int, int]:
+        """Begins a message and the receipt of another, of which the other end does the same: neither end goes far ahead
+        of the other. Returns the numbers of both."""
+        sent, got = self.send(data), self.receive(into)
+        if data.nbytes > AHEAD_BYTES:
+            self._exchanged.append((sent, got))
+        return sent, got
+
+    def _room(self) -> int:
+        """Returns how many bytes of the first message to send may go now."""
+        left = self._sends[0].nbytes
+        while self._exchanged and self._exchanged[0][0] <= self.through[0]:
+            self._exchanged.popleft()
+        if not self._exchanged or self._exchanged[0][0] > self.through[0] + 1:
+            return max(left, 1)
+        awaited = self._exchanged[0][1] - self.through[1]
+        if awaited <= 0:  # the other end's has come
+            return max(left, 1)
+        ahead = self._gone_bytes - (self._got_bytes if awaited == 1 else 0)
+        worth = min(left, WAKE_BYTES)
+        if self._ahead - ahead < worth:
+            self._look_ahead()
+        room = self._ahead - ahead
+        return room if room >= worth else 0
+
+    def _look_ahead(self) -> None:
+        """Has this end go as far ahead as the connection has turned out to carry."""
+        if _TCP_INFO is None or self._sock.family == socket.AF_UNIX:
+            return
+        told = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _RATE_AT + 8)
+        if len(told) == _RATE_AT + 8:  # Linux 4.9 and later
+            (trip,), (rate,) = struct.unpack_from("=I", told, _TRIP_AT), struct.unpack_from("=Q", told, _RATE_AT)
+            self._ahead = max(self._ahead, int(rate * (2e-6 * trip + AHEAD_SECONDS)))
+
     def move(self) -> bool:
         """Moves on what can be moved without waiting, and returns whether anything is left. Raises PeerLost where the
         connection has ended, and AssertionError where a message has another length than was expected."""
         try:
-            while self._sends and self._push():
-                pass
             while self._receives and self._pull():
+                pass
+            while self._sends and (room := self._room()) and self._push(room):
                 pass
         except OSError as error:
             raise self._lost(error.strerror or type(error).__name__) from error
@@ -131,12 +184,12 @@ class RankConnection(PeerSocket):
         except PeerLost:
             return False
 
-    def _push(self) -> bool:
+    def _push(self, room: int) -> bool:
         data = self._sends[0]
         if not self._begun:
             self._head, self._begun = _HEADER.pack(self.through[0], data.nbytes), True
         try:
-            gone = self._sock.sendmsg([self._head, data])
+            gone = self._sock.sendmsg([self._head, data[:room]])
         except BlockingIOError:
             return False
         head = min(gone, len(self._head))
@@ -144,9 +197,10 @@ class RankConnection(PeerSocket):
         self._sends[0] = data = data[gone - head :]
         self.sent += gone - head
         self.gone += gone - head
+        self._gone_bytes += gone - head
         if not self._head and not data.nbytes:
             self._sends.popleft()
-            self._begun = False
+            self._begun, self._gone_bytes = False, 0
             self.through[0] += 1
             return True
         return False  # the system took what it has room for
@@ -171,8 +225,10 @@ class RankConnection(PeerSocket):
         came -= min(came, left)
         self._receives[0] = into = into[came:]
         self.received += came
+        self._got_bytes += came
         if not into.nbytes:
             self._receives.popleft()
+            self._got_bytes = 0
             self._got.clear()
             self.through[1] += 1
             return True
