@@ -37,9 +37,8 @@ the queue in which its acknowledgements of what comes wait too: both directions 
 are to each other, and the exchange lasts as long as the slower one (Zhang, Shenker and Clark, "Observations on the
 dynamics of a congestion control algorithm: the effects of two-way traffic", SIGCOMM 1991)."""
 _TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
-_TRIP_AT, _RATE_AT = 148, 160
-"""Where Linux's ``struct tcp_info`` has the shortest time of a round trip, in microseconds, and the bytes/s that the
-other end has got."""
+_TRIP_AT = 148
+"""Where Linux's ``struct tcp_info`` has the shortest time of a round trip, in microseconds, since Linux 4.9."""
 NAP_SECONDS = 0.0005
 """The seconds between two looks at other messages that only this process moves on."""
 LOOK_SECONDS = 1.0
@@ -88,6 +87,8 @@ class RankConnection(PeerSocket):
         """How far this end of an exchange may go ahead."""
         self._got_bytes = 0
         """The bytes of the message to receive that have come."""
+        self._came_at = 0.0
+        """When it began to come."""
         self._head = b""
         """What is left of the header of the first message to send."""
         self._begun = False
@@ -155,13 +156,20 @@ class RankConnection(PeerSocket):
         return room if room >= worth else 0
 
     def _look_ahead(self) -> None:
-        """Has this end go as far ahead as the connection has turned out to carry."""
+        """Has this end go as far ahead as what comes in this exchange says, once it says something. What lay there
+        already comes at once, and what the system takes for the rate of a moment is not one that lasts: the time that
+        it took is counted as no less than it should have."""
+        if self._got_bytes >= self._ahead:
+            trip = self._round_trip()
+            took = time.perf_counter() - self._came_at + max(trip, AHEAD_SECONDS)
+            self._ahead = max(AHEAD_BYTES, int(self._got_bytes / took * (2 * trip + AHEAD_SECONDS)))
+
+    def _round_trip(self) -> float:
+        """Returns the seconds of the shortest round trip, and 0 where the system does not tell."""
         if _TCP_INFO is None or self._sock.family == socket.AF_UNIX:
-            return
-        told = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _RATE_AT + 8)
-        if len(told) == _RATE_AT + 8:  # Linux 4.9 and later
-            (trip,), (rate,) = struct.unpack_from("=I", told, _TRIP_AT), struct.unpack_from("=Q", told, _RATE_AT)
-            self._ahead = max(self._ahead, int(rate * (2e-6 * trip + AHEAD_SECONDS)))
+            return 0.0
+        told = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TRIP_AT + 4)
+        return struct.unpack_from("=I", told, _TRIP_AT)[0] / 1e6 if len(told) == _TRIP_AT + 4 else 0.0
 
     def move(self) -> bool:
         """Moves on what can be moved without waiting, and returns whether anything is left. Raises PeerLost where the
@@ -222,6 +230,7 @@ class RankConnection(PeerSocket):
                 self._wake_from(1)
                 return False
             self._check(into.nbytes)
+            self._came_at = time.perf_counter()
         came -= min(came, left)
         self._receives[0] = into = into[came:]
         self.received += came
