@@ -104,8 +104,11 @@ def listening(root: int) -> dict[tuple[str, int], str]:
     found = {}
     for address, port, users in _LISTED.findall(listed):
         pids = [int(pid) for pid in re.findall(r"pid=(\d+)", users)]
-        words = [command_of(pid) for pid in pids if below is None or pid in below]
-        own = [said for said in words if said and not any(other in said for other in OTHERS)]
+        words = {pid: command_of(pid) for pid in pids}
+        # Whoever was just forked by one of OTHERS has its port too, until it runs a program of its own.
+        if any(other in said for said in words.values() for other in OTHERS):
+            continue
+        own = [said for pid, said in words.items() if said and (below is None or pid in below)]
         if own:
             found[address, int(port)] = own[0]
     return found
