@@ -20,8 +20,10 @@ _NEAR_SECONDS = 0.005
 _CONGESTION = b"cubic", b"reno"
 """The congestion controls of a local network, the better one first. BBR, which a system may have for all connections,
 paces by what it has measured and loses 5 to 15 % of a cable in the bursts of collectives."""
-_RTT = struct.Struct("=68xI")
-"""Where Linux has the round trip in microseconds in TCP_INFO."""
+_SHORTEST_RTT = struct.Struct("=148xI")
+"""Where Linux has the shortest round trip in microseconds in TCP_INFO."""
+_NO_RTT = 0xFFFFFFFF
+"""What it has there before the first one."""
 _PEERCRED = struct.Struct("3i")
 _MOST_WAITING = 1024
 
@@ -91,13 +93,22 @@ def prepare(sock: socket.socket) -> None:
 
 def prepare_bulk(sock: socket.socket) -> None:
     """Sets what a connection of TCP needs for messages of many bytes."""
-    if not hasattr(socket, "TCP_INFO") or not hasattr(socket, "TCP_CONGESTION"):
+    if not hasattr(socket, "TCP_CONGESTION"):
         return
-    (microseconds,) = _RTT.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))
-    for name in _CONGESTION if microseconds * 1e-6 < _NEAR_SECONDS else ():
+    for name in _CONGESTION if round_trip(sock) < _NEAR_SECONDS else ():
         with contextlib.suppress(OSError):  # the system does not let every user have each of them
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return
+
+
+def round_trip(sock: socket.socket) -> float:
+    """Returns the seconds of the shortest round trip of a connection; 0 within a host, and where the system does not
+    tell."""
+    if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+        return 0.0
+    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST_RTT.size)
+    (microseconds,) = _SHORTEST_RTT.unpack(told.ljust(_SHORTEST_RTT.size, b"\0"))  # an old system tells less
+    return 0.0 if microseconds == _NO_RTT else microseconds * 1e-6
 
 
 def is_own_user(sock: socket.socket) -> bool:

@@ -367,7 +367,7 @@ class NetworkGroup(HostsGroup):
     def _begin_exchange(self, sends: Messages, receives: Messages, clock: WaitClock) -> Callable[[], None]:
         """Begins to send to and to receive from other ranks, and returns what waits until all of it is through."""
         peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
-        if [at for at, _ in sends] == [at for at, _ in receives] == [*peers]:
+        if [at for at, _ in sends] == [at for at, _ in receives] == [*peers]:  # one message each way
             both = [
                 (peers[at], *peers[at].exchange(data, into))
                 for (at, data), (_, into) in zip(sends, receives, strict=True)

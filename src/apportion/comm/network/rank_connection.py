@@ -10,16 +10,15 @@ import contextlib
 import select
 import socket
 import struct
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from apportion.comm.group import WaitClock, bytes_of
-from apportion.comm.network.address import prepare_bulk
+from apportion.comm.network.address import prepare_bulk, round_trip
 from apportion.errors import PeerLost
 
 _HEADER = struct.Struct("!QQ")
@@ -36,9 +35,6 @@ many seconds beside what is on the way there and back. Without a limit the end w
 the queue in which its acknowledgements of what comes wait too: both directions then share the cable as their windows
 are to each other, and the exchange lasts as long as the slower one (Zhang, Shenker and Clark, "Observations on the
 dynamics of a congestion control algorithm: the effects of two-way traffic", SIGCOMM 1991)."""
-_TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
-_TRIP_AT = 148
-"""Where Linux's ``struct tcp_info`` has the shortest time of a round trip, in microseconds, since Linux 4.9."""
 NAP_SECONDS = 0.0005
 """The seconds between two looks at other messages that only this process moves on."""
 LOOK_SECONDS = 1.0
@@ -72,6 +68,20 @@ class PeerSocket:
         self._sock.close()
 
 
+class _Exchange(NamedTuple):
+    """A message to send whose counterpart comes at the same time."""
+
+    number: int
+    counterpart: int
+    """The number of the message to receive."""
+    nbytes: int
+    counterpart_nbytes: int
+
+
+_NOT_EXCHANGED = _Exchange(0, 0, 0, 0)
+"""The number of no message."""
+
+
 @final
 class RankConnection(PeerSocket):
     """One end of a connection. One thread at a time moves its messages; any thread may close it."""
@@ -81,19 +91,15 @@ class RankConnection(PeerSocket):
         sock.setblocking(False)
         self._sends: deque[memoryview] = deque()
         self._receives: deque[memoryview] = deque()
-        self._exchanged: deque[tuple[int, int]] = deque()
-        """The numbers of the messages of exchanges under way: that which goes, and that which comes."""
+        self._exchanges: deque[_Exchange] = deque()
+        """The exchanges under way, of which this end's message is not through."""
         self._ahead = AHEAD_BYTES
-        """How far this end of an exchange may go ahead."""
-        self._got_bytes = 0
-        """The bytes of the message to receive that have come."""
+        """The bytes by which this end of an exchange may go ahead of the other."""
         self._came_at = 0.0
-        """When it began to come."""
+        """When the first message to receive began to come."""
         self._head = b""
         """What is left of the header of the first message to send."""
         self._begun = False
-        self._gone_bytes = 0
-        """The bytes of the first message to send that have gone."""
         self._got = bytearray()
         """What has arrived of the header of the message to receive."""
         self.sent = self.received = 0
@@ -135,47 +141,35 @@ class RankConnection(PeerSocket):
         of the other. Returns the numbers of both."""
         sent, got = self.send(data), self.receive(into)
         if data.nbytes > AHEAD_BYTES:
-            self._exchanged.append((sent, got))
+            self._exchanges.append(_Exchange(sent, got, data.nbytes, into.nbytes))
         return sent, got
 
     def _room(self) -> int:
         """Returns how many bytes of the first message to send may go now."""
         left = self._sends[0].nbytes
-        while self._exchanged and self._exchanged[0][0] <= self.through[0]:
-            self._exchanged.popleft()
-        if not self._exchanged or self._exchanged[0][0] > self.through[0] + 1:
+        number, counterpart, whole, due = self._exchanges[0] if self._exchanges else _NOT_EXCHANGED
+        awaited = counterpart - self.through[1]
+        if number != self.through[0] + 1 or awaited <= 0:  # it is no exchange's, or its counterpart has come
             return max(left, 1)
-        awaited = self._exchanged[0][1] - self.through[1]
-        if awaited <= 0:  # the other end's has come
-            return max(left, 1)
-        ahead = self._gone_bytes - (self._got_bytes if awaited == 1 else 0)
-        worth = min(left, WAKE_BYTES)
-        if self._ahead - ahead < worth:
-            self._look_ahead()
+        came = due - self._receives[0].nbytes if awaited == 1 else 0
+        ahead, worth = whole - left - came, min(left, WAKE_BYTES)
+        if self._ahead - ahead < worth and came >= self._ahead:
+            self._ahead = self._carried_ahead(came)
         room = self._ahead - ahead
         return room if room >= worth else 0
 
-    def _look_ahead(self) -> None:
-        """Has this end go as far ahead as what comes in this exchange says, once it says something. What lay there
-        already comes at once, and what the system takes for the rate of a moment is not one that lasts: the time that
-        it took is counted as no less than it should have."""
-        if self._got_bytes >= self._ahead:
-            trip = self._round_trip()
-            took = time.perf_counter() - self._came_at + max(trip, AHEAD_SECONDS)
-            self._ahead = max(AHEAD_BYTES, int(self._got_bytes / took * (2 * trip + AHEAD_SECONDS)))
-
-    def _round_trip(self) -> float:
-        """Returns the seconds of the shortest round trip, and 0 where the system does not tell."""
-        if _TCP_INFO is None or self._sock.family == socket.AF_UNIX:
-            return 0.0
-        told = self._sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TRIP_AT + 4)
-        return struct.unpack_from("=I", told, _TRIP_AT)[0] / 1e6 if len(told) == _TRIP_AT + 4 else 0.0
+    def _carried_ahead(self, came: int) -> int:
+        """Returns by how many bytes this end may go ahead, by the rate at which so many have come. The time that they
+        took is counted as a little more than it was: what lay here already has come at once."""
+        trip = round_trip(self._sock)
+        took = time.perf_counter() - self._came_at + max(trip, AHEAD_SECONDS)
+        return max(AHEAD_BYTES, int(came / took * (2 * trip + AHEAD_SECONDS)))
 
     def move(self) -> bool:
         """Moves on what can be moved without waiting, and returns whether anything is left. Raises PeerLost where the
         connection has ended, and AssertionError where a message has another length than was expected."""
         try:
-            while self._receives and self._pull():
+            while self._receives and self._pull():  # first: how much may go turns on what has come
                 pass
             while self._sends and (room := self._room()) and self._push(room):
                 pass
@@ -205,11 +199,12 @@ class RankConnection(PeerSocket):
         self._sends[0] = data = data[gone - head :]
         self.sent += gone - head
         self.gone += gone - head
-        self._gone_bytes += gone - head
         if not self._head and not data.nbytes:
             self._sends.popleft()
-            self._begun, self._gone_bytes = False, 0
+            self._begun = False
             self.through[0] += 1
+            if self._exchanges and self._exchanges[0].number == self.through[0]:
+                self._exchanges.popleft()
             return True
         return False  # the system took what it has room for
 
@@ -234,10 +229,8 @@ class RankConnection(PeerSocket):
         came -= min(came, left)
         self._receives[0] = into = into[came:]
         self.received += came
-        self._got_bytes += came
         if not into.nbytes:
             self._receives.popleft()
-            self._got_bytes = 0
             self._got.clear()
             self.through[1] += 1
             return True
