@@ -399,7 +399,7 @@ def test_check_says_what_was_compared_and_that_it_is_the_same_network(apportion:
         r"\S+ of the largest change \(bound",
         output,
     )
-    assert output.endswith("the same network\n")
+    assert output.endswith("the same network in its first steps\n")
 
 
 def test_check_names_the_difference_and_exits_with_1(apportion: Any) -> None:

@@ -135,7 +135,8 @@ def proof(*rounds: Round, gradients: Round | None = None) -> Proof:
 
 def test_the_verdict_is_one_sentence() -> None:
     equal, open_one = shown("equal"), shown("undecided", "float32")
-    assert proof(equal).sentence == "mine on 2 workers trains the same network as one device, shown in float64"
+    said = "mine on 2 workers trains the same network as one device in its first steps, shown in float64"
+    assert proof(equal).sentence == said
     assert proof(equal, open_one).holds
     assert "in float32 rounding alone is too large" in proof(equal, open_one).sentence
     assert proof(shown("undecided"), shown("equal", "float32")).verdict == "undecided"

@@ -35,7 +35,11 @@ def show_proof(proof: Proof) -> None:
         console.print(f"  {proof.first}")
     for line in proof.causes:
         console.print(f"  likely: {line}")
-    verdicts = {"equal": "the same network", "different": "NOT the same network", "undecided": "UNDECIDED"}
+    verdicts = {
+        "equal": "the same network in its first steps",
+        "different": "NOT the same network",
+        "undecided": "UNDECIDED",
+    }
     console.print(proof.sentence)
     console.print(verdicts[proof.verdict])
 

@@ -127,10 +127,11 @@ class Proof:
         if self.verdict == "equal":
             left = [r.arithmetic for r in self.rounds[1:] if not r.holds]
             own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
-            return f"{what} trains the same network as {whose}, shown in {self.rounds[0].precision}{own}"
+            shown = f"in its first steps, shown in {self.rounds[0].precision}{own}"
+            return f"{what} trains the same network as {whose} {shown}"
         if self.verdict == "undecided":
             why = "rounding hides the answer, or too little moves"
-            return f"it is not shown that {what} trains the same network as {whose}: {why}"
+            return f"it is not shown that {what} trains the same network as {whose} in its first steps: {why}"
         first = "" if self.first is None else f"; {self.first}"
         likely = first + "".join(f"; likely, {cause}" for cause in self.causes)
         return f"{what} does not train the same network as {whose}: {self.evidence}{likely}"

@@ -12,7 +12,9 @@ from torch import nn
 
 from apportion.core.sampling.rng import plain_rng_states, strategy_is_drawing
 from apportion.core.torch_private import DispatchMode
+from apportion.runtime.proof.computed_values import ComputedValues
 
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -61,7 +63,7 @@ def silence_recurrent_dropout(model: nn.Module) -> set[str]:
 
 class Observed(DispatchMode):
     """Sees every operation of a model's forward passes: which ones draw random numbers, and (in float64) which ones
-    give less than float64."""
+    give less than float64 of what depends on parameters and inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,14 +73,16 @@ class Observed(DispatchMode):
         """The names of Python's and numpy's generators that the model draws from."""
         self._before: tuple[object, ...] = ()
         self._depth = 0
+        self._values = ComputedValues()
 
     def watch(self, model: nn.Module) -> None:
         """Watches the model from here on, whichever of its layers is called first."""
         for layer in model.modules():
-            layer.register_forward_pre_hook(self._begin)
+            layer.register_forward_pre_hook(self._begin, with_kwargs=True)
             layer.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, layer: nn.Module, *inputs: Any) -> None:
+        self._values.begin(layer, () if self._depth else inputs)
         self._depth += 1
         if self._depth == 1:
             self._before = plain_rng_states()
@@ -99,8 +103,9 @@ class Observed(DispatchMode):
         drawing = torch.Tag.nondeterministic_seeded in func.tags
         if drawing and not strategy_is_drawing() and _draws(func, args, kwargs or {}):
             self.draws.add(name)
+        computed = self._values.take(func, args, kwargs or {}, result)
         first = result[0] if isinstance(result, tuple | list) and result else result
-        if isinstance(first, torch.Tensor) and first.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if computed and isinstance(first, torch.Tensor) and first.dtype in NARROW:
             self.narrow.add(name)
         return result
 
