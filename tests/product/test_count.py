@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +35,53 @@ def classifier(label: int, loss: Callable[..., Any], **changes: Any) -> apportio
         "precision": "float64",
     }
     return apportion.Workload(**{**given, **changes})
+
+
+HEAVY = torch.tensor([1, 1, 1, 40], dtype=torch.float64)
+VISIBLE: dict[str, tuple[int, Any]] = {
+    "ignored labels": (-100, nn.functional.cross_entropy),
+    "a heavy class": (3, nn.CrossEntropyLoss(weight=HEAVY)),
+    "a heavy class, smoothed": (3, nn.CrossEntropyLoss(weight=HEAVY, label_smoothing=0.1)),
+    "another label ignored": (3, functools.partial(nn.functional.cross_entropy, ignore_index=3)),
+    "logarithms": (3, nn.NLLLoss(weight=HEAVY)),
+}
+"""The value of ten labels, and a loss whose mean does not divide by the rows."""
+
+
+def described(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "run.json").read_text())["count"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", VISIBLE)
+def test_what_the_mean_divides_by_is_derived_from_a_loss_of_torch(
+    name: str, trained: Any, furthest: Any, tmp_path: Path
+) -> None:
+    label, loss = VISIBLE[name]
+    layers = [nn.LogSoftmax(1)] if name == "logarithms" else []
+    workload = classifier(
+        label, loss, model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), *layers)
+    )
+    for strategy in ("data_parallel", "map_reduce"):
+        assert furthest(trained(workload), trained(workload, strategy, 2)) < 1e-9
+    assert described(tmp_path / "run1").startswith("derived from the loss: ")
+
+
+def test_a_row_in_150_that_is_ignored_does_not_weigh(trained: Any, furthest: Any, tmp_path: Path) -> None:
+    workload = classifier(-100, nn.functional.cross_entropy, epochs=1)
+    assert furthest(trained(workload), trained(workload, "data_parallel", 2)) < 1e-9
+    assert described(tmp_path / "run1") == "derived from the loss: labels other than -100"
+
+
+@pytest.mark.thorough
+def test_a_count_that_is_given_is_obeyed(trained: Any, furthest: Any, tmp_path: Path) -> None:
+    workload = classifier(
+        -100,
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets),
+        count=lambda targets: float((targets != -100).sum()),
+    )
+    assert furthest(trained(workload), trained(workload, "data_parallel", 2)) < 1e-9
+    assert described(tmp_path / "run1") == "as count= says"
 
 
 @pytest.mark.thorough

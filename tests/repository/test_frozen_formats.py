@@ -27,7 +27,7 @@ EVENTS = {
     "plan": "candidates launcher remembered seconds strategy why",
     "proof": "remembered seconds sentence verdict",
     "start": (
-        "batch_size device examples first_step launcher parameters proof resumed steps steps_per_epoch strategy "
+        "batch_size count device examples first_step launcher parameters proof resumed steps steps_per_epoch strategy "
         "threads workers"
     ),
     "step": "examples_per_second learning_rate values",

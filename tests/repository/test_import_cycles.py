@@ -18,7 +18,6 @@ BACKWARDS = {
         "core.workload",
         "core.strategy",
     ): "a user's update= is written for a Step, which trains a workload",
-    ("core.workload", "core.data.batch"): "augment= and update= are written for a Batch, whose source opens a workload",
 }
 """The imports, each for a type alone, that close a circle, and why they stay."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from apportion.core import tree
+from apportion.core.loss_terms import Count, Derived, derived_count
 from apportion.core.parts.checks import check_parts
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.sampler import Draws, Order
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 Parameters = Iterable[tuple[str, nn.Parameter]]
-
-
-def examples(targets: Any) -> float:
-    """The default ``count``: one loss term an example (the size of dimension 0)."""
-    return float(tree.length(targets))
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -108,9 +104,11 @@ class Workload:
     update: Update | None = None
     """A function (step, batch) -> named values, instead of ``loss``. For several optimizers or losses: see
     ``Step.minimize``."""
-    count: Callable[[Any], float] | None = examples
-    """The number of loss terms in these targets (examples, tokens, sum of class weights): what the mean divides by.
-    None: the loss couples the examples (contrastive), so the outputs of all shards are gathered before it."""
+    count: Count | Derived | None = "derived"
+    """A function of targets that gives the number of their loss terms (examples, tokens, sum of class weights): what
+    the mean divides by. Left out: derived from ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, their functions and partials of
+    these, with their ``weight`` and ``ignore_index``; one an example for every other loss. None: the loss couples the
+    examples (contrastive), so the outputs of all shards are gathered before it."""
     epochs: float | None = 1.0
     steps: int | None = None
     """The number of global steps in all; wins over ``epochs``."""
@@ -172,6 +170,11 @@ class Workload:
             raise ValueError(f'order={self.order!r} must be "shuffled" or "sequential"')
         if self.carry is not None and self.order != "sequential":
             raise ValueError('carry needs order="sequential": a recurrent state follows its row through the data')
+        if not (self.count is None or self.count == "derived" or callable(self.count)):
+            raise ValueError(
+                f"count={self.count!r} must be a function of the targets, as count=lambda targets: "
+                "float((targets != -100).sum()), or None where the loss couples the examples; or leave it out"
+            )
         if self.count is None and self.update is not None:
             raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
         if self.carry is not None and self.update is not None:
@@ -210,6 +213,11 @@ class Workload:
         if self.parts is None:
             return replace(self, data=lambda: change(self.open_data()))
         return replace(self, data=lambda part: change(self.open_part(part)))
+
+    @cached_property
+    def terms(self) -> Count | None:
+        """The number of loss terms in some targets: ``count`` as it is given, or as it is derived from the loss."""
+        return derived_count(self.loss) if isinstance(self.count, str) else self.count
 
     @property
     def dtype(self) -> torch.dtype:

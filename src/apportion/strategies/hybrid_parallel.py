@@ -39,9 +39,10 @@ from torch import Tensor, fx, nn
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.source import BatchSource
+from apportion.core.loss_terms import examples
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase, ConvBase
-from apportion.core.workload import Workload, examples
+from apportion.core.workload import Workload
 from apportion.cost_model.constraints import must_feed, no_convolution
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement

@@ -39,8 +39,9 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.loss_terms import examples
 from apportion.core.strategy import Recoverable, State, Step, Strategy
-from apportion.core.workload import Workload, examples
+from apportion.core.workload import Workload
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import computed, dealt
 from apportion.cost_model.constraints import must_feed
@@ -204,7 +205,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
     def _reduce(self, mean: Tensor, count: float, rows: int) -> Tensor:
         """Sums gradients and losses over all ranks, and divides them by the number of terms."""
         loss = self._sum(mean, 1.0)
-        if self._workload.count is examples:
+        if self.source.count is examples:
             return loss
         total = torch.tensor([count], dtype=torch.float64, device=self.device)
         self._group.all_reduce(total).wait()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from apportion.core import tree
+from apportion.core.loss_terms import Count, examples
 from apportion.core.sampling.sampler import DataShard, Draws, Index, split
-from apportion.core.workload import examples
 
 
 class BatchLoader(Protocol):
     """The source of a batch, as far as a batch knows it: it loads the rows, and says where they go."""
 
     seed: int
-    count: Callable[[Any], Any] | None
+    count: Count | None
     device: torch.device
     dtype: torch.dtype | None
 
@@ -117,9 +117,14 @@ class Batch:
         if self.rows.start == self.rows.stop:  # empty, or borrowed
             return 0.0
         count = self._source.count
-        if count is None or count is examples:  # known without loading anything
+        if count is None or self.counts_rows:  # known without loading anything
             return float(len(self.index))
         return float(count(self.targets))
+
+    @property
+    def counts_rows(self) -> bool:
+        """True where every row has one loss term, so that every rank knows how many the whole batch has."""
+        return self._source.count is examples
 
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:

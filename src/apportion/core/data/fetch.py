@@ -15,6 +15,7 @@ from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.data.block import BatchPart, aligned
+from apportion.core.loss_terms import Count, LabelTerms, examples
 from apportion.core.parts.dataset import PartedDataset, PartRows
 from apportion.core.sampling.rng import seed_host, seeded_rng
 from apportion.core.sampling.sampler import Index, mix
@@ -57,6 +58,15 @@ class RowFetcher:
         if self._collate is default_collate and opened and all(type(data) is TensorDataset for data in opened):
             self.indexed, tensors = True, cast(TensorDataset, opened[0]).tensors
             self.row_bytes = sum(t[0].numel() * t.element_size() for t in tensors)
+
+    def counted(self, count: Count | None) -> Count | None:
+        """Returns ``examples`` in the place of a derived count where whole tensors show that each row has as many loss
+        terms as every other: what all rows of a batch have is then known without asking the other ranks."""
+        if not isinstance(count, LabelTerms) or not self.indexed or self.augment is not None:
+            return count
+        if type(self.dataset) is not TensorDataset or len(self.dataset.tensors) != 2:  # of parts a rank has some alone
+            return count
+        return examples if count.one_each(self.dataset.tensors[1]) else count
 
     def _open(self) -> None:
         with seeded_rng(self.seed):

@@ -68,7 +68,9 @@ class BatchSource:
         return self
 
     def _to(self, workload: Workload, device: torch.device | None) -> None:
-        self.seed, self.count, self.dtype = workload.seed, workload.count, self._fetcher.dtype
+        self.seed, self.dtype = workload.seed, self._fetcher.dtype
+        self.count = self._fetcher.counted(workload.terms)
+        """The number of loss terms in some targets, or ``examples`` where each of these rows is seen to have one."""
         self.device = self._fetcher.device = device or torch.device("cpu")
         self.seconds = 0.0
         """The seconds spent loading, or waiting for what loads, in all."""

@@ -146,7 +146,7 @@ class _Looked:
         ]
 
     def _count(self, part: Part) -> float:
-        count = self._workload.count
+        count = self._workload.terms
         return float(tree.length(part[1])) if count is None else float(count(part[1]))
 
     # What differs

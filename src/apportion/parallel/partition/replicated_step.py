@@ -28,12 +28,13 @@ from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
+from apportion.core.loss_terms import LabelTerms, examples
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase
-from apportion.core.workload import Workload, examples
+from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
 from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
@@ -93,7 +94,7 @@ class ReplicatedStep(Step, Recoverable):
         if place.replicas > 1 and not world.under_way:
             _refuse_coupling(workload, world)
         # Where terms are examples none is missing, and a loss that is known by what it is stays that.
-        seen = workload if workload.count is examples else replace(workload, loss=self._loss)
+        seen = workload if _counts_rows(workload) else replace(workload, loss=self._loss, count=workload.terms)
         self._inner = inner = build_split(of, seen, place.within)
         self.source = inner.source
         self._settle(world, place)
@@ -168,7 +169,7 @@ class ReplicatedStep(Step, Recoverable):
         reported one."""
         if self._workload.count is None:
             return 1.0, 1.0, 1.0 / self._place.replicas
-        if self._workload.count is examples:
+        if batch.counts_rows:
             return 1.0, len(batch) / batch.size, len(batch) / batch.size
         count = batch.count
         total = torch.tensor([count], dtype=torch.float64, device=self.device)
@@ -258,6 +259,12 @@ def build_split(of: Strategy, workload: Workload, world: World) -> SplitStep:
     if not isinstance(built, SplitStep):
         raise whole_network(of)
     return built
+
+
+def _counts_rows(workload: Workload) -> bool:
+    """Tell whether every row is one loss term. Where that depends on the labels, the data are opened to see them."""
+    terms = workload.terms
+    return terms is examples or (isinstance(terms, LabelTerms) and BatchSource(workload).count is examples)
 
 
 def _refuse_coupling(workload: Workload, world: World) -> None:

@@ -15,7 +15,6 @@ from torch.autograd.graph import get_gradient_edge
 from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.workload import examples
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.pipeline.whole_batch import BatchRows, joined, taken_apart
@@ -141,7 +140,7 @@ class MicrobatchPasses:
     @cached_property
     def _total(self) -> float:
         """The number of loss terms of the batch."""
-        return float(self._batch.size) if self._replica.workload.count is examples else self._batch.count
+        return float(self._batch.size) if self._batch.counts_rows else self._batch.count
 
     def _weighted_loss(self, outputs: Any, part: Batch) -> tuple[Tensor, float]:
         """The mean loss of a micro-batch, and its share of the terms of the batch."""

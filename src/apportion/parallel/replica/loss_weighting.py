@@ -11,7 +11,6 @@ from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.workload import examples
 from apportion.parallel.replica.replica import Replica
 
 
@@ -51,7 +50,7 @@ class LossShare:
         ranks."""
         if self._workload.count is None:
             return 1.0
-        if self._workload.count is examples:
+        if batch.counts_rows:
             return float(batch.size)
         if self._group.size == 1:
             return batch.count or 1.0

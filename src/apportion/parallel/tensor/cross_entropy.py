@@ -11,22 +11,19 @@ exponentials, its part of the last sum), and then has the gradient of its own lo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group
-from apportion.core.torch_private import hooked
-
-_OPTIONS = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
+from apportion.core.loss_terms import classification_of
 
 
 @dataclass(frozen=True)
@@ -41,17 +38,11 @@ class CrossEntropy:
 def cross_entropy_of(loss: Callable[[Any, Any], Tensor] | None) -> CrossEntropy | None:
     """The options of the loss, where it is ``F.cross_entropy``, a partial of it, or ``nn.CrossEntropyLoss``, with a
     mean; None: it is something else, or its options cannot be seen (a lambda)."""
-    if isinstance(loss, functools.partial) and loss.func is functional.cross_entropy and not loss.args:
-        options = {**_OPTIONS, **loss.keywords}
-    elif loss is functional.cross_entropy:
-        options = dict(_OPTIONS)
-    elif type(loss) is nn.CrossEntropyLoss and not hooked(loss, forward_only=True):
-        options = {name: getattr(loss, name) for name in _OPTIONS}
-    else:
+    found = classification_of(loss)
+    if found is None or found.function is not functional.cross_entropy:
         return None
-    if options.keys() != _OPTIONS.keys() or options.pop("reduction") != "mean":
-        return None
-    return CrossEntropy(**options)
+    options = dict(found.options)
+    return CrossEntropy(**options) if options.pop("reduction") == "mean" else None
 
 
 @dataclass(frozen=True)

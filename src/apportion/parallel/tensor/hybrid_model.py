@@ -26,8 +26,9 @@ from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group, Work
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.loss_terms import examples
 from apportion.core.sampling.sampler import DataShard
-from apportion.core.workload import Workload, examples
+from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling import sync_batch_functions
 from apportion.parallel.ops.channels_last import channels_last
 from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
@@ -60,7 +61,7 @@ class HybridModel(TensorParallelModel):
         super().__init__(model, plan, group, workload)
         self._trains, self._evaluates, self._rotates = trains, evaluates, rotates
         self._channels_last = channels_last
-        self._count = workload.count
+        self._count = workload.terms
         self._attendance = NonEmptyRanks(group)
         for name in trains.front_calls | evaluates.front_calls:
             use_whole_batch(model.get_submodule(name), self._attendance)

@@ -100,6 +100,7 @@ def _facts(history: History) -> str:
             ("parameters", count("parameters")),
             ("training examples", count("examples")),
             ("batch size", count("batch_size")),
+            ("loss terms", str(start.get("count") or "")),
             ("steps", rows.get("steps", "") + per_epoch),
         ]
     )

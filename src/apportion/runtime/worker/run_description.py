@@ -189,7 +189,7 @@ def _first_update(job: Job, workload: Workload) -> float | None:
 def _count(workload: Workload, example: Any) -> float | None:
     """Returns how many loss terms ``count`` finds in one example; None where it cannot be asked."""
     try:
-        return None if workload.count is None else float(workload.count(workload.collate([example])[1]))
+        return None if workload.terms is None else float(workload.terms(workload.collate([example])[1]))
     except Exception:  # the run will tell why
         return None
 

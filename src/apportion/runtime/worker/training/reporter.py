@@ -11,6 +11,7 @@ import torch
 
 from apportion.core.data.acted import ActedDataset
 from apportion.core.event import Event
+from apportion.core.loss_terms import description_of
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
@@ -48,6 +49,7 @@ class RunReporter:
             parameters=self._step.parameters,
             examples=source.deal.examples,
             batch_size=self._workload.batch_size,
+            count=description_of(self._workload.count, source.count),
             steps=source.total,
             steps_per_epoch=source.deal.batches,
             first_step=self._step.done,

@@ -11,6 +11,7 @@ from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.fingerprint import check_fingerprint
+from apportion.core.loss_terms import description_of
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
@@ -32,7 +33,7 @@ def open_directory(
     directory = RunDirectory(job.run_dir)
     if world.generation:
         if world.meeting is not None and not (directory.path / "run.json").exists():
-            directory.start(_description(job, workload, step.fingerprint(workload), proof))
+            directory.start(_description(job, workload, step, step.fingerprint(workload), proof))
         _claim(directory, world)
     return directory
 
@@ -81,7 +82,7 @@ def _begun_copy(
     if (own.path / "run.json").exists() and (job.resume or world.generation):
         check_fingerprint(own.read_run().get("fingerprint", {}), mark)
     else:
-        own.start(_description(job, workload, mark, proof))
+        own.start(_description(job, workload, step, mark, proof))
     _claim(own, world)
     return own
 
@@ -111,7 +112,7 @@ def restore(
         if resumes:
             check_fingerprint(directory.read_run().get("fingerprint", {}), mark)
         else:
-            directory.start(_description(job, workload, mark, proof))
+            directory.start(_description(job, workload, step, mark, proof))
         _claim(directory, world)
         if not directory.steps() and world.place is not None and world.place.saved:
             raise CheckpointError(
@@ -131,7 +132,7 @@ def restore(
 
 
 def _description(
-    job: Job, workload: Workload, mark: Mapping[str, Any], proof: Mapping[str, Any] | None
+    job: Job, workload: Workload, step: Step, mark: Mapping[str, Any], proof: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     return {
         "address": job.address,
@@ -141,5 +142,6 @@ def _description(
         "policy": str(job.policy),
         "changes": dict(job.changes),
         "fingerprint": dict(mark),
+        "count": description_of(workload.count, step.source.count),
         "proof": proof,
     }
