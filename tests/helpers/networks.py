@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,6 +47,8 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def sizes() -> list[object]:
     """(workers, optimizer): each number of workers under both optimizers when asked for, and three of these always."""
+    import pytest  # which whoever only wants the networks need not have
+
     always = ((1, adam), (2, momentum), (3, adam))
     every = [(workers, optimizer) for workers in (1, 2, 3, 4) for optimizer in (momentum, adam)]
     return [pytest.param(*at, marks=() if at in always else pytest.mark.slow) for at in every]
