@@ -197,3 +197,44 @@ def along_two_axes(world: World) -> list[int]:
 
 def test_the_same_ranks_along_two_axes_are_two_parts() -> None:
     assert on_ranks(along_two_axes, 2) == [[1, 2, 3]] * 2
+
+
+def exchanged(world: World, device: str) -> list[list[float]]:
+    """What two ranks on one device have after messages to each other, of 3 numbers and of more than are buffered, and
+    after each collective."""
+    from apportion.comm import process_group
+
+    where, other = torch.device(device), 1 - world.rank
+    if device == "cpu":  # as if it were the memory of a GPU
+        process_group._is_on_gpu = lambda tensor: True
+    group = process_group.ProcessGroup.connect(rank=world.rank, size=2, device=where, local_size=2)
+    found = []
+    for numbers in (3, process_group.BUFFERED_BYTES // 4):
+        sent = torch.arange(float(numbers), device=where) + 10 * world.rank
+        into = torch.zeros(numbers, device=where)
+        sending = group.send(sent, other)
+        group.receive(into, other).wait()
+        sending.wait()
+        assert torch.equal(into, torch.arange(float(numbers), device=where) + 10 * other)
+        found.append(into[:3].tolist())
+    own = torch.tensor([1.0, 2.0], device=where) + world.rank
+    rows, part, total = torch.zeros(2, 2, device=where), torch.zeros(1, device=where), own.clone()
+    group.gather_into(rows, own)
+    group.reduce_scatter(own.view(2, 1), part)
+    group.all_reduce(total).wait()
+    group.broadcast(own, source=1)
+    group.barrier()
+    found += [rows.flatten().tolist(), part.tolist(), total.tolist(), own.tolist()]
+    group.close()
+    return found
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=GPU)])
+@pytest.mark.thorough
+def test_ranks_that_share_a_gpu_exchange_by_way_of_the_host(device: str) -> None:
+    first, second = on_ranks(exchanged, 2, device)
+    assert first == [[10.0, 11.0, 12.0]] * 2 + [[1.0, 2.0, 2.0, 3.0], [3.0], [3.0, 5.0], [2.0, 3.0]]
+    assert second == [[0.0, 1.0, 2.0]] * 2 + [[1.0, 2.0, 2.0, 3.0], [5.0], [3.0, 5.0], [2.0, 3.0]]

@@ -1,4 +1,5 @@
-"""The collectives of torch.distributed: gloo on CPU, NCCL where every rank of the host has a GPU of its own.
+"""The collectives of torch.distributed: gloo on CPU and for ranks that share a GPU, NCCL where every rank of the host
+has a GPU of its own, or where NCCL was told that ranks share one.
 
 The network interface that gloo talks over is chosen here too.
 """
@@ -40,6 +41,10 @@ PATIENCE_SECONDS = 10.0
 """The seconds of meeting before a rank says that it waits."""
 CLOSE_SECONDS = 1.0
 """The seconds for messages that are under way when a group ends; a rank that has not received them by then has gone."""
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""The variable by which NCCL lets ranks share a GPU."""
+FIRST_SHARED = (2, 30)
+"""The first version of NCCL that does."""
 _RECORDED_WAITS = 8192
 _lent: deque[list[Tensor]] = deque(maxlen=2)
 """The views of what the last collectives of this process were given, one list for each of gloo's threads
@@ -63,6 +68,20 @@ class _Pending(Work):
     @property
     def is_through(self) -> bool:
         return self._work is None
+
+
+@final
+class _Arriving(Work):
+    """A message that arrives in the memory of the host, and goes on to a GPU once it is waited for."""
+
+    __slots__ = ("_from", "_into", "_work")
+
+    def __init__(self, work: Work, arrived: Tensor, into: Tensor) -> None:
+        self._work, self._from, self._into = work, arrived, into
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._into.copy_(self._from)
 
 
 class _Buffered:
@@ -131,6 +150,18 @@ class _Place:
         return made(dist.PrefixStore(self.name, self.store), rank, size, timeout=self.timeout)  # type: ignore[attr-defined]
 
 
+def _is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def over_nccl(local_size: int, gpus: int) -> bool:
+    """Whether ranks that compute on GPUs talk over NCCL: each of a host's ranks has a GPU of its own, or the user has
+    told NCCL that ranks share one (NCCL_MULTI_RANK_GPU_ENABLE=1), and it is recent enough for that."""
+    if local_size <= gpus:
+        return True
+    return os.environ.get(SHARED_GPU) == "1" and tuple(torch.cuda.nccl.version())[:2] >= FIRST_SHARED
+
+
 @final
 class ProcessGroup(Group):
     """The ranks of a group of torch.distributed. ``owned``: the group of torch ends with this one."""
@@ -155,8 +186,8 @@ class ProcessGroup(Group):
         timeout = timedelta(seconds=WATCHED_SECONDS if watched else DEADLINE_SECONDS)
         if dist.is_initialized():  # the user's own script has done it
             return cls(dist.group.WORLD, owned=False, place=_Place.of_world("given", device, timeout))
-        own_gpu = device.type == "cuda" and local_size <= torch.cuda.device_count()
-        if not own_gpu:
+        nccl = device.type == "cuda" and over_nccl(local_size, torch.cuda.device_count())
+        if not nccl:
             choose_interface(os.environ["MASTER_ADDR"])
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} (MASTER_ADDR:MASTER_PORT)"
         waits = threading.Timer(PATIENCE_SECONDS, _say_waiting, [rank, size, where])
@@ -166,13 +197,13 @@ class ProcessGroup(Group):
         try:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))  # type: ignore[attr-defined]
             dist.init_process_group(
-                "nccl" if own_gpu else "gloo",
+                "nccl" if nccl else "gloo",
                 # The store outlives a meeting: under a name of its own no rank finds what an earlier one left there.
                 store=dist.PrefixStore(name, store),  # type: ignore[attr-defined]
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
-                device_id=device if own_gpu else None,
+                device_id=device if nccl else None,
             )
         except (RuntimeError, ValueError, OSError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -222,6 +253,8 @@ class ProcessGroup(Group):
         size = tensor.nbytes
         if not size:
             return DONE
+        if self._needs_host(tensor):
+            tensor = tensor.cpu()
         # gloo sends when the other side receives: a copy can wait for that, as in shared memory.
         if tensor.device.type == "cpu" and self._buffered.nbytes + size <= BUFFERED_BYTES:
             self._buffered.add(self._message(self._pg.send, tensor.clone(), to), size)
@@ -235,7 +268,14 @@ class ProcessGroup(Group):
         self._other(source)
         if not into.numel():
             return DONE
-        return _Pending(self._message(self._pg.recv, into, source), self, collective=False)
+        arrived = torch.empty(into.shape, dtype=into.dtype, device="cpu") if self._needs_host(into) else into
+        work = _Pending(self._message(self._pg.recv, arrived, source), self, collective=False)
+        return work if arrived is into else _Arriving(work, arrived, into)
+
+    def _needs_host(self, tensor: Tensor) -> bool:
+        """Whether a message goes by way of the host's memory: gloo, whose collectives copy from and to GPUs, would take
+        the address of a GPU's memory for one of the host's."""
+        return _is_on_gpu(tensor) and (self._place is None or self._place.gpu is None)
 
     def _message(self, way: Any, tensor: Tensor, rank: int) -> Any:
         # As bytes: no backend knows every type.
