@@ -18,6 +18,7 @@ from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.parallel.replica.initial_model import in_precision
+from apportion.parallel.replica.loss_precision import loss_in_precision
 from apportion.runtime.proof.coarse_rounding import moved
 
 MANY_STEPS = 1_000_000
@@ -111,6 +112,8 @@ class Job:
         on takes the plain paths that the job names."""
         fast_paths.switch_off(self.plain)
         workload = replace(self.as_written(), **self.changes)
+        if workload.precision == "float64":
+            workload = _in_float64(workload)
         if self.sent is not None:
             workload = replace(workload, data=self.sent)
         if self.proof:
@@ -140,6 +143,16 @@ class Job:
     def as_written(self) -> Workload:
         """Returns the workload without the changes."""
         return load_workload(self.workload) if isinstance(self.workload, str) else self.workload
+
+
+def _in_float64(workload: Workload) -> Workload:
+    """Returns the workload with what its loss keeps cast as its model is."""
+    loss, update = (
+        None if kept is None else loss_in_precision(kept, torch.float64) for kept in (workload.loss, workload.update)
+    )
+    return (
+        workload if loss is workload.loss and update is workload.update else replace(workload, loss=loss, update=update)
+    )
 
 
 @dataclass(frozen=True)
