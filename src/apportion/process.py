@@ -38,9 +38,12 @@ def in_slurm_job(environment: Mapping[str, str]) -> bool:
 
 
 def outlive_notice() -> None:
-    """Have SIGTERM end this process only after OUTLIVES_SECONDS, and SIGUSR1 never where Slurm sends it. For processes
-    that get signals which are meant for whoever has started them: those end them earlier."""
+    """Have SIGTERM and SIGHUP end this process only after OUTLIVES_SECONDS, and SIGUSR1 never where Slurm sends it. For
+    processes that get signals which are meant for the process that has started them, which ends them earlier. Where
+    SIGHUP is ignored it stays so."""
     signal.signal(signal.SIGTERM, _end_later)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _end_later)
     if in_slurm_job(os.environ):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

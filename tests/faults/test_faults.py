@@ -920,8 +920,8 @@ def test_more_workers_than_cores_warns_once(command: Command, tmp_path: Path, mo
     assert "2 workers x 1 threads" in told.err
 
 
-def test_nobody_reading_the_output_ends_the_run_without_a_storm(tmp_path: Path) -> None:
-    command = [sys.executable, PROGRAM, "train", address("good"), "--strategy", "single_device"]
+def test_output_without_a_reader_stops_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, PROGRAM, "train", address("good"), "--strategy", "single_device", "--steps", 20]
     with subprocess.Popen(
         [*map(str, command), "--run-dir", str(tmp_path / "run")],
         stdout=subprocess.PIPE,
@@ -934,9 +934,9 @@ def test_nobody_reading_the_output_ends_the_run_without_a_storm(tmp_path: Path) 
         assert process.stdout.readline().endswith("\n")
         process.stdout.close()
         err = process.stderr.read()
-    assert process.returncode == app.FAILED, err
-    assert err == "error: nobody reads what is written on standard output: the run was stopped\n"
-    assert latest_step(tmp_path / "run") > 0
+    assert process.returncode == 0, err
+    assert err == ""
+    assert latest_step(tmp_path / "run") == 20
 
 
 def test_python_gets_the_same_kinds_of_errors(tmp_path: Path) -> None:

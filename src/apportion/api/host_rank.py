@@ -114,7 +114,7 @@ def _prepare(channel: Channel) -> Any:
     from apportion.runtime.worker.coordination import RunControl
 
     # What a rank that is killed has not removed goes with the folder of the run; what was compiled stays for the next.
-    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     tempfile.tempdir = os.path.dirname(os.environ["APPORTION_SECRET_FILE"])
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
@@ -123,6 +123,14 @@ def _prepare(channel: Channel) -> Any:
     control = RunControl()
     threading.Thread(target=_obey, args=(channel, control), name="orders", daemon=True).start()
     return control
+
+
+def _user() -> str:
+    """Returns the name of the user, as torch has it for one without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
 
 
 def _train(channel: Channel, job: HostJob, control: Any) -> None:

@@ -1,16 +1,18 @@
 """The command line: one function a verb. Exit status: 0 done; 1 the answer is no; 2 wrong use; 3 could not be done;
-130 interrupted; 143 told to end by SIGTERM."""
+130 interrupted; 143 told to end by SIGTERM, 129 by SIGHUP."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +22,7 @@ import apportion
 from apportion.cli.launchers import is_first, launcher_of
 from apportion.comm.network import launched_ranks
 from apportion.errors import ApportionError, Disproved, NotFinite, NotVerified, RanksDiffer, WorkerFailed
+from apportion.runtime.spawn.streams import outlive_terminal
 from apportion.runtime.spawn.template import template
 
 if TYPE_CHECKING:
@@ -76,13 +79,34 @@ Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on stand
 
 def main() -> None:
     """The program ``apportion``."""
+    outlive_terminal()
     signal.signal(signal.SIGINT, _interrupted_early)
     on_others = any(_ELSEWHERE.match(word) for word in sys.argv)
     launched = "WORLD_SIZE" in launched_ranks.given(os.environ)  # the ranks run already, and a proof may be remembered
     starts = len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv
     if starts and not launched and not on_others:
         template()  # what workers are forked from imports torch while this process does
-    app()
+    try:
+        app()
+    finally:
+        if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+            _leave(sys.exception())
+
+
+def _leave(error: BaseException | None) -> None:
+    """End this process with what is raised in it, without the wait for threads that a workload has left behind, which
+    may never end."""
+    status = 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
 
 
 def _interrupted_early(number: int, frame: Any) -> None:
@@ -402,10 +426,6 @@ def _guarded() -> Iterator[None]:
         typer.echo(f"error: {error}", err=True)
         if error.where is not None:
             typer.echo(f"  at {error.where}", err=True)
-        raise typer.Exit(FAILED) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has to go somewhere
-        typer.echo("error: nobody reads what is written on standard output: the run was stopped", err=True)
         raise typer.Exit(FAILED) from None
     except (ApportionError, ImportError, OSError) as error:
         extra = _EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None

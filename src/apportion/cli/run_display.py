@@ -60,4 +60,4 @@ class Display:
 
 def _is_terminal() -> bool:
     """Tells whether standard output is a terminal, or is to be taken for one."""
-    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    return (sys.stdout is not None and sys.stdout.isatty()) or bool(os.environ.get("FORCE_COLOR"))

@@ -6,11 +6,14 @@ one run keeps for the next is JSON in a cache.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import difflib
 import json
 import math
 import os
+import shutil
+import stat
 import tempfile
 from collections import Counter
 from functools import cache
@@ -98,9 +101,29 @@ def _shown(value: Any) -> str:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return ``$XDG_CACHE_HOME/apportion/KIND``, or the same below ``~/.cache``. Raises RuntimeError where there is no
-    home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apportion" / kind
+    """Return ``$XDG_CACHE_HOME/apportion/KIND``, or the same below ``~/.cache``; below a temporary folder of the user's
+    where the user has no home, as in many containers."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apportion" / kind
+    except RuntimeError:
+        return _without_home() / kind
+
+
+@cache
+def _without_home() -> Path:
+    """Return the folder of caches of a user without a home. Others may write to the folder of temporary files: what is
+    not this user's alone is not trusted, and the caches then last as long as this process."""
+    folder = Path(tempfile.gettempdir()) / f"apportion-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return folder
+    except OSError:
+        pass
+    own = Path(tempfile.mkdtemp(prefix="apportion-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    return own
 
 
 def keep(path: Path, data: Any) -> None:

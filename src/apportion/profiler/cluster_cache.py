@@ -43,7 +43,7 @@ def read(seconds: float, where: Path | None = None) -> Cluster | None:
         if data["fingerprint"] != made_of or data["seconds"] < seconds:
             return None
         return Cluster.from_json(data["cluster"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -51,10 +51,7 @@ def write(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
     """Keep the cluster; where it cannot be written, the machine is measured again the next time."""
     made_of = fingerprint()
     data = {"fingerprint": made_of, "seconds": seconds, "cluster": cluster.to_json()}
-    try:
-        keep(_path(made_of, where), data)
-    except RuntimeError:  # there is no home
-        pass
+    keep(_path(made_of, where), data)
 
 
 def _path(made_of: dict[str, Any], where: Path | None) -> Path:

@@ -237,13 +237,19 @@ def why_unreachable(address: str, port: int) -> str | None:
 
 
 def _directory(name: str | None) -> Path:
-    """Returns the folder that ranks work in: the driver's where there is one of that name here, else the user's."""
-    return Path(name) if name is not None and os.path.isdir(name) else Path.home()
+    """Returns the folder that ranks work in: the driver's where there is one of that name here, else the user's, or
+    this process's where the user has no home."""
+    if name is not None and os.path.isdir(name):
+        return Path(name)
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path.cwd()
 
 
 def main() -> None:
     """Runs an agent: ``python -m apportion.runtime.hosts.agent FOLDER``."""
-    notices = notice_signals(os.environ)
+    notices = [number for number in notice_signals(os.environ) if number != signal.SIGHUP]  # its driver is gone
     for number in (signal.SIGINT, signal.SIGHUP, *notices):
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _end)
     folder = Path(sys.argv[1])

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from typing import Any, final
 
 from apportion.core.event import Event
@@ -81,6 +83,8 @@ class RankNotice:
                 raise raised_by(number)
             self.control.notice = number
             self._late.put(number)
+        elif number == signal.SIGHUP:
+            return  # a shell passes on what it gets itself: nobody insists
         elif now - self._at > SAME_SECONDS and not (self.control.ending and self._first_again()):
             self._handlers.restore()
             os.kill(os.getpid(), number)  # as if nothing were there to be saved
@@ -135,8 +139,9 @@ class RankNotice:
             if self.control.ending or (step := self._saved()) is None:
                 return  # the ranks are waited for, for as long as whoever has sent the signal lets them
             text = f"{cause_of(raised_by(number))}; step {step} is saved\ngo on with: {self.control.resume}\n"
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            with suppress(OSError, ValueError, AttributeError):  # the terminal may be what has ended the run
+                sys.stderr.write(text)
+                sys.stderr.flush()
             self._requeue()
             os._exit(128 + number)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 from apportion.errors import ToldToEnd
@@ -19,9 +20,11 @@ _DEFAULTS = {signal.SIGINT: signal.default_int_handler}
 
 
 def notice_signals(environment: Mapping[str, str]) -> tuple[signal.Signals, ...]:
-    """Returns the signals that are the notice to end: SIGTERM, and SIGUSR1 in a job of Slurm's, which sends it so many
-    seconds before the end of the job (``sbatch --signal=B:USR1@60``)."""
-    return (signal.SIGTERM, signal.SIGUSR1) if in_slurm_job(environment) else (signal.SIGTERM,)
+    """Returns the signals that are the notice to end: SIGTERM, SIGHUP of a terminal or an ssh that goes away, and
+    SIGUSR1 in a job of Slurm's, which sends it some seconds before the end of the job (``sbatch
+    --signal=B:USR1@60``)."""
+    always = (signal.SIGTERM, signal.SIGHUP)
+    return (*always, signal.SIGUSR1) if in_slurm_job(environment) else always
 
 
 def raised_by(number: int) -> KeyboardInterrupt | ToldToEnd:
@@ -36,14 +39,15 @@ def explain(interrupt: BaseException, text: str) -> None:
     written to standard error."""
     interrupt.add_note(text)
     if isinstance(interrupt, ToldToEnd):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError, AttributeError):  # the terminal may be what has ended the run
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
 
 @final
 class RunHandlers:
-    """Handlers of signals, for as long as a run goes on. None is installed where the program has one of its own, or
-    runs in another thread than the main one."""
+    """Handlers of signals, for as long as a run goes on. None is installed where the program has one of its own, where
+    a signal is ignored (SIGHUP under nohup), or in another thread than the main one."""
 
     def __init__(self, handler: Callable[[int, Any], None], *, ctrl_c: bool = True, notices: bool = True) -> None:
         """Takes the handler of all signals. ``ctrl_c``, ``notices``: whether Ctrl-C, and the notice to end, are among

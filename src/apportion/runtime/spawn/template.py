@@ -23,6 +23,7 @@ from apportion.errors import ApportionError
 from apportion.process import die_with_parent, in_slurm_job, take_orphans_in
 from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, NotForked, SpawnTask
 from apportion.runtime.spawn.fork_server import ForkServer
+from apportion.runtime.spawn.streams import outlive_terminal
 
 START_SECONDS = 120.0
 """The seconds that the template may take to import torch on a busy machine with a cold disk."""
@@ -166,6 +167,7 @@ def main() -> None:
     """Runs a template: ``python -m apportion.runtime.spawn.template FD DRIVER_PID``."""
     descriptor, driver = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(driver)
+    outlive_terminal()
     take_orphans_in()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if in_slurm_job(os.environ):  # its driver, or its agent, gets them too, and decides
