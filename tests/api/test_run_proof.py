@@ -134,8 +134,11 @@ def test_what_is_off_by_the_number_of_workers_is_told_to_be_a_sum_or_a_wrong_cou
         precision="float64", steps=1, tensors=1, worst=worst, noise=0, bound=0, disagreement=None, verdict="different"
     )
     assert any("off by the number of workers, 2" in line for line in likely_causes([found], 2, [])) is told
-    assert list(likely_causes([replace(found, verdict="equal")], 2, ["random"])) == []
-    assert "draws from random" in " ".join(likely_causes([found], 3, ["random"]))
+    drawn = ["random in 0.1 (Skips)"]
+    assert list(likely_causes([replace(found, verdict="equal")], 2, drawn)) == []
+    (said,) = likely_causes([found], 5, drawn)
+    assert "it draws random numbers as it computes (random in 0.1 (Skips))" in said
+    assert 'per_rank_draws=("Skips",)' in said
 
 
 @pytest.mark.processes

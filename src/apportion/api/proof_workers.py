@@ -80,6 +80,8 @@ class ProofWorkers:
         """The folder for states: it outlives the processes, any of which may still be writing when another fails."""
         self.linear = False
         """True where every optimizer of the model is plain SGD."""
+        self.whole = False
+        """True where every rank takes whole batches, and may compute a part of the network alone."""
         self.batch_size = 0
 
     @property
@@ -129,7 +131,7 @@ class ProofWorkers:
         """Waits until everything is built; returns what the strategy's first rank tells of it. Raises OutOfMemoryError
         where the proof would not fit."""
         told, *_ = (self.answers(pool, "built")[0] for pool in self._pools)
-        self.linear, self.batch_size = told["linear"], told["batch_size"]
+        self.linear, self.whole, self.batch_size = told["linear"], told["whole"], told["batch_size"]
         must_fit(self._asked, self._limits, told["parameters"], self._ranks)
         return told
 

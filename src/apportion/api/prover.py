@@ -27,7 +27,7 @@ from apportion.runtime.proof.tap_differences import first_difference
 HALF = ("bfloat16", "float16")
 """The precisions that a run computes in under autocast, its weights in float32."""
 
-SEEN = ("dropout", "draws", "narrow", "plain_draws")
+SEEN = ("dropout", "row_draws", "accepted_draws", "draws", "narrow", "plain_draws")
 """The kinds of operations that are looked for in the steps of a proof."""
 Seen = dict[str, list[str]]
 
@@ -107,13 +107,13 @@ class _Proving:
             found, seen = self._round(pools, steps, precision)
             rounds.append(found)
             if precision == precisions[0]:
-                self._named, self._drawn = [*_by_design(seen), named], seen["plain_draws"]
+                self._named, self._drawn = [*_by_design(seen), named], [*seen["draws"], *seen["plain_draws"]]
                 self._gradients = self._gradient_round(pools, found, precision)
         return rounds
 
     def _wide_then_own(self, pools: ProofWorkers, built: Message) -> list[Round]:
         wide, seen = self._round(pools, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
-        self._named, self._drawn = _by_design(seen), seen["plain_draws"]
+        self._named, self._drawn = _by_design(seen), [*seen["draws"], *seen["plain_draws"]]
         if self._asked.brief and wide.verdict == "different":
             self._gradients = self._gradient_round(pools, wide, "float64")  # they show what a difference comes from
             self._first = self._first_difference(pools, wide)
@@ -238,13 +238,32 @@ class _Proving:
             found = self._disagreement(pools, number)
             disagreement = disagreement or found
             for pool in (reference, nudged):
-                coarse |= {name for answer in pools.answers(pool, "state") for name in answer["coarse"]}
+                (answer,) = pools.answers(pool, "state")
+                coarse |= set(answer["coarse"])
+                if pool is reference:
+                    disagreement = disagreement or self._other_rates(pools, went, answer)
+                    seen = _seen([seen, _of_one_side(seen, answer)])
             share = 1 / (2 * self._asked.steps + GRADIENT_STEPS * (not pools.linear))
             # Those in a shorter precision are not counted among the steps ahead.
             ahead = self._asked.steps + GRADIENT_STEPS * (not pools.linear) - 1
             self._limits.step(time.monotonic() - began_step, share, ahead)
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
         return replace(comparison.round(precision, steps, disagreement), coarsest=coarsest), seen, coarse
+
+    def _other_rates(self, pools: ProofWorkers, went: Sequence[Message], whole: Message) -> str | None:
+        """Returns which rank would drop by another rate than one device, and which; None: none would. A rank that
+        computes a part of the network has a part of its dropout."""
+        if not self._chosen.strategy.exact:
+            return None
+        one = set(whole["dropout"])
+        for rank, answer in enumerate(went):
+            own = set(answer["dropout"])
+            if own - one or (one - own and not pools.whole):
+                said = " and ".join(sorted(own)) or "nothing"
+                return (
+                    f"rank {rank} would drop by {said} where one device drops by {' and '.join(sorted(one)) or 'none'}"
+                )
+        return None
 
     def _disagreement(self, pools: ProofWorkers, number: int) -> str | None:
         """Checks that every rank's state is rank 0's, to the bit; returns which one is not, where, and by how much.
@@ -271,10 +290,21 @@ def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -
             '(reduction="mean"), or count= does not say how many terms it has'
         )
     if wrong and drawn:
+        accepted = dict.fromkeys(place.rpartition("(")[2].rstrip(")") for _, _, place in map(_split, drawn))
         yield (
-            f"the model draws from {' and '.join(drawn)} as it computes: draw in augment, keyed by example, "
-            "to have the same numbers on any number of workers"
+            f"it draws random numbers as it computes ({', '.join(drawn)}), and each rank draws its own: draw them in "
+            "augment, keyed by example, which gives the same numbers on any number of workers; or accept it, which "
+            "trains another network than one device does, with per_rank_draws="
+            f"({', '.join(map(_quoted, accepted))},) in the Workload"
         )
+
+
+def _split(drawn: str) -> tuple[str, str, str]:
+    return drawn.partition(" in ")
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
 
 
 def _many(chosen: Candidate, asked: int, there: int) -> int:
@@ -311,12 +341,28 @@ def _by_design(seen: Mapping[str, list[str]]) -> list[str]:
     named = []
     if seen["dropout"]:
         named.append(f"dropout draws differ between ranks by design: checked without ({', '.join(seen['dropout'])})")
+    if seen["row_draws"]:
+        named.append(
+            f"random numbers for each row ({', '.join(seen['row_draws'])}) are drawn by each rank for its own rows, as "
+            "those of dropout are: checked with the same numbers for the same row"
+        )
+    if seen["accepted_draws"]:
+        named.append(
+            f"each rank draws random numbers of its own ({', '.join(seen['accepted_draws'])}), which per_rank_draws= "
+            "accepts: checked with one number for all"
+        )
     if seen["draws"]:
         named.append(
             f"the model draws random numbers as it computes ({', '.join(seen['draws'])}), each rank its own: "
             "this difference is not rounding; draw them in augment, keyed by example, to have them equal"
         )
     return named
+
+
+def _of_one_side(tried: Seen, reference: Message) -> Seen:
+    """Returns the draws that were made row by row on the ranks and not on one device, or the other way round: their
+    shapes do not tell which of their dimensions the rows are, and each side has its own numbers."""
+    return {**_seen(()), "draws": sorted(set(tried["row_draws"]) ^ set(reference["row_draws"]))}
 
 
 def _seen(went: Sequence[Message]) -> Seen:

@@ -29,6 +29,8 @@ def fingerprint(
     }
     given = ("loss", "update", "carry", "augment", "schedule")
     found |= {name: "given" if getattr(workload, name) is not None else None for name in given}
+    if workload.per_rank_draws:
+        found["per rank draws"] = sorted(workload.per_rank_draws)
     found["examples"] = deal.examples
     if isinstance(deal, PartSampler):
         found["examples of each part"] = [*deal.lengths]

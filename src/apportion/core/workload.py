@@ -136,6 +136,10 @@ class Workload:
     compile: bool = False
     """Is the model given to torch.compile, after splitting?"""
     seed: int = 0
+    per_rank_draws: tuple[str, ...] = ()
+    """The names of module classes, or of functions of this workload, of which each rank may draw random numbers of its
+    own as it computes, where one device would draw others. Dropout, and draws with one number or more for each row of
+    their inputs, need no such permission."""
 
     def __post_init__(self) -> None:  # noqa: C901 (a list of rules)
         for name in ("model", "data", "optimizer", "collate"):
@@ -164,6 +168,11 @@ class Workload:
             raise ValueError(f"epochs={self.epochs} must be above 0 and finite")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be above 0, or None not to clip")
+        if isinstance(self.per_rank_draws, str) or not all(isinstance(n, str) for n in self.per_rank_draws):
+            raise ValueError(
+                f"per_rank_draws={self.per_rank_draws!r} must be the names of module classes or of the workload's "
+                'functions: per_rank_draws=("Reparametrise",)'
+            )
         if self.precision not in ("float32", "bfloat16", "float16", "float64"):
             raise ValueError(f"precision={self.precision!r} must be float32, bfloat16, float16 or float64")
         if self.order not in ("shuffled", "sequential"):
@@ -179,6 +188,21 @@ class Workload:
             raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
         if self.carry is not None and self.update is not None:
             raise ValueError("carry goes with loss; with update, keep the state in your own function")
+
+    def must_know(self, draws: Iterable[type]) -> None:
+        """Raise ValueError where a name in ``per_rank_draws`` is neither one of these module classes nor a function of
+        the workload."""
+        if not self.per_rank_draws:
+            return
+        functions = {name: getattr(self, name) for name in ("loss", "update")}
+        known = {kind.__name__ for kind in draws} | {name for name, given in functions.items() if given is not None}
+        known |= {getattr(f, "__name__", type(f).__name__) for f in functions.values() if f is not None}
+        for name in self.per_rank_draws:
+            if name not in known:
+                raise ValueError(
+                    f"per_rank_draws={self.per_rank_draws!r}: {name!r} is neither a class of the model's modules nor a "
+                    f"function of the workload, which are {', '.join(sorted(known))}"
+                )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """The number of updates in the whole training, given how many global batches make an epoch."""

@@ -53,7 +53,7 @@ class Ran:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     drew: bool
-    """True if the forward drew numbers of its own."""
+    """True if the forward or the loss drew numbers of its own."""
     calls: list[Called] = field(default_factory=list)
 
 
@@ -123,11 +123,11 @@ class Copied:
                 seed_everything(self._workload.seed)
                 drawn = draws()
                 found.append(self._outputs(inputs))
-                drew = drew or draws() != drawn
                 if self._loss is not None and weight and not together:
                     losses.append(self._loss(found[-1], targets).reshape(()) * 1.0)
                     (losses[-1] * weight).backward()  # given a gradient, backward imports a good deal first
                     self._take_gradients()
+                drew = drew or draws() != drawn
             outputs = found[0] if len(found) == 1 else None
             if together and self._loss is not None:
                 outputs, targets = joined(found), joined([targets for _, targets in parts])

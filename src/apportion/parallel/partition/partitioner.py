@@ -141,7 +141,8 @@ class Partitioner:
         for owner, optimizer in ({"": made} if isinstance(made, Optimizer) else made).items():
             full.move(owner, optimizer, model, part.pieces)
         full.forget()
-        workload = replace(self._workload, model=lambda: model, optimizer=lambda _: made, clip_grad_norm=None)
+        workload = replace(self._workload, model=lambda: model, optimizer=lambda _: made)
+        workload = replace(workload, clip_grad_norm=None, per_rank_draws=())
         replica = Replica(workload, rank=0 if part.alike else world.rank, device=world.device)
         for p, name in replica.names.items():
             replica.names[p] = full.first[name]

@@ -18,6 +18,7 @@ def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | N
     """The model, on the device; its floating and complex tensors in the dtype (None: as they are)."""
     model = workload.model()
     _refuse_lazy(model)
+    workload.must_know(type(module) for module in model.modules())
     return in_precision(model.to(device=device), dtype)
 
 

@@ -36,6 +36,7 @@ FIELDS = (
     "order",
     "precision",
     "compile",
+    "per_rank_draws",
 )
 """The fields of the workload that are digested. The data and the seed are not among them: the proof is of the
 computation, on any rows."""

@@ -3,16 +3,20 @@ anything else is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from apportion.core.sampling.rng import plain_rng_states, strategy_is_drawing
+from apportion.core.sampling.sampler import mix
 from apportion.core.torch_private import DispatchMode
 from apportion.runtime.proof.computed_values import ComputedValues
+from apportion.runtime.proof.row_draws import RowSeeds, drawn_alike, drawn_by_row, has_rows, is_ambiguous
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -61,53 +65,132 @@ def silence_recurrent_dropout(model: nn.Module) -> set[str]:
     return found
 
 
-class Observed(DispatchMode):
-    """Sees every operation of a model's forward passes: which ones draw random numbers, and (in float64) which ones
-    give less than float64 of what depends on parameters and inputs."""
+@dataclass(slots=True)
+class _Call:
+    """A call that is under way, of a layer or of a function of the workload."""
 
-    def __init__(self) -> None:
+    name: str
+    """The name of the layer with its class, or of the function."""
+    kind: str
+    """The class of the layer, or the function: what is drawn in a layer that is accepted is a function of it, since
+    strategies may call one layer by several names."""
+    rows: RowSeeds
+    accepted: bool
+    """True where its draws are accepted, or those of what has called it."""
+    plain: tuple[object, ...] = ()
+    """What Python's and numpy's generators were at as it began, and as the last call within it ended."""
+    draws: int = 0
+
+
+class Observed(DispatchMode):
+    """Sees every operation of a model's forward passes, and of the workload's loss and update.
+
+    It finds which ones draw random numbers, and (in float64) which ones give less than float64 of what depends on
+    parameters and inputs. Draws for each row of a batch are made a function of the row, so that they are the same on
+    every number of ranks; those of accepted layers and functions are one number for all rows.
+    """
+
+    def __init__(self, accepted: Collection[str] = (), *, coarse: bool = False) -> None:
+        """``accepted``: the names of classes and functions whose draws are accepted; ``coarse``: rounding may make so
+        much of a row's numbers that rows cannot be told by them, so that all rows have one number."""
         super().__init__()
+        self._coarse = coarse
+        self.row_draws: set[str] = set()
+        """What draws for each row, and was given the same numbers for the same row."""
         self.draws: set[str] = set()
-        self.narrow: set[str] = set()
+        """What draws numbers that each rank has for itself."""
+        self.accepted_draws: set[str] = set()
+        """What draws numbers that the user has accepted."""
         self.plain_draws: set[str] = set()
-        """The names of Python's and numpy's generators that the model draws from."""
-        self._before: tuple[object, ...] = ()
-        self._depth = 0
+        """What draws from Python's and numpy's generators."""
+        self.narrow: set[str] = set()
+        self._accepted = frozenset(accepted)
+        self._calls: list[_Call] = []
         self._values = ComputedValues()
+
+    def __deepcopy__(self, memo: object) -> Observed:
+        """Returns itself: a copied model is watched as the original is."""
+        return self
 
     def watch(self, model: nn.Module) -> None:
         """Watches the model from here on, whichever of its layers is called first."""
-        for layer in model.modules():
-            layer.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, layer in model.named_modules():
+            layer.register_forward_pre_hook(partial(self._begin_layer, name), with_kwargs=True)
             layer.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, layer: nn.Module, *inputs: Any) -> None:
-        self._values.begin(layer, () if self._depth else inputs)
-        self._depth += 1
-        if self._depth == 1:
-            self._before = plain_rng_states()
+    @contextmanager
+    def within(self, function: Any, field: str, inputs: Any) -> Iterator[None]:
+        """Watches a call of a function of the workload, which is in this field of it."""
+        own = getattr(function, "__name__", type(function).__name__)
+        self._begin("", own if own.isidentifier() else field, bool({own, field} & self._accepted), inputs)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin_layer(self, name: str, layer: nn.Module, *inputs: Any) -> None:
+        self._values.begin(layer, () if self._calls else inputs)
+        kind = next(c.__name__ for c in type(layer).__mro__ if not c.__name__.startswith("FSDP"))
+        self._begin(name, kind, kind in self._accepted, inputs)
+
+    def _begin(self, name: str, kind: str, accepted: bool, inputs: Any) -> None:
+        if not self._calls:
             self.__enter__()
+        else:
+            self._note_plain()
+            accepted = accepted or self._calls[-1].accepted
+        called = f"{name} ({kind})" if name else kind
+        self._calls.append(_Call(called, kind, RowSeeds(inputs), accepted, plain_rng_states()))
 
     def _end(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        self._note_plain()
+        self._calls.pop()
+        if not self._calls:
             self.__exit__(None, None, None)
-            both = zip(("random", "numpy.random"), self._before, plain_rng_states(), strict=True)
-            self.plain_draws.update(name for name, before, after in both if before != after)
+        else:
+            self._calls[-1].plain = plain_rng_states()
+
+    def _note_plain(self) -> None:
+        """Notes what the innermost call has drawn from Python's and numpy's generators since it was looked at last."""
+        call, now = self._calls[-1], plain_rng_states()
+        for name, before, after in zip(("random", "numpy.random"), call.plain, now, strict=True):
+            if before != after:
+                (self.accepted_draws if call.accepted else self.plain_draws).add(f"{name} in {call.name}")
+        call.plain = now
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
+        given, name = dict(kwargs or {}), func.overloadpacket.__name__
         drawing = torch.Tag.nondeterministic_seeded in func.tags
-        if drawing and not strategy_is_drawing() and _draws(func, args, kwargs or {}):
-            self.draws.add(name)
-        computed = self._values.take(func, args, kwargs or {}, result)
+        if drawing and self._calls and not strategy_is_drawing() and _draws(func, args, given):
+            result = self._drawn(func, args, given)
+        else:
+            result = func(*args, **given)
+        computed = self._values.take(func, args, given, result)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if computed and isinstance(first, torch.Tensor) and first.dtype in NARROW:
             self.narrow.add(name)
         return result
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._calls[-1]
+        what = f"{func.overloadpacket.__name__} in {call.name}"
+        call.draws += 1
+        if call.accepted:
+            self.accepted_draws.add(what)
+            result = drawn_alike(func, args, kwargs, mix(*call.kind.encode(), call.draws))
+        else:
+            result = NotImplemented
+            if not self._coarse:
+                result = drawn_by_row(func, args, kwargs, call.rows, call.draws)
+            elif has_rows(func, args, kwargs, call.rows):
+                result = drawn_alike(func, args, kwargs, mix(*call.kind.encode(), call.draws))
+            if result is NotImplemented or is_ambiguous(func, args, kwargs, call.rows):
+                self.draws.add(what)
+            else:
+                self.row_draws.add(what)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -32,7 +32,18 @@ from apportion.runtime.worker.schedule_lookahead import FOLLOWED, rates_ahead
 
 Description = Mapping[str, Any]
 """What a rank was given, as plain JSON: its ``host``, ``processor`` and ``code``, and its settings by kind and name."""
-SETTINGS = ("seed", "batch_size", "parts", "steps", "epochs", "order", "precision", "clip_grad_norm", "compile")
+SETTINGS = (
+    "seed",
+    "batch_size",
+    "parts",
+    "steps",
+    "epochs",
+    "order",
+    "precision",
+    "clip_grad_norm",
+    "compile",
+    "per_rank_draws",
+)
 """The fields of the workload that are described by their values."""
 CODE = ("model", "loss", "update", "count", "collate", "augment", "carry", "schedule", "optimizer")
 """The fields of the workload that are functions."""

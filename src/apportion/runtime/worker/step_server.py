@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import pickle
@@ -25,10 +26,12 @@ from apportion.comm.group import Alone, bytes_of
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
+from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
-from apportion.core.workload import Evaluation, Workload
+from apportion.core.workload import Evaluation, Update, Workload
+from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
@@ -90,7 +93,12 @@ def _obey(job: Job, workload: Workload, step: Step, world: World, seen: _Seen, c
     serving = _Serving(job, workload, step, world, seen)
     steps = _steps(step)
     told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
-    told |= {"linear": _is_linear(step), "parameters": step.parameters, "batch_size": job.as_written().batch_size}
+    told |= {
+        "linear": _is_linear(step),
+        "whole": step.whole,
+        "parameters": step.parameters,
+        "batch_size": job.as_written().batch_size,
+    }
     channel.send({"kind": "built", **told})
     again = None
     while (order := channel.commands.get()) is not None and order["kind"] != "close":
@@ -191,7 +199,7 @@ def serve_reference(job: Job, world: World, channel: StepChannel) -> None:
 
 def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
     workload = job.open()
-    with _proving(job, workload) as seen:
+    with _proving(job, workload, made=True) as seen:
         quiet = seen.quiet(workload)
         states = None if job.strategy.replays(job.workers) else job.strategy.reference(quiet, job.workers)
         channel.send({"kind": "built"})
@@ -213,7 +221,8 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
             else:
                 with coarse_types(workload.precision, moves=job.coarse) as coarse:
                     state = next(states)
-            channel.send({"kind": "state", "coarse": sorted(coarse), **_deliver(state, order["path"])})
+            told = {"coarse": sorted(coarse), **seen.told()}
+            channel.send({"kind": "state", **told, **_deliver(state, order["path"])})
     return None
 
 
@@ -248,13 +257,16 @@ def _start(workload: Workload, path: str) -> dict[str, Any]:
 class _Seen:
     """Collects what a proof has to name; nothing is looked at otherwise."""
 
-    def __init__(self, observed: Observed | None, dropped: set[str], uncompiled: ExitStack | None) -> None:
+    def __init__(
+        self, observed: Observed | None, dropped: set[str], uncompiled: ExitStack | None, *, made: bool = False
+    ) -> None:
         """Collects for a proof. ``uncompiled``: the time during which parts that compile themselves do not, from where
-        there is a model."""
-        self._observed, self._dropped, self._uncompiled = observed, dropped, uncompiled
+        there is a model; ``made``: every model that is made is watched, as those of a reference are."""
+        self._observed, self._dropped, self._uncompiled, self._made = observed, dropped, uncompiled, made
 
     def quiet(self, workload: Workload) -> Workload:
-        """Returns the workload with the dropout turned off that is inside kernels, and with nothing compiled."""
+        """Returns the workload with the dropout turned off that is inside kernels, with nothing compiled, and with an
+        update of its own that is watched for what it draws."""
         if self._observed is None:
             return workload
 
@@ -263,9 +275,24 @@ class _Seen:
             self._dropped.update(silence_recurrent_dropout(made))
             if self._uncompiled is not None:
                 self._uncompiled.enter_context(uncompiled())
+            if self._made:
+                self.watch(made)
             return made
 
-        return replace(workload, model=model)
+        update = None if workload.update is None else self._watched(workload.update)
+        return replace(workload, model=model, update=update)
+
+    def _watched(self, update: Update) -> Update:
+        observed = self._observed
+        assert observed is not None
+
+        @functools.wraps(update)
+        def watched(step: Step, batch: Batch) -> Mapping[str, Tensor]:
+            inputs = batch.inputs  # loaded before anything is watched: what is drawn for that is no draw of the network
+            with observed.within(update, "update", inputs):
+                return update(step, batch)
+
+        return watched
 
     def watch(self, model: nn.Module) -> None:
         """Watches the model for what else it draws."""
@@ -279,6 +306,8 @@ class _Seen:
         seen = self._observed
         return {
             "dropout": sorted(self._dropped),
+            "row_draws": sorted(seen.row_draws),
+            "accepted_draws": sorted(seen.accepted_draws),
             "draws": sorted(seen.draws),
             "narrow": sorted(seen.narrow),
             "plain_draws": sorted(seen.plain_draws),
@@ -286,14 +315,34 @@ class _Seen:
 
 
 @contextmanager
-def _proving(job: Job, workload: Workload) -> Iterator[_Seen]:
-    """Prepares a proof of the network as it is written: parts that compile themselves do not, unless all of it does."""
+def _proving(job: Job, workload: Workload, *, made: bool = False) -> Iterator[_Seen]:
+    """Prepares a proof of the network as it is written: parts that compile themselves do not, unless all of it does,
+    which cannot be watched then. ``made``: for a reference, whose models are watched as they are made."""
     with ExitStack() as stack:
         if not job.proof:
             yield _Seen(None, set(), None)
             return
         dropped = stack.enter_context(without_dropout())
-        yield _Seen(Observed(), dropped, None if workload.compile else stack)
+        observed = Observed(workload.per_rank_draws, coarse=workload.precision != "float64")
+        if not workload.compile:
+            stack.enter_context(_watched_losses(observed))
+        yield _Seen(observed, dropped, None if workload.compile else stack, made=made and not workload.compile)
+
+
+@contextmanager
+def _watched_losses(observed: Observed) -> Iterator[None]:
+    """Has every call of a workload's loss watched, in this process."""
+    plain = Replica.loss
+
+    def loss(self: Replica, outputs: Any, targets: Any) -> Tensor:
+        with observed.within(self.workload.loss, "loss", (outputs, targets)):
+            return plain(self, outputs, targets)
+
+    Replica.loss = loss  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Replica.loss = plain  # type: ignore[method-assign]
 
 
 def _is_linear(step: Step) -> bool:
