@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from apportion.core import tree
 
@@ -34,11 +38,8 @@ def test_only_floating_tensors_are_cast() -> None:
     assert tree.cast(NEST, torch.device("cpu"), None)["a"].dtype == torch.float32
 
 
-def test_rows_and_length_mean_dimension_0() -> None:
+def test_length_means_dimension_0() -> None:
     assert tree.length(NEST) == 4
-    part = tree.rows(NEST, slice(1, 3))
-    assert part["a"].tolist() == [1, 2]
-    assert part["b"][0].tolist() == [[2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("nothing", [[], {}, 3, torch.tensor(1.0), [torch.tensor(1.0)]])
@@ -60,3 +61,40 @@ def test_models_are_called_as_their_inputs_are_built() -> None:
     assert tree.call(call, {"left": x, "right": y}) == ((), {"left": x, "right": y})
     assert tree.call(call, {"left": x}, "s") == ((), {"left": x, "state": "s"})
     assert tree.call(call, 3) == ((3,), {})
+
+
+@dataclass(frozen=True)
+class Graph:
+    nodes: torch.Tensor
+    owners: torch.Tensor
+    graphs: int
+
+
+def test_other_mappings_are_entered_and_stay_what_they_are() -> None:
+    given = UserDict(tokens=torch.ones(2), inner=MappingProxyType({"weights": torch.ones(3)}), name="a")
+    cast = tree.cast(given, torch.device("cpu"), torch.float64)
+    assert type(cast) is UserDict
+    assert cast["tokens"].dtype == cast["inner"]["weights"].dtype == torch.float64
+    assert type(cast["inner"]) is MappingProxyType
+    assert given["tokens"].dtype == torch.float32
+    assert [len(t) for t in tree.tensors(given)] == [2, 3]
+    assert tree.call(call, given)[1].keys() == given.keys()
+
+
+def test_a_packed_sequence_is_cast_with_its_sizes_as_they_are_and_passed_whole() -> None:
+    packed = pack_sequence([torch.ones(1, 2), torch.ones(3, 2)], enforce_sorted=False)
+    cast = tree.cast(packed, torch.device("cpu"), torch.float64)
+    assert cast.data.dtype == torch.float64
+    assert cast.batch_sizes.tolist() == [2, 1, 1]
+    assert cast.sorted_indices.tolist() == [1, 0]
+    assert tree.call(call, packed, "s") == ((packed, "s"), {})
+
+
+@pytest.mark.parametrize("made", [Graph, lambda a, b, c: SimpleNamespace(nodes=a, owners=b, graphs=c)])
+def test_the_tensors_of_an_object_are_cast_in_a_copy(made: Any) -> None:
+    graph = made(torch.ones(4, 2), torch.tensor([0, 0, 1, 1]), 2)
+    cast = tree.cast(graph, torch.device("cpu"), torch.float64)
+    assert type(cast) is type(graph)
+    assert (cast.nodes.dtype, cast.owners.dtype, cast.graphs) == (torch.float64, torch.int64, 2)
+    assert graph.nodes.dtype == torch.float32
+    assert tree.cast(graph, torch.device("cpu"), None) is graph

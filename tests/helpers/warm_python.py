@@ -38,7 +38,6 @@ PRELOADED = (
     "apportion.api.check",
     "apportion.api.running",
     "apportion.cli.app",
-    "apportion.parallel.replica.fsdp",
     "apportion.reporting.html.run_page",
     "apportion.serving.offline_evaluation",
     "apportion.serving.pool.worker_main",
@@ -413,7 +412,7 @@ def main() -> None:
     """``python warm_python.py FD PARENT``: imports what the programs would, and forks."""
     from apportion.core.value import own_names
     from apportion.process import die_with_parent
-    from apportion.runtime.spawn import fork_server, template
+    from apportion.runtime.spawn import template
 
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -424,7 +423,7 @@ def main() -> None:
         importlib.import_module(module)
     for kept in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         kept.atexit = False  # torch unregisters thousands of operators one by one, of a process that ends
-    fork_server.freeze()
+    template._freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

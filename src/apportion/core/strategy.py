@@ -236,8 +236,6 @@ class Strategy(Value, AcrossHosts, ABC):
     """Has the strategy nothing to divide among workers?"""
     splits: ClassVar[bool] = False
     """Does the strategy divide one network among its workers, so that ``of=`` can have replicas of them?"""
-    imports: ClassVar[tuple[str, ...]] = ()
-    """The modules of apportion or torch that take long to import, and that each of several ranks needs."""
     survives: ClassVar[bool] = False
     """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: it ends, and resumes."""
 

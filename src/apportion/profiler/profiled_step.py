@@ -59,9 +59,8 @@ class TimedStep:
         if self.workload.carry is None:
             return batch.inputs
         state = tree.cast(self.workload.carry(len(batch)), self.device, self.workload.dtype)
-        if isinstance(batch.inputs, dict):
-            return {**batch.inputs, "state": state}
-        return (*(batch.inputs if isinstance(batch.inputs, tuple | list) else (batch.inputs,)), state)
+        given, named = tree.arguments(batch.inputs, state)
+        return named or given
 
     def loss(self, batch: Batch) -> Callable[[Any], Tensor]:
         """Return the function that computes the loss of the model's outputs for the batch."""

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.comm.world import World
-from apportion.core import tree
+from apportion.core.data.rows import rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import examples
 from apportion.core.strategy import State, Step, Strategy
@@ -204,7 +204,7 @@ class HybridParallel(Strategy):
         together there is refused. The last layers see all rows."""
 
         def rows(many: int) -> tuple[Any, Any]:
-            few = tree.rows(inputs, slice(0, many))
+            few = rows_of(inputs, slice(0, many))
             return few, few
 
         alone = replace(workload, loss=_squares, count=examples)

@@ -39,7 +39,6 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.loss_terms import examples
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.collectives import all_reduce
@@ -189,7 +188,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
             replica.backward(loss, terms / batch.size)
             mean += loss.detach() * (terms / batch.size)
             count += terms
-        self._loss = self._reduce(mean, count, batch.size)
+        self._loss = self._reduce(mean, count, batch)
         if self._hooks:
             self._hooks(self._trained)
         return self._loss
@@ -202,14 +201,14 @@ class MapReduceStep(ReplicaStep, Recoverable):
         # No terms: a mean of nothing is a NaN, and 0 times NaN is one too. Zero, through the same layers.
         return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum(), 0.0
 
-    def _reduce(self, mean: Tensor, count: float, rows: int) -> Tensor:
+    def _reduce(self, mean: Tensor, count: float, batch: Batch) -> Tensor:
         """Sums gradients and losses over all ranks, and divides them by the number of terms."""
         loss = self._sum(mean, 1.0)
-        if self.source.count is examples:
+        if batch.counts_rows:
             return loss
         total = torch.tensor([count], dtype=torch.float64, device=self.device)
         self._group.all_reduce(total).wait()
-        scale = rows / (total.item() or 1.0)
+        scale = batch.size / (total.item() or 1.0)
         for p in self._replica.trainable():
             if p.grad is not None:
                 p.grad.mul_(scale)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from apportion.core import tree
+from apportion.core.data.rows import misfit_of, row_count, rows_of
 from apportion.core.loss_terms import Count, examples
 from apportion.core.sampling.sampler import DataShard, Draws, Index, split
 
@@ -18,6 +18,8 @@ class BatchLoader(Protocol):
 
     seed: int
     count: Count | None
+    keeps_rows: bool
+    """True where a batch has a row for each of its examples, whatever they are: torch's collate, and no augment."""
     device: torch.device
     dtype: torch.dtype | None
 
@@ -48,6 +50,7 @@ class Batch:
     __slots__ = (
         "_cut",
         "_loaded",
+        "_rows_found",
         "_source",
         "_whole",
         "epoch",
@@ -77,6 +80,7 @@ class Batch:
         """Describes rows of a global batch. ``loaded``: their inputs and targets, where they are loaded already;
         ``cut``: the batch that they are loaded with, and their place in it."""
         self._source, self._whole, self._loaded, self._cut = source, whole, loaded, cut
+        self._rows_found: int | None = None
         self.step = whole.step
         """The global step that this batch belongs to: the key of every draw made with it."""
         self.epoch = whole.epoch
@@ -119,32 +123,59 @@ class Batch:
         count = self._source.count
         if count is None or self.counts_rows:  # known without loading anything
             return float(len(self.index))
+        if count is examples:
+            return float(self.row_count)
         return float(count(self.targets))
 
     @property
     def counts_rows(self) -> bool:
-        """True where every row has one loss term, so that every rank knows how many the whole batch has."""
-        return self._source.count is examples
+        """True where every example has one loss term, so that every rank knows how many the whole batch has."""
+        return self._source.count is examples and self._source.keeps_rows
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows that collate made of these examples: fewer where it left some out, more where it added
+        some or packed them. ValueError where the leaves disagree."""
+        if self._source.keeps_rows:  # known without loading anything
+            return len(self.index)
+        if self._rows_found is None:
+            self._rows_found = row_count(*self._load(), len(self.index))
+        return self._rows_found
 
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:
             if not len(self.index):
                 raise ValueError(f"{self} has no rows: there is nothing to load; see borrowed()")
             if self._cut is not None:
-                whole, piece = self._cut
-                inputs, targets = whole._load()
-                self._loaded = (tree.rows(inputs, piece), tree.rows(targets, piece))
+                self._loaded = self._cut[0]._cut_out(self._cut[1])
             else:
                 self._loaded = self._source.load(self)
         return self._loaded
 
+    def _cut_out(self, piece: slice) -> tuple[Any, Any]:
+        """Inputs and targets of a piece of these rows. ValueError, which names the leaf, where they cannot be cut."""
+        inputs, targets = self._load()
+        examples = len(self.index)
+        if piece == slice(0, examples):
+            return inputs, targets
+        rows = examples if self._source.keeps_rows else self.row_count
+        if rows > examples:
+            misfit = misfit_of(targets, examples, "targets") or misfit_of(inputs, examples, "inputs")
+            raise ValueError(
+                f"{misfit}: rows that collate has added to its examples or packed belong together, and cannot be cut "
+                "into micro-batches; use a strategy that does not cut a batch on its rank"
+            )
+        if rows < examples:  # some were left out: the others are divided as evenly
+            piece = slice(piece.start * rows // examples, piece.stop * rows // examples)
+        return rows_of(inputs, piece, rows, "inputs"), rows_of(targets, piece, rows, "targets")
+
     def hold(self, inputs: Any, targets: Any) -> None:
         """Take these as the inputs and targets of the rows."""
-        self._loaded = (inputs, targets)
+        self._loaded, self._rows_found = (inputs, targets), None
 
     def let_go(self) -> None:
         """Let go of inputs and targets, which are loaded again when they are touched again."""
-        self._loaded = None
+        self._loaded = self._rows_found = None
 
     def draws(self) -> Draws:
         """Random numbers keyed by (seed, epoch, example): the same on any number of workers."""

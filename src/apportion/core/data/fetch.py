@@ -52,6 +52,8 @@ class RowFetcher:
             self.dataset: Dataset[Any] = dataset
         else:
             self._open()
+        self.keeps_rows = self._collate is default_collate and self.augment is None
+        """True where a batch has a row for each of its examples, whatever they are. The same on every rank."""
         opened = [self.dataset]
         if isinstance(self.dataset, PartedDataset):
             opened = [self.dataset.open(part) for part in self.dataset.opened]
@@ -131,7 +133,13 @@ class RowFetcher:
     def _samples(self, epoch: int, piece: PartRows) -> Any:
         many = getattr(piece.data, "__getitems__", None)
         if many is not None:
-            return many(piece.local.tolist())
+            samples = many(piece.local.tolist())
+            if self.keeps_rows and len(samples) != len(piece.local):
+                raise ValueError(
+                    f"{type(piece.data).__name__}.__getitems__ gave {len(samples)} examples for {len(piece.local)} "
+                    "indices: it must give one for each; leave examples out in collate"
+                )
+            return samples
         at = zip(piece.local.tolist(), piece.whole.tolist(), strict=True)
         return [self._example(epoch, piece.data, local, i) for local, i in at]
 

@@ -71,6 +71,7 @@ class BatchSource:
         self.seed, self.dtype = workload.seed, self._fetcher.dtype
         self.count = self._fetcher.counted(workload.terms)
         """The number of loss terms in some targets, or ``examples`` where each of these rows is seen to have one."""
+        self.keeps_rows = self._fetcher.keeps_rows
         self.device = self._fetcher.device = device or torch.device("cpu")
         self.seconds = 0.0
         """The seconds spent loading, or waiting for what loads, in all."""

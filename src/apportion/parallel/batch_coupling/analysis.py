@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
+from apportion.core.data.rows import rows_of
 from apportion.core.sampling.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.row_probe import Called, Copied, Part, Ran
@@ -141,9 +142,7 @@ class _Looked:
     def _halves(self) -> list[Part]:
         half = self._many // 2
         inputs, targets = self._rows
-        return [
-            (tree.rows(inputs, rows), tree.rows(targets, rows)) for rows in (slice(0, half), slice(half, self._many))
-        ]
+        return [(rows_of(inputs, rows), rows_of(targets, rows)) for rows in (slice(0, half), slice(half, self._many))]
 
     def _count(self, part: Part) -> float:
         count = self._workload.terms
@@ -271,7 +270,7 @@ class _Looked:
         half = self._many // 2
         halves = slice(0, half), slice(half, self._many)
         everything, given = self._loss_gradients(outputs, targets)
-        found = [self._loss_gradients(tree.rows(outputs, r), tree.rows(targets, r)) for r in halves]
+        found = [self._loss_gradients(rows_of(outputs, r), rows_of(targets, r)) for r in halves]
         weights = self._parts[1]
         scale = max(float(everything.abs()), 1e-30)
         mean = sum(w * float(loss) for w, (loss, _) in zip(weights, found, strict=True) if w)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
+from apportion.core.data.rows import rows_of
 from apportion.parallel.tracing.network import undisturbed
 
 
@@ -30,7 +31,7 @@ def takes_channels_last(model: nn.Module, calls: Sequence[Callable[..., Any]], i
     a forward pass calls ``view`` on what its last convolution gives, for one; and only a plain convolution gains."""
     if not any(_is_images(t) and t.device.type == "cpu" for t in tree.tensors(inputs)) or not _convolves(model):
         return False
-    few = tree.rows(inputs, slice(0, 2))
+    few = rows_of(inputs, slice(0, 2))
     try:
         for call in calls:
             with undisturbed(model):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from apportion.core import torch_private, tree
+from apportion.core.data.rows import rows_of
 from apportion.parallel.tracing.network import undisturbed
 
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -48,7 +49,7 @@ def asked(model: nn.Module, inputs: Any) -> AutogradUse:
     seen = AutogradUse()
     flags = [(p, p.requires_grad) for p in model.parameters()]
     with suppress(Exception), undisturbed(model), torch.enable_grad(), seen:
-        tree.call(model, tree.rows(inputs, slice(0, 2)))
+        tree.call(model, rows_of(inputs, slice(0, 2)))
     for p, flag in flags:
         p.requires_grad_(flag)
     return seen

@@ -23,6 +23,7 @@ from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.data.rows import rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import DataShard
@@ -109,7 +110,7 @@ class Partitioner:
         beginning."""
         if self._workload.update is not None or self._workload.carry is not None:
             return
-        few = tree.rows(sample.inputs, slice(0, 2))
+        few = rows_of(sample.inputs, slice(0, 2))
         with suppress(Exception):  # a model that cannot be called: whoever cuts it has more to say about that
             settle(plain, partial(tree.call, plain, few))
 

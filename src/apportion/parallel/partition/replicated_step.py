@@ -60,7 +60,8 @@ class _SharedLoss:
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         if self._couples:  # of all rows, on every replica: its gradient goes back to the rows that were gathered here
             outputs, targets = (
-                tree.map_tensors(lambda t: gather_rows(t[: self.rows], self.group), rows) for rows in (outputs, targets)
+                tree.map_tensors(lambda t: gather_rows(t if self.rows else t[:0], self.group), each)
+                for each in (outputs, targets)
             )
         if not self.terms:  # a mean of nothing is a NaN, and 0 times NaN is one too: zero, through the same layers
             return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum()

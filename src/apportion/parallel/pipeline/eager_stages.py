@@ -14,6 +14,7 @@ from torch import nn
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.data.rows import rows_of
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.equivalence import copied, same_outputs
@@ -42,7 +43,7 @@ class OwnStages(StagePart):
     def __init__(self, model: nn.Module, inputs: Any, world: World, cut: Cut, staging: Staging) -> None:
         super().__init__(world, staging)
         microbatches = staging.microbatches
-        few = tree.rows(inputs, slice(0, 2))
+        few = rows_of(inputs, slice(0, 2))
         stateful = changing_buffers(model, few)
         _refuse_moved(model, stateful)
         if microbatches > 1 or staging.recompute:
@@ -51,7 +52,7 @@ class OwnStages(StagePart):
             staging.refuse_state(model, stateful)
         if microbatches > 1:  # every rank, so that all say the same
             refuse_coupled(model, inputs, microbatches)
-        sample = tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // microbatches))))
+        sample = rows_of(inputs, slice(0, max(2, -(-tree.length(inputs) // microbatches))))
         self._own, self._trains = opened(model, few, world.size, staging.cuts or ())
         try:
             with evaluating(model.modules()), undisturbed(model):

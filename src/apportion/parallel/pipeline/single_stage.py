@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from apportion.comm.group import Alone
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.data.rows import rows_of
 from apportion.core.sampling.rng import RngState, plain_rng_from
 from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.part import Part
@@ -33,7 +34,7 @@ class InParts(Part):
     def __init__(self, model: nn.Module, inputs: Any, staging: Staging) -> None:
         microbatches = staging.microbatches
         if microbatches > 1 or staging.recompute:
-            stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
+            stateful = changing_buffers(model, rows_of(inputs, slice(0, 2)))
             staging.refuse_state(model, stateful)
             if stateful or any(map(normalises, model.modules())):
                 microbatches = 1

@@ -25,6 +25,7 @@ from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core import torch_private, tree
 from apportion.core.data.batch import Batch
+from apportion.core.data.rows import rows_of
 from apportion.core.workload import Workload
 from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.autograd_use import asked, refuse_untraceable
@@ -120,7 +121,7 @@ class Stages(StagePart):
         """The way in which what comes, and what goes, depends on the rows, for a stage that computes a batch at once;
         None for others."""
         refuse_untraceable(asked(model, inputs), model)
-        stateful = changing_buffers(model, tree.rows(inputs, slice(0, 2)))
+        stateful = changing_buffers(model, rows_of(inputs, slice(0, 2)))
         if microbatches > 1 or staging.recompute:
             staging.refuse_state(model, stateful)
         ones = {str(node.target) for node in calls(graph) if node.op == "call_module"}  # a layer may be followed in one
@@ -164,7 +165,7 @@ class Stages(StagePart):
 
     def _sample(self, inputs: Any) -> Any:
         """A micro-batch of the inputs, of two rows at least: one alone cannot be normalised."""
-        return tree.rows(inputs, slice(0, max(2, -(-tree.length(inputs) // self._staging.microbatches))))
+        return rows_of(inputs, slice(0, max(2, -(-tree.length(inputs) // self._staging.microbatches))))
 
     def _rows(
         self, model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any

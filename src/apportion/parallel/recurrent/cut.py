@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from apportion.core import torch_private, tree
+from apportion.core.data.rows import rows_of
 from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, held, packed, parts
 from apportion.parallel.replica.initial_model import memory_of
 from apportion.parallel.tracing.network import evaluating, undisturbed
@@ -94,7 +95,7 @@ def _refuse_changing(made: Cut, inputs: Any, where: str, *, carries: bool) -> No
     rank of its own."""
     model = made.model
     with undisturbed(model) as changed:
-        tree.call(model, tree.rows(inputs, slice(0, 2)), *((None,) if carries else ()))
+        tree.call(model, rows_of(inputs, slice(0, 2)), *((None,) if carries else ()))
         names = changed()
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     before, after = (
@@ -161,13 +162,10 @@ def _binding(model: nn.Module, sample: Any, carries: bool) -> Callable[..., dict
     signature = inspect.signature(model.forward)
 
     def bind(inputs: Any, *state: Any) -> dict[str, Any]:
-        arguments: tuple[Any, ...] = (inputs,)
-        options: dict[str, Any] = {}
-        if isinstance(sample, tuple | list):
-            arguments = tuple(inputs) if inputs is not None else (None,) * len(sample)
-        elif isinstance(sample, dict):
-            arguments, options = (), dict(inputs) if inputs is not None else dict.fromkeys(sample)
-        if carries and isinstance(sample, dict):
+        arguments, options = tree.arguments(sample if inputs is None else inputs)
+        if inputs is None:  # a stage that gets none of them
+            arguments, options = (None,) * len(arguments), dict.fromkeys(options)
+        if carries and options:
             options["state"] = state[0]
         elif carries:
             arguments += state[:1]

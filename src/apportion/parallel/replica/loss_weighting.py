@@ -28,7 +28,7 @@ class LossShare:
             outputs = self._replica.outputs(batch)
             if self._workload.count is None:
                 # The loss of the whole batch on every rank: its gradient goes back to the rows that were gathered here.
-                whole = self._gathered(outputs, len(batch), own), self._gathered(batch.targets, len(batch), own)
+                whole = self._gathered(outputs, own), self._gathered(batch.targets, own)
                 return self._replica.loss(*whole), 1.0
             if count := batch.count:
                 return self._replica.loss(outputs, batch.targets), count / total
@@ -41,8 +41,8 @@ class LossShare:
         its part of it."""
         return 1.0 / self._group.size if self._workload.count is None else 1.0
 
-    def _gathered(self, rows: Any, many: int, own: bool) -> Any:
-        return tree.map_tensors(lambda t: gather_rows(t[: many if own else 0], self._group), rows)
+    def _gathered(self, rows: Any, own: bool) -> Any:
+        return tree.map_tensors(lambda t: gather_rows(t if own else t[:0], self._group), rows)
 
     @collective
     def total(self, batch: Batch) -> float:

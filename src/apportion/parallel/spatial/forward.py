@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from apportion.comm.group import Group, collective
 from apportion.core import torch_private, tree
+from apportion.core.data.rows import rows_of
 from apportion.core.torch_private import ConvBase
 from apportion.cost_model.constraints import nothing_to_divide
 from apportion.errors import ApportionError
@@ -71,7 +72,7 @@ class StripForward:
     def plan(self, sample: Any) -> dict[str, TensorShard]:
         """Run the model once, on an example, to see what is used where; then keep no more than this rank needs."""
         with evaluating(self._model.modules()), undisturbed(self._model):
-            example = tree.rows(sample, slice(0, 1))
+            example = rows_of(sample, slice(0, 1))
             tree.call(lambda *a, **k: self._run(self._evaluated, a, k), example)
             tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
         if not self._divided:

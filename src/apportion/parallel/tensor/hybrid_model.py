@@ -26,6 +26,7 @@ from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group, Work
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.data.rows import rows_of
 from apportion.core.loss_terms import examples
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.workload import Workload
@@ -96,7 +97,7 @@ class HybridModel(TensorParallelModel):
         own = shares[self._group.rank]
         self._attendance.present = own.stop > own.start
         rows = own if self._attendance.present else slice(0, 1)
-        inputs = tree.rows(batch.inputs, rows)
+        inputs = rows_of(batch.inputs, rows, len(batch))
         values = tree.call(parts.front, channels_last(inputs) if self._channels_last else inputs)
         return [value[: own.stop - own.start] for value in values], shares
 
@@ -118,9 +119,8 @@ class HybridModel(TensorParallelModel):
                 copies = [leaf.clone() for leaf in leaves]  # what the back does in place, it does to them
                 outputs = partial(self._trains.back, *copies)
                 # Of no terms the mean is a NaN, and 0 times NaN is one too: zero, through the same layers.
-                loss = (
-                    self.loss(replica, outputs, tree.rows(batch.targets, shares[rank])) if weight else _zero(outputs())
-                )
+                targets = rows_of(batch.targets, shares[rank], len(batch), "targets")
+                loss = self.loss(replica, outputs, targets) if weight else _zero(outputs())
             replica.backward(loss, weight)
             mean += loss.detach() * weight
             if rank == self._group.rank:
@@ -135,7 +135,7 @@ class HybridModel(TensorParallelModel):
         assert self._count is not None
         if self._count is examples:
             return float(rows.stop - rows.start)
-        return float(self._count(tree.rows(targets, rows)))
+        return float(self._count(rows_of(targets, rows)))
 
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any:
@@ -255,7 +255,7 @@ def what_crosses(parts: HybridParts, inputs: Any) -> str | None:
     """The first value that crosses the cut of a network that evaluates and that is not a tensor of one row an example;
     None: all are."""
     for rows in (1, 2):
-        few = tree.rows(inputs, slice(0, rows))
+        few = rows_of(inputs, slice(0, rows))
         for value in tree.call(parts.front, few):
             if not isinstance(value, Tensor):
                 return f"a value of type {type(value).__name__}"

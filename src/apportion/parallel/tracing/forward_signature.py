@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from apportion.core import tree
+
 
 class Given(NamedTuple):
     """The way in which a forward is called."""
@@ -26,9 +28,10 @@ def opened(model: nn.Module, inputs: Any) -> Given | None:
     usual = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}
     if inputs is None or (kinds <= usual and not hasattr(forward, "__wrapped__")):
         return None
-    if isinstance(inputs, dict):
-        return Given(tuple(inputs), tuple(inputs))
-    count = len(inputs) if isinstance(inputs, tuple | list) else 1
+    given, named = tree.arguments(inputs)
+    if named:
+        return Given(tuple(named), tuple(named))
+    count = len(given)
     own = [n for n, p in inspect.signature(forward).parameters.items() if p.kind in usual]
     return Given(tuple(own[i] if i < len(own) else f"argument_{i}" for i in range(count)), ())
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from apportion.core import tree
 from apportion.core.sampling.rng import fork_rng, gpus_in_use
 from apportion.core.torch_private import hooked
 from apportion.parallel.tracing.forward_signature import Given, opened, with_names
@@ -257,11 +258,10 @@ def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | No
     may ask whether an argument is None. None where nothing is known of the inputs."""
     if inputs is None:
         return None
-    positional = (*inputs, *state) if isinstance(inputs, tuple | list) else (inputs, *state)
-    given: tuple[Any, ...] = state if isinstance(inputs, dict) else positional
+    given, named = tree.arguments(inputs, *state)
     signature = inspect.signature(model.forward)
     try:
-        bound = signature.bind_partial(*given, **(inputs if isinstance(inputs, dict) else {})).arguments
+        bound = signature.bind_partial(*given, **named).arguments
     except TypeError:  # the call itself will say so
         return None
     rest = {name: p.default for name, p in signature.parameters.items() if name not in bound}
@@ -287,8 +287,6 @@ def names(graph: fx.Graph) -> dict[fx.Node, str]:
 def arguments(graph: fx.Graph, inputs: Any) -> list[Any]:
     """The inputs that a model is called with, one for each argument of the graph, in order."""
     holders = [node for node in graph.nodes if node.op == "placeholder"]
-    if isinstance(inputs, dict):
-        given = [inputs[node.target] if node.target in inputs else node.args[0] for node in holders]
-        return given
-    positional = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
-    return positional + [node.args[0] for node in holders[len(positional) :]]
+    given, named = tree.arguments(inputs)
+    rest = holders[len(given) :]
+    return [*given, *(named[node.target] if node.target in named else node.args[0] for node in rest)]

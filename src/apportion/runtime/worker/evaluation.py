@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -53,8 +54,9 @@ def evaluate(
         batch = source.at(number, shard)
         outputs = step.predict(batch)
         if outputs is not None:
-            values = [float(metric(outputs, batch.targets)) for metric in means.values()]
-            sums += torch.tensor([*(v * len(batch) for v in values), float(len(batch))], dtype=torch.float64)
+            rows = batch.row_count if means else 0
+            values = [float(metric(outputs, batch.targets)) * rows if rows else 0.0 for metric in means.values()]
+            sums += torch.tensor([*values, float(rows)], dtype=torch.float64)
             seen = True
         if objects and not step.whole:
             feed(objects, outputs, batch, group, step.device)
@@ -66,7 +68,7 @@ def evaluate(
     sums = torch.cat([sums, torch.tensor(computed if step.whole else [], dtype=torch.float64)]).to(step.device)
     group.all_reduce(sums).wait()
     totals = sums.tolist()
-    results = {name: total / totals[len(means)] for name, total in zip(means, totals, strict=False)}
+    results = {name: total / (totals[len(means)] or math.nan) for name, total in zip(means, totals, strict=False)}
     results |= zip(objects, totals[len(means) + 1 :] if step.whole else computed, strict=True)
     return {name: results[name] for name in evaluation.metrics}
 
