@@ -265,7 +265,7 @@ def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: boo
 
 def test_a_proof_ends_at_its_first_step_where_there_is_no_time_for_the_others() -> None:
     ProofLimits(10.0, share=0.0, run_steps=0).step(1.0, 0.1, 5)
-    with pytest.raises(OutOfTimeError, match="it needs about"):
+    with pytest.raises(OutOfTimeError, match="the whole proof needs about"):
         ProofLimits(10.0, share=0.0, run_steps=0).step(6.0, 0.1, 5)
 
 
@@ -327,7 +327,8 @@ def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
     given = replace(net(lambda: Words(length)), data=texts, loss=nn.CrossEntropyLoss())
     found = next(e for e in events(given, run_dir=tmp_path / "run") if e.kind == "start").data["proof"]
     assert found["verdict"] == verdict, found["sentence"]
-    assert [request.short for request in asked] == [False, True]
+    assert [(request.short, request.least) for request in asked][:2] == [(False, False), (True, False)]
+    assert [request.least for request in asked[2:]] == ([] if verdict == "equal" else [True])
     assert ("about 100 s" in found["sentence"]) == (verdict == "not proved")
 
 

@@ -40,12 +40,19 @@ class ProofRequest:
     """The fields of the workload that the run replaces."""
     rows: int = 0
     """The examples in a batch; 0: the workload's own number."""
+    rare: tuple[int, ...] = ()
+    """The rows that are to be among them, the rarest first."""
+    many: bool = False
+    """True where a step on as many rows as the run has in a batch, or the most that fit the time, is made at the
+    end."""
     short: bool = False
     """True where the proof is made on the beginnings of the sequences."""
     seconds: float | None = None
     """The seconds that the proof may take; None: as long as it does."""
     parameters: int = 0
     """The number of parameters of the network, where that is known before it is built; else 0."""
+    least: bool = False
+    """True where one step is made whatever the time, and as many more as there is time for, in float64 alone."""
     brief: bool = False
     """True where a first difference is enough."""
     plain: tuple[str, ...] = ()
@@ -117,13 +124,13 @@ class ProofWorkers:
                     stack.enter_context(ranks.beside(pools[-1]))
             yield ProofWorkers(asked, limits, first, pools, Path(folder))
 
-    def again(self, precision: str, *, gradients: bool = False, coarse: bool = False) -> None:
+    def again(self, precision: str, *, gradients: bool = False, coarse: bool = False, rows: int | None = None) -> None:
         """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
-        led astray rounds as the coarsest types of the model do."""
-        for pool, job in zip(self._pools, _jobs(self._asked, precision, gradients, coarse), strict=False):
-            changed = {
-                name: getattr(job, name) for name in ("changes", "nudge", "jitter", "coarse", "gradients", "cut")
-            }
+        led astray rounds as the coarsest types of the model do; ``rows``: for one step on so many rows."""
+        asked = self._asked if rows is None else replace(self._asked, rows=rows, steps=1)
+        for pool, job in zip(self._pools, _jobs(asked, precision, gradients, coarse), strict=False):
+            fields = ("changes", "nudge", "jitter", "coarse", "gradients", "cut", "rows")
+            changed = {name: getattr(job, name) for name in fields}
             pool.send({"kind": "again", "job": changed})
         self.built()
 
@@ -195,6 +202,7 @@ def _jobs(asked: ProofRequest, precision: str, gradients: bool = False, coarse: 
         workers=launcher.workers or 1,
         proof=True,
         rows=asked.rows,
+        rare=asked.rare,
         short=asked.short,
         lengths=asked.lengths,
         sent=asked.sent,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ from apportion.runtime.proof.tap_differences import first_difference
 HALF = ("bfloat16", "float16")
 """The precisions that a run computes in under autocast, its weights in float32."""
 
+MANY_SHARE = 0.5
+"""The share of the time that is left which a step on many rows may take."""
 SEEN = ("dropout", "row_draws", "accepted_draws", "draws", "narrow", "plain_draws")
 """The kinds of operations that are looked for in the steps of a proof."""
 Seen = dict[str, list[str]]
@@ -47,11 +50,15 @@ class _Proving:
     def __init__(self, asked: ProofRequest, ranks: RunningRanks | None) -> None:
         self._asked, self._chosen, self._ranks = asked, asked.chosen, ranks
         self._replays = asked.chosen.strategy.replays(asked.chosen.launcher.workers or 1)
-        self._limits = ProofLimits(asked.seconds, share=asked.share, run_steps=asked.run_steps)
+        self._limits = ProofLimits(asked.seconds, share=asked.share, run_steps=asked.run_steps, least=asked.least)
         self._own = "float32"
         self._named: list[str] = []
+        self._cuts: list[str] = []
+        """The parts of the proof that there was no time for."""
         self._gradients: Round | None = None
         self._drawn: list[str] = []
+        self._many: Round | None = None
+        self._rows = 0
         self._first: str | None = None
         """The first module that computes something else."""
 
@@ -66,6 +73,9 @@ class _Proving:
             exact=strategy.exact,
             rounds=tuple(rounds),
             gradients=self._gradients,
+            many=self._many,
+            cuts=tuple(self._cuts),
+            rows=self._rows,
             causes=tuple(
                 likely_causes(
                     [*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1, self._drawn
@@ -81,7 +91,9 @@ class _Proving:
             with ProofWorkers.started(self._asked, self._limits, "float64", self._ranks) as pools:
                 built = pools.built()
                 self._own, known = built["precision"], True
-                return self._wide_then_own(pools, built)
+                rounds = self._wide_then_own(pools, built)
+                self._step_on_many_rows(pools, rounds)
+                return rounds
         except (WorkerFailed, ValueError) as error:
             if not _fixes_dtype(error) or (known and self._own == "float64"):
                 raise
@@ -115,7 +127,8 @@ class _Proving:
         wide, seen = self._round(pools, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
         self._named, self._drawn = _by_design(seen), [*seen["draws"], *seen["plain_draws"]]
         if self._asked.brief and wide.verdict == "different":
-            self._gradients = self._gradient_round(pools, wide, "float64")  # they show what a difference comes from
+            with suppress(OutOfTimeError):
+                self._gradients = self._gradient_round(pools, wide, "float64")  # they show what it comes from
             self._first = self._first_difference(pools, wide)
             return [wide]
         rounds = [wide]
@@ -130,16 +143,54 @@ class _Proving:
             pools.again("float32")
             rounds = [self._round(pools, wide.steps, "float32")[0]]
             self._named[-1] = f"{where}: checked in float32 and {self._own}"
-        self._gradients = self._gradient_round(pools, wide, rounds[0].precision if rounds else self._own)
-        if rounds and any(r.verdict == "different" for r in (rounds[0], self._gradients) if r is not None):
-            self._first = self._first_difference(pools, rounds[0])
-        if self._own == "float64" or (self._asked.brief and not self._proved()):
-            return rounds or [wide]
-        pools.again(self._own)
-        return [*rounds, self._round(pools, wide.steps, self._own)[0]]
+        return self._rest(pools, wide, rounds)
+
+    def _rest(self, pools: ProofWorkers, wide: Round, rounds: list[Round]) -> list[Round]:
+        """Compares the gradients by themselves and the states in the run's own precision; what there is no time for is
+        left out where float64 has shown its part."""
+        left = "the gradients by themselves were not compared, for want of time"
+        if self._asked.least and rounds:
+            self._left_out(left)
+            return rounds
+        try:
+            self._gradients = self._gradient_round(pools, wide, rounds[0].precision if rounds else self._own)
+            if rounds and any(r.verdict == "different" for r in (rounds[0], self._gradients) if r is not None):
+                self._first = self._first_difference(pools, rounds[0])
+            if self._own == "float64" or (self._asked.brief and not self._proved()):
+                return rounds or [wide]
+            left = f"{self._own} was not compared, for want of time"
+            pools.again(self._own)
+            return [*rounds, self._round(pools, wide.steps, self._own)[0]]
+        except OutOfTimeError:
+            if not self._asked.brief or not rounds:
+                raise
+            self._left_out(left)
+            return rounds
+
+    def _left_out(self, what: str) -> None:
+        self._named.append(what)
+        self._cuts.append(what)
 
     def _proved(self) -> bool:
         return self._gradients is None or self._gradients.holds
+
+    def _step_on_many_rows(self, pools: ProofWorkers, rounds: Sequence[Round]) -> None:
+        """Compares one step on as many rows as the run has in a batch, or on the most that fit the time."""
+        ranks = self._chosen.ranks if self._chosen.strategy.divides_batches else 1
+        made = self._asked.rows or pools.batch_size
+        self._rows = -(-made // ranks)
+        if not self._asked.many or self._replays or not all(r.verdict == "equal" for r in rounds) or not self._proved():
+            return
+        rows = min(pools.batch_size, self._limits.rows_in_time(made, MANY_SHARE))
+        if rows <= made or not self._chosen.strategy.exact or rounds[0].precision != "float64":
+            return
+        try:
+            pools.again("float64", rows=rows)
+            found = self._compare_steps(pools, 1, "float64")[0]
+        except OutOfTimeError:  # what was compared before stands
+            return
+        if found.verdict != "undecided":
+            self._many, self._rows = found, -(-rows // ranks)
 
     def _gradient_round(self, pools: ProofWorkers, states: Round, precision: str) -> Round | None:
         """Compares the change under plain SGD; where every optimizer is that already, the states have shown it."""
@@ -223,7 +274,7 @@ class _Proving:
         (began,) = pools.ask(pools.reference, {"kind": "start", "path": str(folder / "start")}, "started")
         eps = eps_of(coarsest or precision)
         comparison = Comparison(load_file(folder / "start"), began["weights"], eps=eps)
-        disagreement, seen, coarse = None, _seen(()), set[str]()
+        disagreement, seen, coarse, made = None, _seen(()), set[str](), 0
         for number in range(1, steps + 1):
             reference.send({"kind": "next", "path": str(folder / "reference")})
             if number > 1:
@@ -248,7 +299,11 @@ class _Proving:
             ahead = self._asked.steps + GRADIENT_STEPS * (not pools.linear) - 1
             self._limits.step(time.monotonic() - began_step, share, ahead)
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
-        return replace(comparison.round(precision, steps, disagreement), coarsest=coarsest), seen, coarse
+            made = number
+            if self._asked.least and number < steps and (time.monotonic() - began_step) / number > self._limits.left:
+                self._left_out(f"{number} of {steps} steps were compared, for want of time")
+                break
+        return replace(comparison.round(precision, made, disagreement), coarsest=coarsest), seen, coarse
 
     def _other_rates(self, pools: ProofWorkers, went: Sequence[Message], whole: Message) -> str | None:
         """Returns which rank would drop by another rate than one device, and which; None: none would. A rank that

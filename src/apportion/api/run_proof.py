@@ -20,6 +20,7 @@ from typing import Any
 
 from apportion.api.proof_workers import ProofRequest, cut_at
 from apportion.api.prover import prove
+from apportion.api.workload_survey import Surveyed, WorkloadSurvey
 from apportion.core import fast_paths
 from apportion.core.json_data import cache_folder, keep
 from apportion.core.parts.sent_rows import SentRows
@@ -37,6 +38,8 @@ LEAST_SECONDS = 3.0
 FEW_EACH, ROWS_EACH = 3, 16
 """The numbers of rows that the proof gives each rank, with one more for the first. Where the smaller number was quick
 it is made once more on the larger one, so that terms which do not count, or classes, fall unevenly on the ranks."""
+READING_SHARE = 0.2
+"""The share of the time of a proof in which the targets of the data are read."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
 """A first proof within QUICK_SHARE of the time was quick, and a second may take MANY_SHARE of it."""
 STEPS = 4
@@ -67,6 +70,7 @@ class SelfProof:
         self._lengths: tuple[int, ...] = ()
         self._proved = chosen
         """The candidate with its stages cut as the run's are."""
+        self._surveyed = Surveyed()
         self._known: Settled | None = None
         self._hosts = list(hosts)
         self._ranks: RunningRanks | None = None
@@ -132,20 +136,55 @@ class SelfProof:
 
     def _found(self, began: float, seconds: float) -> Settled:
         try:
-            settled = replace(_settled(self._proof(began + seconds)), plain=self._job.plain)
-            if settled.verdict != "different" or self._job.plain:
+            settled = replace(self._settled(self._proof(began + seconds)), plain=self._job.plain)
+            if settled.verdict != "different" or self._job.plain or self._surveyed.problem is not None:
                 return settled
-            plain = _settled(self._proof(began + seconds, fast_paths.ALL))
+            plain = self._settled(self._proof(began + seconds, fast_paths.ALL))
             return replace(plain, plain=fast_paths.ALL) if plain.proved else settled
         except OutOfTimeError as error:
             share = max(seconds, time.monotonic() - began)
-            return self.unproved(f"{error}, and {share:.0f} s are its share")
+            return self._without_proof(f"{error}, and {share:.0f} s are its share")
         except OutOfMemoryError as error:
-            return self.unproved(str(error))
+            return self._without_proof(str(error))
         except (ApportionError, ValueError, OSError) as error:
-            return self.unproved(str(error).partition("\n")[0])
+            return self._without_proof(str(error).partition("\n")[0])
+
+    def _without_proof(self, why: str) -> Settled:
+        return self.unproved(why) if self._surveyed.problem is None else self._of_loss(self._surveyed.problem)
+
+    def _of_loss(self, problem: str) -> Settled:
+        hosts = f" of {len(self._hosts)} hosts" if len(self._hosts) > 1 else ""
+        who = f"{self._chosen.strategy} on {self._chosen.ranks} workers{hosts}"
+        sentence = f"{who} does not train the same network as one device: {problem}"
+        return Settled(verdict="different", sentence=sentence, seconds=0.0)
+
+    def _settled(self, proof: Proof) -> Settled:
+        """Returns the answer of a proof, in a sentence that says what it covers; or what the loss by itself has
+        shown."""
+        if self._surveyed.problem is not None:
+            return self._of_loss(self._surveyed.problem)
+        covered = ""
+        if proof.verdict == "equal":
+            rows = f", with up to {proof.rows} row{'s' if proof.rows != 1 else ''} per rank" if proof.rows else ""
+            covered = rows + self._surveyed.scope + "".join(f"; {cut}" for cut in proof.cuts)
+        return Settled(verdict=proof.verdict, sentence=proof.sentence + covered, seconds=0.0)
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
+        """Makes the proof while another process looks for rare rows, and at the loss."""
+        if plain is not None:
+            return self._proof_on_rows(until, plain, self._surveyed)
+        strategy, left = self._chosen.strategy, until - time.monotonic()
+        survey = WorkloadSurvey.begun(
+            self._job,
+            threads=1,
+            seconds=READING_SHARE * left,
+            tries_loss=strategy.exact and strategy.divides_batches and self._chosen.ranks > 1,
+            ranks=self._ranks,
+        )
+        with survey as looking:
+            return self._proof_on_rows(until, self._job.plain, looking)
+
+    def _proof_on_rows(self, until: float, plain: tuple[str, ...], looking: WorkloadSurvey | Surveyed) -> Proof:
         """Makes the proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
         asked = ProofRequest(
             workload=self._job.workload,
@@ -154,7 +193,7 @@ class SelfProof:
             changes=self._job.changes,
             brief=True,
             parameters=self._parameters,
-            plain=self._job.plain if plain is None else plain,
+            plain=plain,
             run_steps=self._run_steps,
             lengths=self._lengths,
             sent=self._job.sent,
@@ -166,30 +205,38 @@ class SelfProof:
         few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given)
         try:
             proof = prove(few, self._ranks)
-        except OutOfTimeError as error:
-            return self._on_short_sequences(few, until, error)
+        except OutOfTimeError:
+            return self._on_short_sequences(few, until)
         except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
             proof = None
+        finally:
+            self._look(looking, READING_SHARE * given)
+        if self._surveyed.problem is not None and proof is not None:
+            return proof
         if proof is None or proof.verdict == "undecided":
             return prove(replace(asked, rows=0, seconds=until - time.monotonic()), self._ranks)
         if proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given:
             try:
                 more = replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given)
-                return prove(replace(more, run_steps=0), self._ranks)
+                more = replace(more, rare=self._surveyed.rare, many=True, run_steps=0)
+                return prove(more, self._ranks)
             except OutOfTimeError:
                 pass
         return proof
 
-    def _on_short_sequences(self, asked: ProofRequest, until: float, error: OutOfTimeError) -> Proof:
-        """Makes the proof on the beginnings of the sequences, where there was no time for whole ones. Raises ``error``
-        where there are none, where the model takes none, or where they leave the answer open."""
-        try:
+    def _look(self, looking: WorkloadSurvey | Surveyed, seconds: float) -> None:
+        if isinstance(looking, WorkloadSurvey):
+            self._surveyed = looking.found(seconds)
+
+    def _on_short_sequences(self, asked: ProofRequest, until: float) -> Proof:
+        """Makes the proof on the beginnings of the sequences, where there was no time for whole ones. Where there are
+        none, where the model takes none, or where they leave the answer open, one step is made whatever the time, and
+        as many more as there is time for."""
+        with suppress(ApportionError, ValueError, OutOfTimeError):
             proof = prove(replace(asked, short=True, seconds=until - time.monotonic()), self._ranks)
-        except (ApportionError, ValueError, OutOfTimeError):
-            raise error from None
-        if proof.verdict == "undecided":
-            raise error
-        return proof
+            if proof.verdict != "undecided":
+                return proof
+        return prove(replace(asked, least=True, seconds=max(0.0, until - time.monotonic())), self._ranks)
 
     def _steps(self) -> int:
         strategy = self._chosen.strategy
@@ -228,10 +275,6 @@ class SelfProof:
             **({"hosts": self._hosts} if self._hosts else {}),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _settled(proof: Proof) -> Settled:
-    return Settled(verdict=proof.verdict, sentence=proof.sentence, seconds=0.0)
 
 
 def _path(name: str) -> Path:

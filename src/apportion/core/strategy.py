@@ -247,6 +247,11 @@ class Strategy(Value, AcrossHosts, ABC):
     def exact(self) -> bool:
         """Does one step equal the one-device step? Where no field decides that, a class attribute ``exact = True``."""
 
+    @property
+    def divides_batches(self) -> bool:
+        """Is the loss of a batch put together from those of parts of it, each with the weight of its loss terms?"""
+        return True
+
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""
         return False

@@ -63,6 +63,7 @@ class ConvParallel(Strategy):
     """Each worker computes a part of every image, or of its channels."""
 
     exact = True
+    divides_batches = False
     splits = True
     survives = True
 

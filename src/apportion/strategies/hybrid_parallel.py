@@ -151,6 +151,10 @@ class HybridParallel(Strategy):
         if self.exchange == "rotate" and couples:
             raise ValueError('exchange="rotate" would cut the batch under a loss that couples examples: use "all"')
 
+    @property
+    def divides_batches(self) -> bool:
+        return self.exchange == "rotate"
+
     def build(self, workload: Workload, world: World) -> Step:
         workload.must_feed(world.size)
         self._refuse(workload.update is not None, workload.carry is not None, workload.count is None)

@@ -49,6 +49,7 @@ class LayerPlacement(Strategy):
     """Each worker computes some consecutive layers, one worker after the other."""
 
     exact = True
+    divides_batches = False
     splits = True
     survives = True
 

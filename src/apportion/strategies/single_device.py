@@ -44,6 +44,7 @@ class SingleDevice(Strategy):
     """One process computes the whole batch."""
 
     exact = True
+    divides_batches = False
     one_process = True
 
     fused: bool = False

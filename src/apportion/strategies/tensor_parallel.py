@@ -63,6 +63,7 @@ class TensorParallel(Strategy):
     """Each worker holds a slice of every layer and computes it for every example."""
 
     exact = True
+    divides_batches = False
     splits = True
     survives = True
 

@@ -57,6 +57,7 @@ class WavefrontParallel(Strategy):
     """Each worker computes layers of a recurrent net, chunk by chunk in time."""
 
     exact = True
+    divides_batches = False
     splits = True
     survives = True
 

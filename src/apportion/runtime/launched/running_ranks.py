@@ -26,7 +26,7 @@ END_SECONDS = 600.0
 """The seconds that ranks may take to end what they do: what one computes is not cut off."""
 LEAVE_SECONDS = 10.0
 """The seconds that ranks may take to hear what it all came to."""
-FIELDS = ("changes", "workers", "proof", "rows", "short", "cut", "gradients", "plain")
+FIELDS = ("changes", "workers", "proof", "rows", "rare", "short", "cut", "gradients", "plain")
 """The fields of a job that rank 0 decides for all ranks."""
 
 

@@ -32,6 +32,11 @@ class ProofSteps:
         """Notes that a step on so many rows, of one rank, took so many seconds in float64."""
         self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds))
 
+    @property
+    def slowest(self) -> float:
+        """The seconds of a step on the largest number of rows; 0 where there was none."""
+        return self._fastest[max(self._fastest)] if self._fastest else 0.0
+
     def run_step(self, times: float) -> float:
         """Returns the seconds of a step of the run, which has ``times`` as many rows as the largest of the proof's
         steps. The time of a row is the slope between steps of two sizes; where there is one size alone, rows count as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import final
@@ -31,12 +32,12 @@ class OutOfMemoryError(Exception):
 class ProofLimits:
     """The limits of one proof under way, and how far it is. Without ``seconds`` it takes as long as it does."""
 
-    def __init__(self, seconds: float | None, *, share: float, run_steps: int) -> None:
+    def __init__(self, seconds: float | None, *, share: float, run_steps: int, least: bool = False) -> None:
         """``share``: the share of the run that the proof may take, where that is more than ``seconds``; ``run_steps``:
-        the steps of that run."""
+        the steps of that run; ``least``: the first step is made whatever the time."""
         self._began = time.monotonic()
         self._deadline = None if seconds is None else self._began + seconds
-        self._share, self._run_steps = share, run_steps
+        self._share, self._run_steps, self._least = share, run_steps, least
         self._steps = ProofSteps()
         self._bytes = 0
         self._progress = 0.0
@@ -44,8 +45,10 @@ class ProofLimits:
 
     @property
     def left(self) -> float:
-        """The seconds that are left; infinite where the proof is not limited."""
-        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+        """The seconds that are left; infinite where the proof is not limited, or not yet."""
+        if self._deadline is None or (self._least and self._progress == 0.0):
+            return float("inf")
+        return self._deadline - time.monotonic()
 
     def lengthen(self, rows: int, seconds: float, times: float) -> None:
         """Gives the proof its share of the run, as far as its own steps tell how long the run will be: one of them took
@@ -55,12 +58,18 @@ class ProofLimits:
             run = self._run_steps * self._steps.run_step(times)
             self._deadline = max(self._deadline, self._began + self._share * run)
 
+    def rows_in_time(self, rows: int, share: float) -> int:
+        """Returns the rows of one more step that fits into this share of the time that is left. ``rows``: those of the
+        largest step so far; each takes as long as one of its rows."""
+        seconds = self._steps.slowest
+        return rows if not seconds else int(rows * max(1.0, share * self.left / (WARMING * seconds)))
+
     def step(self, seconds: float, share: float, ahead: int) -> None:
         """Notes a step of the proof, which is so large a share of it. Raises OutOfTimeError where the first one took so
         many seconds that those ``ahead`` cannot end in time."""
         first = self._progress == 0.0
         self._progress += share
-        if first and seconds / WARMING * ahead > self.left:
+        if not self._least and first and seconds / WARMING * ahead > self.left:
             raise self.out_of_time()
 
     def must_fit(self, parameters: int, processes: int, steps: int) -> None:
@@ -77,8 +86,9 @@ class ProofLimits:
     def out_of_time(self) -> OutOfTimeError:
         """Returns the error which says how long the whole proof would take."""
         spent = time.monotonic() - self._began
-        about = f"about {spent / self._progress:.0f} s" if self._progress else f"more than {spent:.0f} s"
-        return OutOfTimeError(f"it needs {about} and {self._bytes / 1e9:.2g} GB of memory")
+        if self._progress:
+            return OutOfTimeError(f"the whole proof needs about {math.ceil(spent / self._progress)} s")
+        return OutOfTimeError(f"its first step was not over after {spent:.2g} s")
 
 
 def _free_bytes() -> float:

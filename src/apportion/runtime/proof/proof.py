@@ -98,6 +98,12 @@ class Proof:
     gradients: Round | None = None
     """The round where every optimizer is plain SGD of rate 1, so that the change is the gradient: an optimizer that
     divides by its size (Adam) hides a factor. None: the state shows it already, or the strategy is approximate."""
+    many: Round | None = None
+    """One step in float64 on as many rows as the run has in a batch, or the most that fitted the time."""
+    rows: int = 0
+    """The largest number of rows that a rank had in a step; 0: it is not known."""
+    cuts: tuple[str, ...] = ()
+    """The parts that were left out for want of time, as clauses."""
     first: str | None = None
     """The first module whose output or gradient differs in the step that does, in words."""
     causes: tuple[str, ...] = ()
@@ -108,7 +114,7 @@ class Proof:
         """The verdict of all rounds: the first and the gradients have to show it; the run's own precision may leave it
         open."""
         shown = self.rounds if self.gradients is None else (*self.rounds, self.gradients)
-        if any(r.verdict == "different" for r in shown):
+        if any(r.verdict == "different" for r in (*shown, *filter(None, [self.many]))):
             return "different"
         first = self.rounds[0].holds and (self.gradients is None or self.gradients.holds)
         return "equal" if first else "undecided"
@@ -144,14 +150,14 @@ class Proof:
     def from_json(cls, told: Mapping[str, Any]) -> Self:
         """Makes the value that ``to_json`` has described."""
         rounds = tuple(_round(found) for found in told["rounds"])
-        gradients = None if told["gradients"] is None else _round(told["gradients"])
-        words = {name: tuple(told[name]) for name in ("by_design", "causes")}
-        return cls(**{**told, **words, "rounds": rounds, "gradients": gradients})
+        gradients, many = (None if told[name] is None else _round(told[name]) for name in ("gradients", "many"))
+        words = {name: tuple(told[name]) for name in ("by_design", "causes", "cuts")}
+        return cls(**{**told, **words, "rounds": rounds, "gradients": gradients, "many": many})
 
     @property
     def evidence(self) -> str:
         """The evidence of a difference: what differs, where, and by how much."""
-        shown = (*self.rounds, *(() if self.gradients is None else (self.gradients,)))
+        shown = (*self.rounds, *filter(None, [self.gradients, self.many]))
         found = next((r for r in shown if r.verdict == "different"), self.rounds[0])
         if found.disagreement is not None:
             return found.disagreement

@@ -43,22 +43,30 @@ def with_plain_sgd(workload: Workload) -> Workload:
     return replace(workload, optimizer=_PlainSgd(workload.optimizer), schedule=None)
 
 
-def few_rows(workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int] = ()) -> Workload:
+def few_rows(
+    workload: Workload,
+    rows: int,
+    steps: int,
+    workers: int,
+    lengths: Sequence[int] = (),
+    rare: Sequence[int] = (),
+) -> Workload:
     """Returns the workload on so many rows a batch, taken evenly from its data, with an epoch that ends in a short
     batch where the workload's own does, and with as many steps as it has. ``steps``: the number that will be made of
     it; an epoch of whole batches that is not longer than that stays as it is. ``lengths``: those of the parts of its
-    data, where they are known: else all parts are opened."""
+    data, where they are known: else all parts are opened. ``rare``: rows that are among them, the first ones of these
+    where not all of them fit; then no epoch stays as it is that leaves some out."""
     if workload.parts is not None:
         return _few_rows_of_parts(workload, rows, steps, workers, lengths or workload.parted_data().open_all().lengths)
     with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
-    wanted = _wanted(workload, examples, rows, steps, workers)
+    wanted = _wanted(workload, examples, rows, steps, workers, chooses=bool(rare))
     if wanted is None:
         return workload
     evenly = workload.order == "shuffled"
     # Opened anew each time, as the workload's own is: a dataset may change as it is read.
     return replace(
-        workload.with_data(lambda data: _sample(data, wanted, evenly=evenly)),
+        workload.with_data(lambda data: _sample(data, wanted, rare, evenly=evenly)),
         batch_size=min(rows, workload.batch_size),
         steps=workload.total_steps(-(-examples // workload.batch_size)),
     )
@@ -91,12 +99,15 @@ def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> li
     return found
 
 
-def _wanted(workload: Workload, examples: int, rows: int, steps: int, workers: int) -> int | None:
-    """Returns how many rows of so many examples the workload is proved on; None where it stays as it is."""
+def _wanted(
+    workload: Workload, examples: int, rows: int, steps: int, workers: int, *, chooses: bool = False
+) -> int | None:
+    """Returns how many rows of so many examples the workload is proved on; None where it stays as it is, which it does
+    not where rows are chosen and its first steps would leave some out."""
     rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
     last = examples % workload.batch_size
-    if rows == workload.batch_size and (last == 0 or batches <= max(2, steps)):
+    if rows == workload.batch_size and (last == 0 or batches <= max(2, steps)) and not (chooses and batches > steps):
         return None
     short = 0 if last == 0 else last if last < workers else max(workers, rows * last // workload.batch_size)
     return min(examples, 2 * rows if short == 0 else rows + short)
@@ -109,7 +120,7 @@ def _few_rows_of_parts(workload: Workload, rows: int, steps: int, workers: int, 
         return counted
     return replace(
         counted,
-        data=lambda part: _chosen(workload.open_part(part), chosen[part]),
+        data=lambda part: chosen_rows(workload.open_part(part), chosen[part]),
         batch_size=min(rows, workload.batch_size),
     )
 
@@ -145,19 +156,31 @@ def dealt_evenly(workload: Workload, workers: int) -> Workload:
     return replace(workload, steps=max(1, steps // workers) * workers)
 
 
-def _sample(data: Dataset[Any], wanted: int, *, evenly: bool) -> Dataset[Any]:
+def _sample(data: Dataset[Any], wanted: int, rare: Sequence[int], *, evenly: bool) -> Dataset[Any]:
     """Returns so many rows. A data set that the network makes stays as it is: of smaller batches it makes fewer
-    examples, and nobody has made any that could be taken from it."""
+    examples, and there are none yet that could be taken from it."""
     if isinstance(data, ActedDataset):
         return data
-    return _chosen(data, _spread(len(data), wanted, evenly=evenly))  # type: ignore[arg-type]
+    return chosen_rows(data, spread_with(rare, len(data), wanted, evenly=evenly))  # type: ignore[arg-type]
+
+
+def spread_with(rare: Sequence[int], examples: int, wanted: int, *, evenly: bool = True) -> list[int]:
+    """Returns so many of the rows, in their order: these rare ones, the first of them where there are more, and the
+    others taken evenly or from the beginning."""
+    chosen = set(rare[:wanted])
+    for row in _spread(examples, wanted - len(chosen), evenly=evenly):
+        while row in chosen:
+            row = (row + 1) % examples
+        chosen.add(row)
+    return sorted(chosen)
 
 
 def _spread(examples: int, wanted: int, *, evenly: bool) -> list[int]:
     return [i * examples // wanted if evenly else i for i in range(wanted)]
 
 
-def _chosen(data: Dataset[Any], index: list[int]) -> Dataset[Any]:
+def chosen_rows(data: Dataset[Any], index: list[int]) -> Dataset[Any]:
+    """Returns the rows of these indices as a data set of their own."""
     if type(data) is TensorDataset:  # so that its rows are gathered as the run gathers them
         at = torch.tensor(index)
         return TensorDataset(*(t.index_select(0, at.to(t.device)) for t in data.tensors))

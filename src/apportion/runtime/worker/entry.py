@@ -24,6 +24,7 @@ from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job, WorkerJob
 from apportion.runtime.worker.progress import NBYTES, Progress
 from apportion.runtime.worker.step_server import serve_reference, serve_steps
+from apportion.runtime.worker.survey import serve_survey
 from apportion.runtime.worker.training.loop import work
 
 
@@ -40,6 +41,11 @@ def steps(sock: socket.socket, payload: bytes) -> int:
 def reference(sock: socket.socket, payload: bytes) -> int:
     """Give the states that a strategy must compute."""
     return run_program(sock, payload, serve_reference)
+
+
+def survey(sock: socket.socket, payload: bytes) -> int:
+    """Look at a workload before it is proved."""
+    return run_program(sock, payload, serve_survey)
 
 
 def run_program(sock: socket.socket, payload: bytes, program: Callable[[Any, World, Channel], None]) -> int:

@@ -86,6 +86,8 @@ class Job:
     """The examples in a batch of a proof, in the place of the workload's; 0: the workload's own."""
     short: bool = False
     """True for a proof on the beginnings of the sequences."""
+    rare: tuple[int, ...] = ()
+    """The rows that the rows of a proof are to have among them, the rarest first."""
     lengths: tuple[int, ...] = ()
     """The lengths of the parts of the data, where they are known: a proof then opens no part to know them."""
     sent: SentRows | None = None
@@ -133,7 +135,9 @@ class Job:
 
         workload = moving(workload)
         if self.rows or self.cut:
-            workload = few_rows(workload, self.rows or workload.batch_size, self.cut, self.workers, self.lengths)
+            workload = few_rows(
+                workload, self.rows or workload.batch_size, self.cut, self.workers, self.lengths, self.rare
+            )
         if self.short:
             workload = short_sequences(workload)
         if not self.strategy.exact and not self.strategy.replays(self.workers):
