@@ -17,6 +17,7 @@ from apportion.core.across_hosts import AcrossHosts
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import fingerprint
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.value import Value
@@ -28,7 +29,7 @@ if TYPE_CHECKING:  # a run needs no prices
     from apportion.cost_model.profile import Profile
 
 
-PARTS = ("model", "optimizer", "carry", "buffers")
+PARTS = ("model", "optimizer", "carry", "buffers", "python")
 """The fields of a state that are tensors by name."""
 
 
@@ -47,13 +48,16 @@ class State:
     """The leaves of the carried recurrent state, all lanes: ``"0"``, ``"1"``, ..."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     """The buffers that training has changed of those that ``state_dict()`` leaves out (``persistent=False``)."""
+    python: dict[str, Tensor] = field(default_factory=dict)
+    """The tensors of the state that is kept in Python (attributes, histories): ``settings["python"]`` says where each
+    belongs."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings as plain JSON: optimizer groups without their parameters, schedules, loss scale."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by a name that a person can read: ``model/...``, ``optimizer/...``, ``carry/...``,
-        ``buffers/...``."""
-        for part in PARTS:
+        """Every tensor of the network and its optimizers by a name that a person can read: ``model/...``,
+        ``optimizer/...``, ``carry/...``, ``buffers/...``."""
+        for part in PARTS[:4]:
             for name, tensor in getattr(self, part).items():
                 yield f"{part}/{name}", tensor
 
@@ -175,6 +179,11 @@ class Step(ABC):
     def log(self) -> tuple[Any, ...]:
         """Return what the steps have written down so far, for ``Strategy.reference``. Called between steps."""
         return ()
+
+    @property
+    def python(self) -> PythonState | None:
+        """The state that this rank keeps in Python, beside the tensors of the network; None: it is not looked for."""
+        return None
 
     def committed(self) -> State | None:
         """The state after the last update, asked from another thread while ``backward`` may be running, without any

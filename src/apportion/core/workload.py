@@ -140,6 +140,10 @@ class Workload:
     """The names of module classes, or of functions of this workload, of which each rank may draw random numbers of its
     own as it computes, where one device would draw others. Dropout, and draws with one number or more for each row of
     their inputs, need no such permission."""
+    caches: tuple[str, ...] = ()
+    """Attributes on whose value training does not depend (caches, what is kept to be looked at), as
+    ``"Class.attribute"`` or by the path that a message gives. They are not carried to a replaced worker or into a
+    checkpoint."""
 
     def __post_init__(self) -> None:  # noqa: C901 (a list of rules)
         for name in ("model", "data", "optimizer", "collate"):
@@ -186,6 +190,8 @@ class Workload:
             )
         if self.count is None and self.update is not None:
             raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
+        if isinstance(self.caches, str) or not all(isinstance(name, str) for name in self.caches):
+            raise ValueError(f'caches={self.caches!r} must be a tuple of names, as ("Model.attention",)')
         if self.carry is not None and self.update is not None:
             raise ValueError("carry goes with loss; with update, keep the state in your own function")
 

@@ -227,7 +227,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
         if microbatches > 1:
-            self._replica.forward.begin(first=True)
+            self._replica.begin(first=True)
         if measured and isinstance(self.source.dataset, ActedDataset):
             raise ValueError(
                 'shares="measured" would move actors between workers, and their environments stay where they are: use '

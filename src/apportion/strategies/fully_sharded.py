@@ -185,7 +185,7 @@ class FullyShardedStep(ReplicaStep):
         self._clip = None if world.size == 1 else workload.clip_grad_norm
         super().__init__(workload if world.size == 1 else replace(workload, clip_grad_norm=None), world)
         if settings.microbatches > 1:
-            self._replica.forward.begin(first=True)
+            self._replica.begin(first=True)
         for name, optimizer in self.optimizers.items():
             refuse_optimizer(optimizer, searches=name in self._replica.optimizers.searching, alone=world.size == 1)
 

@@ -75,6 +75,15 @@ class ReplicaOptimizers(dict[str, Optimizer]):
                 )
             self.schedules[name] = made
 
+    def must_be_storable(self) -> None:
+        """Raise ValueError where a checkpoint cannot hold the settings of an optimizer or of a schedule."""
+        try:
+            self.settings()
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; leave it out of what state_dict() gives, as torch's LambdaLR leaves out its functions"
+            ) from None
+
     # An update
 
     def unscale_and_clip(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
@@ -140,10 +149,11 @@ class ReplicaOptimizers(dict[str, Optimizer]):
         """Go on from the part of a state that is the optimizers'."""
         groups = from_plain(state.settings["groups"])
         for name, optimizer in self.items():
+            groups[name] = [_as_now(*pair) for pair in zip(groups[name], optimizer.param_groups, strict=True)]
             optimizer.load_state_dict(self._optimizer_state(name, optimizer, state, groups[name]))
         schedules = from_plain(state.settings["schedules"])
         for name, schedule in self.schedules.items():
-            schedule.load_state_dict(schedules[name])
+            schedule.load_state_dict(_as_now(schedules[name], schedule.state_dict()))
         if self.scaler is not None:
             self.scaler.load_state_dict(from_plain(state.settings["scaler"]))
 
@@ -167,3 +177,15 @@ class ReplicaOptimizers(dict[str, Optimizer]):
             if name in numbers:
                 slots[numbers[name]] = closure.put_together(slots.get(numbers[name], {}), rest)
         return {"state": slots, "param_groups": numbered}
+
+
+def _as_now(saved: Any, now: Any) -> Any:
+    """A saved value in the form of the one that is in its place now: a number that is kept as a tensor is saved as a
+    number, which another type would round in another way."""
+    if isinstance(now, Tensor) and now.ndim == 0 and isinstance(saved, bool | int | float):
+        return torch.full_like(now, saved)
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return {name: _as_now(value, now.get(name)) for name, value in saved.items()}
+    if isinstance(saved, list | tuple) and isinstance(now, list | tuple) and len(saved) == len(now):
+        return type(saved)(_as_now(*pair) for pair in zip(saved, now, strict=True))
+    return saved

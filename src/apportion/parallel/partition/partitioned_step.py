@@ -101,7 +101,7 @@ class SplitStep(Step, Recoverable):
         return outputs if self.rank == 0 or not self._own.part.alike else None
 
     def looked(self) -> None:
-        self.replica.forward.put_back()
+        self.replica.put_back()
 
     def backward(self, batch: Batch) -> Tensor | None:
         self.replica.reseed(batch.step)

@@ -29,7 +29,7 @@ _HEAD_BYTES = CACHE_LINE
 _COMMIT, _NBYTES = 0, 1
 """Words of the head: the version that is whole (0: none yet), and how large the memory of each of the two is."""
 _LENGTHS_BYTES = 16
-_PARTS = ("model", "optimizer", "buffers")
+_PARTS = ("model", "optimizer", "buffers", "python")
 
 
 @final

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from apportion.comm.group import Alone, Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import mix
 from apportion.core.strategy import State
@@ -27,6 +28,8 @@ from apportion.parallel.replica.initial_model import fresh_model
 
 SETTLE_SECONDS = 2.0
 """The seconds that a request for the state in the middle of an update waits for the update to end."""
+_CALLED = ("loss", "update", "collate", "augment", "count", "carry")
+"""The fields of a workload that are called as it trains."""
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,11 +45,16 @@ class Replica:
         *,
         rank: int,
         device: torch.device,
+        data: Any = None,
         prepare: Callable[[nn.Module], None] = lambda model: None,
     ) -> None:
+        """Make the model and its optimizers. ``data``: the data set whose rows are trained on here."""
         self.workload, self.rank, self.device = workload, rank, device
         seed_everything(workload.seed)
         self.model = fresh_model(workload, device, self.input_dtype)
+        self.python = PythonState(workload.caches)
+        """What the training keeps in Python, beside the tensors of the network."""
+        self.python.watch(model=self.model, data=data, **{name: getattr(workload, name) for name in _CALLED})
         prepare(self.model)
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.optimizers = ReplicaOptimizers(workload, self.model, self.names, device)
@@ -74,6 +82,12 @@ class Replica:
         """Make the learning-rate schedules, now that the number of updates is known; before the first step."""
         self.forward.note()
         self.optimizers.start_schedules(total_steps)
+        self.optimizers.must_be_storable()
+        for name, optimizer in self.optimizers.items():
+            self.python.watch(**{f"optimizer {name}".rstrip(): optimizer})
+        for name, schedule in self.optimizers.schedules.items():
+            self.python.watch(**{f"schedule {name}".rstrip(): schedule})
+        self.python.reset()
 
     def trainable(self, optimizer: str | None = None) -> list[nn.Parameter]:
         """The parameters that updates change, of one optimizer or of all, in the model's order."""
@@ -213,15 +227,29 @@ class Replica:
     def keep_buffers(self) -> None:
         """Commit what the forward passes so far have changed."""
         self.forward.commit()
+        self.python.commit()
 
     def roll_back(self) -> None:
         """Undo what a forward pass after the last update has changed."""
         self.forward.roll_back()
+        self.python.roll_back()
+
+    def put_back(self) -> None:
+        """Undo what passes that were only to look have changed."""
+        self.forward.put_back()
+        self.python.put_back()
+
+    def begin(self, *, first: bool = False) -> None:
+        """Begin a pass over a batch in parts. ``first``: no pass has been made yet."""
+        self.forward.begin(first=first)
+        if not first:
+            self.python.begin()
 
     def again(self, step: int) -> None:
         """Prepare another part of the same batch: its forward begins with what that of the first began with, and leaves
         out the same layers. A step changes once what a forward changes."""
         self.forward.again()
+        self.python.again()
         self.decide(step)
 
     def decide(self, step: int) -> None:
@@ -240,6 +268,7 @@ class Replica:
         """The state, in copies; with a carried state, called by all ranks of the group, each saying how many of its
         carried rows are its own."""
         self.forward.settle()
+        self.python.settle()
         return self._state({} if self.carry is None else self.carry.gather(group or Alone(), rows))
 
     def committed(self) -> State | None:
@@ -252,12 +281,14 @@ class Replica:
 
     def _state(self, carry: dict[str, Tensor]) -> State:
         self.show()
+        python, tensors = self.python.record()
         return State(
             step=self.step,
             model={k: v.detach().clone() for k, v in self._committed_model().items()},
             optimizer={k: v.detach().clone() for k, v in self.optimizers.slots()},
             carry=carry,
-            settings=self.optimizers.settings(),
+            python=tensors,
+            settings={**self.optimizers.settings(), "python": python},
             buffers={k: v.clone() for k, v in self.forward.beside().items()},
         )
 
@@ -284,6 +315,10 @@ class Replica:
             self.carry.load(state.carry, rows)
         self.step = state.step
         self.forward.loaded(state.buffers)
+        if "python" in state.settings:
+            self.python.load(state.settings["python"], state.python)
+        else:
+            self.python.load_unrecorded(state.step)
         self.updating = False
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from apportion.comm.group import Group, collective
-from apportion.comm.objects import broadcast_message, broadcast_tensors
+from apportion.comm.objects import broadcast_message, broadcast_tensors, gather_messages
 from apportion.comm.world import World
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.strategy import PARTS, State
 from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica
@@ -31,6 +32,7 @@ def agree(replica: Replica, world: World) -> None:
     replica that is whole: what was begun after its last update is undone."""
     group = world.group()
     replica.roll_back()
+    _refuse_lost(replica, group, world.device)
     steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()
     if replica.carry is not None:
         raise StateLost("the recurrent state of a rank's rows died with it")
@@ -44,6 +46,46 @@ def agree(replica: Replica, world: World) -> None:
     assert found is not None, "the source has a state"
     if replica.step < found.step:
         replica.load(found, slice(0, 0))
+
+
+@collective
+def share_python_state(replica: Replica, group: Group, device: torch.device, *, fresh: bool, moved: bool) -> None:
+    """Give what the training keeps in Python to the ranks that are new (``fresh``), from one that is not. ``moved``:
+    whether any of it has changed since the beginning. Called by all ranks, each of which is at the same step. Raises
+    StateLost where no rank has it, or it cannot be carried."""
+    _refuse_lost(replica, group, device)
+    new = group.all_gather(torch.tensor([int(fresh)], device=device)).flatten().tolist()
+    if not any(new):
+        return
+    if all(new):
+        if moved:
+            raise StateLost("what the training keeps in Python died with the last rank that had it")
+        return
+    source = new.index(0)
+    record, tensors = replica.python.record() if group.rank == source else (None, None)
+    told = broadcast_message(record, group, source=source, device=device)
+    values = broadcast_tensors(tensors, group, source=source, device=device)
+    if fresh:
+        replica.python.load(told, values)
+
+
+@collective
+def lose_what_differs(python: PythonState, group: Group, device: torch.device) -> None:
+    """Note as lost what the training keeps in Python and the ranks do not have alike: one of them cannot stand for
+    another. Called by all ranks, between two steps."""
+    told = gather_messages(python.digests(), group, device=device)
+    for name in dict.fromkeys(name for digests in told for name in digests):
+        if len({digests.get(name) for digests in told}) > 1:
+            python.lose(name, "not the same on every rank")
+
+
+@collective
+def _refuse_lost(replica: Replica, group: Group, device: torch.device) -> None:
+    """Raise StateLost where any rank has lost sight of what the training keeps in Python. Called by all ranks."""
+    lost = replica.python.lost
+    if bool(group.all_gather(torch.tensor([len(lost)], device=device)).any()):
+        name = next(iter(lost), "what another rank keeps")
+        raise StateLost(f"{name}, which training changes, died with a rank: it is {lost.get(name, 'not carried')}")
 
 
 def broadcast_state(

@@ -14,6 +14,7 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.parts.deal import share_of
 from apportion.core.parts.lengths import learn_lengths
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import DataShard
@@ -56,9 +57,12 @@ class ReplicaStep(Step):
         if parts is not None:
             learn_lengths(parts, self.data_shard, world)
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=world.rank, dataset=parts)
-        self._replica = Replica(workload, rank=world.rank, device=world.device, prepare=self.prepare)
+        self._replica = Replica(
+            workload, rank=world.rank, device=world.device, data=self.source.dataset, prepare=self.prepare
+        )
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         self.source.acts(self.model)
+        self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
         seed_everything(workload.seed)
         self._replica.start_schedules(self.source.total)
@@ -112,7 +116,7 @@ class ReplicaStep(Step):
         return self._replica.predict(batch) if len(batch) else None
 
     def looked(self) -> None:
-        self._replica.forward.put_back()
+        self._replica.put_back()
 
     def _deal(self, world: World) -> DataShard:
         """This rank's share of every batch."""
@@ -121,6 +125,10 @@ class ReplicaStep(Step):
         return share_of(self._workload.parts, world, in_order=self._workload.count is None)
 
     # State
+
+    @property
+    def python(self) -> PythonState:
+        return self._replica.python
 
     @property
     def replica(self) -> Replica:
@@ -149,6 +157,7 @@ class ReplicaStep(Step):
     def _sit(self, world: World) -> None:
         """Take this process's place among the ranks of another world."""
         self.rank, self._group = world.rank, world.group()
+        self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
         self.data_shard = self._deal(world)
         self._replica.sit(world.rank)

@@ -15,6 +15,7 @@ Sums are taken in rank order. Each rank does its part of the optimizer's work, s
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any, final
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from apportion.comm.group import Group
 from apportion.comm.shared_memory_group import SharedMemoryGroup
+from apportion.comm.sync import CACHE_LINE
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.fault_points import reached
@@ -31,6 +33,7 @@ from apportion.parallel.ops.factored_linear import factored, plain_layers
 from apportion.parallel.optim.elementwise import ElementwiseRule, rule_of
 from apportion.parallel.replica.gradient_update import GradientUpdate
 from apportion.parallel.replica.replica import Replica
+from apportion.parallel.replica.resync import share_python_state
 from apportion.parallel.shared_weights.gradient_slots import GradientSlots
 from apportion.parallel.shared_weights.layout import FactoredLayer, SharedLayout, regions_of
 from apportion.parallel.shared_weights.optimizer_view import OptimizerView
@@ -52,6 +55,9 @@ class SharedUpdate(GradientUpdate):
         self._optimizer = OptimizerView(replica, self._memory)
         self._slots = GradientSlots(self._memory, replica, layers)
         self._lines = RankLines(self._memory)
+        self._python_moved = ctypes.c_int64.from_buffer(world.shared(world.another("python"), CACHE_LINE))
+        """1 once anything that the training keeps in Python has changed: the weights outlive every worker, that does
+        not."""
         self._fresh = world.under_way
         """Tells whether this process has never had the weights."""
         replica.show = self._optimizer.show
@@ -70,8 +76,11 @@ class SharedUpdate(GradientUpdate):
             if not known.any():
                 raise StateLost("no worker is left that had the weights")
             self._publish()
-        self._fresh = False
+        fresh, self._fresh = self._fresh, False
         self.restore()
+        if world.under_way:
+            moved = bool(self._python_moved.value)
+            share_python_state(self._replica, group, world.device, fresh=fresh, moved=moved)
 
     def _publish(self) -> None:
         """Make the weights as this process has them (every rank has the same) the live version. The commit word comes
@@ -90,6 +99,8 @@ class SharedUpdate(GradientUpdate):
         memory, commit = self._memory, self._memory.commit.read()
         live = commit % memory.layout.versions
         with self._replica.settled:
+            if self._replica.step == commit:
+                self._replica.python.roll_back()
             self._replica.catch_up(commit)
             memory.bind(live)
             self._forward.read(memory.moved[live], memory.told[live])
@@ -127,6 +138,8 @@ class SharedUpdate(GradientUpdate):
         with replica.settled:
             memory.bind(new)
             replica.advance()
+            if replica.python.moved:
+                self._python_moved.value = 1
         return torch.tensor(total, dtype=loss.dtype if loss is not None else torch.get_default_dtype())
 
     # State

@@ -5,6 +5,7 @@ A run directory::
     run.json                       the address, strategy, launcher, versions, fingerprint of the workload; who may write
     checkpoints/step-00000120/     model.safetensors, optimizer.safetensors, carry.safetensors (recurrent runs only),
                                    buffers.safetensors (buffers beside the model's state, where training changes them),
+                                   python.safetensors (tensors that are attributes, where training changes them),
                                    state.json (the rest, with size and sha256 of the files beside it)
     checkpoints/latest, best       relative links
 
@@ -163,7 +164,7 @@ class RunDirectory:
                     refuse_superseded(self.path, self._writer)
                 self._tidy()
                 manifest["files"] = self._write(
-                    {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers")}
+                    {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers", "python")}
                 )
                 size = write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
                 late = best and state.step < self._newest
@@ -334,7 +335,7 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 def model_files(folder: Path) -> list[str]:
     """Returns those files of a checkpoint that have the model's tensors."""
-    others = ("optimizer.safetensors", "carry.safetensors")
+    others = ("optimizer.safetensors", "carry.safetensors", "python.safetensors")
     return [name for name in _read_manifest(folder / "state.json")["files"] if name not in others]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from apportion.errors import CheckpointError
 
 MOST_STEPS = 2**62
-PARTS = ("model.safetensors", "buffers.safetensors", "optimizer.safetensors", "carry.safetensors")
+PARTS = tuple(f"{name}.safetensors" for name in ("model", "buffers", "optimizer", "carry", "python"))
 """The files of a checkpoint, besides state.json."""
 
 

@@ -24,6 +24,7 @@ from apportion.core.parts.dataset import PartedDataset
 from apportion.core.strategy import Recoverable, State, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost
+from apportion.parallel.replica.resync import lose_what_differs
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.job import Job
@@ -115,7 +116,7 @@ class _TrainingLoop:
             self.coordinator.again(self.group, self.done)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
-        self.reporter = RunReporter(job, self.workload, self.step, self.guarded, began=began)
+        self.reporter = RunReporter(job, self.workload, self.step, self.guarded, rank=world.rank, began=began)
         self.meter = self.reporter.meter
         alone = world.size == 1 or not self.step.lockstep
         self.evaluations = RunEvaluations(self.workload, self.step, rank=world.rank, alone=alone)
@@ -187,6 +188,7 @@ class _TrainingLoop:
         except (MembershipChanged, PeerLost) as change:
             self._rejoin_until_it_holds(change)
             self._prepare_evaluation()
+        yield from self.reporter.lost(self.step.python)
         if self.world.rank == 0 and not self.control.progress.started:
             self.control.progress.started = 1
             yield self.reporter.start((self.world.unmet or self.world).size, self.proof)
@@ -255,12 +257,16 @@ class _TrainingLoop:
 
     def _agree(self) -> Generator[Event, None, bool]:
         """Saves where the ranks agree to; returns whether they agree to stop."""
-        stop, save = self.coordinator.poll(self.done, self.checkpoints.saver.seconds)
+        mark = python.digest() if (python := self.step.python) is not None else 0
+        stop, save, differ = self.coordinator.poll(self.done, self.checkpoints.saver.seconds, mark)
+        if differ and python is not None:
+            lose_what_differs(python, self.group, self.world.device)
         if save or stop:
             self.meter.pause()
             self._save()
             self.meter.go_on()
         yield from self._tell_checkpoints()
+        yield from self.reporter.lost(python)
         return stop
 
     def _tell_checkpoints(self) -> Iterator[Event]:

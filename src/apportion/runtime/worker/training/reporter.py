@@ -12,6 +12,7 @@ import torch
 from apportion.core.data.acted import ActedDataset
 from apportion.core.event import Event
 from apportion.core.loss_terms import description_of
+from apportion.core.python_state.python_state import PythonState, remedy
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
@@ -23,10 +24,12 @@ from apportion.runtime.worker.throughput import ThroughputMeter
 
 
 class RunReporter:
-    """Makes the events of one rank's run. ``began``: the time from which their seconds count."""
+    """Makes the events of one rank's run. ``rank``: this one's at the start; ``began``: the time from which their
+    seconds count."""
 
-    def __init__(self, job: Job, workload: Workload, step: Step, guard: LossGuard, *, began: float) -> None:
+    def __init__(self, job: Job, workload: Workload, step: Step, guard: LossGuard, *, rank: int, began: float) -> None:
         self._job, self._workload, self._step, self._guard, self._began = job, workload, step, guard, began
+        self._rank, self._told_lost = rank, set[str]()
         self.meter = ThroughputMeter(step)
         """The meter of the speeds and values that are reported."""
 
@@ -79,6 +82,18 @@ class RunReporter:
         """Yields the faults that do not end the run."""
         while self._guard.news:
             yield self.event("fault", rank=rank, cause=self._guard.news.pop(0), traceback=None, action="goes on")
+
+    def lost(self, python: PythonState | None) -> Iterator[Event]:
+        """Yields a fault for what the training keeps in Python and cannot be carried, once for each."""
+        for name, reason in (python.lost if python is not None and self._rank == 0 else {}).items():
+            if name not in self._told_lost:
+                self._told_lost.add(name)
+                cause = (
+                    f"{name} is {reason}, and is neither kept in checkpoints nor carried to a replaced worker: from "
+                    "here on the loss of a worker goes back to an earlier checkpoint, or stops the run, and --resume "
+                    f"is refused; {remedy(name)}"
+                )
+                yield self.event("fault", rank=0, cause=cause, traceback=None, action="goes on")
 
     def look_at_schedule(self) -> None:
         """Warns where the schedule ends the training within its first epoch."""

@@ -1,0 +1,422 @@
+"""The state of a training that is no tensor of the network's, with a committed copy: found, compared, carried.
+
+::
+
+    entries   a name in a scope -> a value      model.layers.0.calls -> 41       compared by identity
+    leaves    an object changed in place        model.history, a generator       compared by what it holds
+
+After each step what has changed is committed; a step that is cut off rolls back. ``record`` is the part that differs
+from what every process begins with, as JSON and tensors, and ``load`` puts it into another process. What changes and
+cannot be written so is ``lost``: it is named, and a process that would begin it anew refuses to.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from apportion.core.python_state.entries import Entries
+from apportion.core.python_state.leaves import DictLeaf, ExtraLeaf, Leaf, SetLeaf, TensorLeaf, leaf_of
+from apportion.core.python_state.records import NotStorable, ValueReader, ValueWriter
+from apportion.core.python_state.scopes import MISSING, Scope
+from apportion.core.python_state.search import ATOMS, Search
+from apportion.core.replica_digest import tensor_digest
+from apportion.errors import StateLost
+
+Record = dict[str, Any]
+"""The state as plain JSON: ``entries`` by scope and name, ``objects`` by name, and what is ``lost``, with reasons."""
+REMEDY = (
+    "keep it in a buffer, or as a number, a list, a dict or a generator that is an attribute, give it by "
+    "get_extra_state(), or make it a function of the step; where training does not depend on it, name it in the "
+    "workload: caches={}"
+)
+
+
+def remedy(name: str) -> str:
+    """What a user can do about state that is lost."""
+    return REMEDY.format(f"({name!r},)")
+
+
+@final
+class PythonState:
+    """All of it in one process. ``caches``: names, as ``Class.attribute`` or the whole path, of what holds no state."""
+
+    def __init__(self, caches: Collection[str] = ()) -> None:
+        self._caches = frozenset(caches)
+        self._search = Search(self._is_cache)
+        self.lost: dict[str, str] = {}
+        """What has changed, or may have, and cannot be carried: the reason by the name."""
+        self.shares = 1
+        """The number of ranks that fetch the rows of one batch between them."""
+        self._entries = Entries(self._search.counts)
+        self._opened: dict[int, Any] = {}
+        self._leaves: list[Leaf] = []
+        self._contents: list[Any] = []
+        self._under: dict[int, list[tuple[Leaf, Any]]] = {}
+        """Objects that were made since, by the entry that they are in."""
+        self._began: tuple[list[Any], list[Any]] | None = None
+        self._steps = 0
+        self._digests: dict[str, int] | None = None
+        self._unrecorded: int | None = None
+        self._moved = False
+        self._owner: dict[str, str] = {}
+        """The entry, or the object, that each tensor of a record belongs to."""
+
+    def _is_cache(self, scope: Scope, key: str) -> bool:
+        return bool(self._caches) and (f"{scope.label}.{key}" in self._caches or f"{scope.name}.{key}" in self._caches)
+
+    def watch(self, **roots: Any) -> None:
+        """Look into these from now on; what they hold now is what every process begins with."""
+        for name, value in roots.items():
+            if value is None:
+                continue
+            if isinstance(value, nn.Module):
+                self._search.known(iter((*value.parameters(), *value.buffers())))
+            self._search.visit(name, value)
+        self._take_found()
+
+    def _take_found(self) -> None:
+        """Take up what the search has found since."""
+        for scope in self._entries.scopes:  # one of globals gets more names as more code is found
+            if not scope.sized:
+                self._entries.add_names(scope)
+        for scope in self._search.scopes[len(self._entries.scopes) :]:
+            self._entries.add_scope(scope)
+        for leaf in self._search.leaves[len(self._leaves) :]:
+            self._leaves.append(leaf)
+            self._contents.append(leaf.keep())
+        for name, kind in self._search.iterators.items():
+            self.lost.setdefault(name, f"an iterator ({kind}), whose position cannot be read")
+
+    @property
+    def moved(self) -> bool:
+        """True once anything may have changed."""
+        return self._moved
+
+    # Comparing
+
+    def commit(self) -> None:
+        """Take what is there now as the state after a step."""
+        self._began = None
+        self._steps += 1
+        self._keep(thorough=self._steps & (self._steps - 1) == 0)
+        if self._unrecorded is not None:
+            self._refuse_unrecorded()
+
+    def settle(self) -> None:
+        """Find all that has changed, between two steps and before the state is saved."""
+        self._keep(thorough=True)
+
+    def _keep(self, *, thorough: bool) -> None:
+        now = self._entries.now()
+        for i in self._entries.changed(now):
+            self._keep_entry(i, now[i])
+        for j, leaf in enumerate(self._leaves):
+            closely = thorough or (leaf.moved and not isinstance(leaf, TensorLeaf))
+            if not leaf.same(self._contents[j], thorough=closely):
+                self._digests, self._moved = None, True
+                first, leaf.moved = not leaf.moved, True
+                self._contents[j] = leaf.keep(self._contents[j])
+                if first and not isinstance(leaf, ExtraLeaf):
+                    self._check(leaf.name, leaf.target, whole=True)
+        if self._under:
+            self._keep_under()
+
+    def _keep_under(self) -> None:
+        for entry, found in self._under.items():
+            for j, (leaf, kept) in enumerate(found):
+                if not leaf.same(kept, thorough=True):
+                    self._digests = None
+                    found[j] = leaf, leaf.keep(kept)
+                    self._check(self._entries.name(entry), leaf.target)
+
+    def _keep_entry(self, i: int, value: Any) -> None:
+        before, self._entries.kept[i] = self._entries.kept[i], value
+        self._digests, self._moved = None, True
+        self._under.pop(i, None)
+        if value is MISSING or type(value) in ATOMS:
+            return
+        if isinstance(value, Tensor) and type(before) is type(value) and i not in self._opened:
+            self._under[i] = [(TensorLeaf("", value), TensorLeaf("", value).keep())]
+            return
+        self._under[i] = [(leaf, leaf.keep()) for leaf in self._made(value)]
+        if type(before) is type(value) and i not in self._opened:
+            return
+        if not self._check(self._entries.name(i), value, quietly=True):
+            handle = before is MISSING or before is None
+            if handle and i not in self._opened and not hasattr(value, "__next__"):
+                self._opened[i] = value  # a file, a connection: opened once it is needed, in every process
+            else:
+                self._check(self._entries.name(i), value)
+
+    def _made(self, value: Any) -> list[Leaf]:
+        """Objects within a value that was made since, which are changed in place."""
+        known = {id(leaf.target) for leaf in self._leaves}
+        found, todo = dict[int, Leaf](), [value]
+        while todo and len(found) < 1000:
+            one = todo.pop()
+            if id(one) in known or id(one) in found:
+                continue
+            leaf = leaf_of("", one)
+            if leaf is None and isinstance(getattr(one, "__dict__", None), dict) and not callable(one):
+                leaf = DictLeaf("", vars(one))
+            if leaf is not None:
+                found[id(one)] = leaf
+                todo += [item for _, item in leaf.inside()]
+            elif type(one) is tuple:
+                todo += one
+        return [*found.values()]
+
+    def _check(self, name: str, value: Any, *, whole: bool = False, quietly: bool = False) -> bool:
+        """Tell whether a value can be written; where it cannot, it is lost."""
+        try:
+            writer = ValueWriter(self._at(), {})
+            writer.contents(value, name) if whole else writer.value(value, name)
+        except NotStorable as error:
+            if not quietly:
+                self.lose(name, str(error))
+            return False
+        return True
+
+    def lose(self, name: str, reason: str) -> None:
+        """Note that something cannot be carried."""
+        if name not in self.lost:
+            self.lost[name] = reason
+            self._digests = None
+
+    def _at(self) -> dict[int, str]:
+        return {id(leaf.target): leaf.name for leaf in self._leaves if not isinstance(leaf, ExtraLeaf)}
+
+    def _kept(self) -> dict[int, Any]:
+        under = [pair for found in self._under.values() for pair in found]
+        pairs = [*zip(self._leaves, self._contents, strict=True), *under]
+        return {id(leaf.target): leaf.value(kept) for leaf, kept in pairs if not isinstance(leaf, ExtraLeaf)}
+
+    # Going back
+
+    def reset(self) -> None:
+        """Undo what building has changed, by a look at how the model is called; what cannot be written stays."""
+        now = self._entries.now()
+        for i in self._entries.changed(now):
+            if now[i] is MISSING or self._check(self._entries.name(i), now[i], quietly=True):
+                self._entries.set(i, self._entries.kept[i])
+            else:
+                self._entries.kept[i] = self._entries.built[i] = now[i]
+        for leaf, kept in zip(self._leaves, self._contents, strict=True):
+            if not leaf.same(kept, thorough=True) and leaf.can_put(kept):
+                leaf.put(kept)
+
+    def roll_back(self) -> None:
+        """Undo what was changed after the last commit. Raises StateLost where that was not kept."""
+        now = self._entries.now()
+        for i in self._entries.changed(now):
+            self._entries.set(i, self._entries.kept[i])
+        for leaf, kept in zip(self._leaves, self._contents, strict=True):
+            self._put_leaf(leaf, kept)
+        for found in self._under.values():
+            for leaf, kept in found:
+                self._put_leaf(leaf, kept)
+        self._began = None
+
+    put_back = roll_back
+
+    def _put_leaf(self, leaf: Leaf, kept: Any) -> None:
+        if leaf.same(kept, thorough=True):
+            return
+        if not leaf.can_put(kept) or (leaf.same(kept, thorough=False) and not leaf.moved):
+            raise StateLost(f"{leaf.name} was changed for the first time as a rank was lost")
+        leaf.put(kept)
+
+    def begin(self) -> None:
+        """Begin a pass over a batch in parts, each of which begins with what is there now."""
+        now = self._entries.now()
+        self._began = now, [leaf.keep() for leaf in self._leaves]
+
+    def again(self) -> None:
+        """Prepare another part of the same pass, which begins with what the pass began with."""
+        if self._began is None:
+            self.roll_back()
+            return
+        values, contents = self._began
+        now = self._entries.now()
+        values = values + [MISSING] * (len(now) - len(values))
+        for i, (one, other) in enumerate(zip(now, values, strict=True)):
+            if one is not other:
+                self._entries.set(i, other)
+        for leaf, kept in zip(self._leaves, contents, strict=False):
+            if leaf.can_put(kept):
+                leaf.put(kept)
+
+    # The state
+
+    def record(self) -> tuple[Record, dict[str, Tensor]]:
+        """Return what differs from what every process begins with: plain JSON, and tensors by name."""
+        writer = ValueWriter(self._at(), self._kept())
+        entries: dict[str, dict[str, Any]] = {}
+        objects: dict[str, Any] = {}
+        by_rows: str | None = None
+        for leaf, kept in zip(self._leaves, self._contents, strict=True):
+            if leaf.moved and leaf.name not in self.lost:
+                told = self._told(writer, leaf.value(kept), leaf.name, whole=True)
+                if told is not _NOT:
+                    objects[leaf.name] = told
+                    by_rows = leaf.name if leaf.root in _BY_ROWS else by_rows
+        for i, (value, built) in enumerate(zip(self._entries.kept, self._entries.built, strict=True)):
+            if value is built or _equal(value, built) or (i in self._opened and value is self._opened[i]):
+                continue
+            name, scope = self._entries.name(i), self._entries.of[i]
+            if name in self.lost:
+                continue
+            told = {"gone": True} if value is MISSING else self._told(writer, value, name, whole=False)
+            if told is not _NOT:
+                entries.setdefault(scope.name, {})[self._entries.keys[i]] = told
+                by_rows = name if scope.root in _BY_ROWS else by_rows
+        found: Record = {"entries": entries, "objects": objects}
+        if self.lost:
+            found["lost"] = dict(self.lost)
+        if by_rows is not None:
+            found["by rows"] = {"name": by_rows, "shares": self.shares}
+        return found, writer.tensors
+
+    def _told(self, writer: ValueWriter, value: Any, name: str, *, whole: bool) -> Any:
+        before = len(writer.tensors)
+        try:
+            told = writer.contents(value, name) if whole else writer.value(value, name)
+        except NotStorable as error:
+            self.lose(name, str(error))
+            return _NOT
+        if len(writer.tensors) > before:
+            self._owner |= dict.fromkeys([*writer.tensors][before:], name)
+        return told
+
+    def load(self, record: Record, tensors: Mapping[str, Tensor], *, refuses: bool = True) -> None:
+        """Go on from what another process has recorded. Raises ValueError where something of it is lost, or has no
+        place here."""
+        if refuses:
+            self._refuse_lost(record)
+        self.roll_back()
+        leaves = {leaf.name: leaf for leaf in self._leaves}
+        reader = ValueReader({name: leaf.target for name, leaf in leaves.items()}, tensors)
+        self._begin_anew(record)
+        for name, told in record.get("objects", {}).items():
+            if name not in leaves:
+                raise _no_place(name)
+            self._load_leaf(leaves[name], reader, told)
+        scopes = {scope.name: scope for scope in self._entries.scopes}
+        for scope_name, values in record.get("entries", {}).items():
+            if scope_name not in scopes:
+                raise _no_place(f"{scope_name}.{next(iter(values))}")
+            scope = scopes[scope_name]
+            for key, told in values.items():
+                if told == {"gone": True}:
+                    scope.remove(key)
+                else:
+                    scope.set(key, reader.value(told, scope.mapping.get(key)))
+        self._loaded()
+
+    def _begin_anew(self, record: Record) -> None:
+        """Put what the record does not have to what it was in the beginning."""
+        entries = record.get("entries", {})
+        for i, (kept, built) in enumerate(zip(self._entries.kept, self._entries.built, strict=True)):
+            recorded = self._entries.keys[i] in entries.get(self._entries.of[i].name, {})
+            if kept is not built and i not in self._opened and not recorded:
+                self._entries.set(i, built)
+
+    def _load_leaf(self, leaf: Leaf, reader: ValueReader, told: Any) -> None:
+        leaf.moved = True
+        target = leaf.target
+        if isinstance(leaf, ExtraLeaf):
+            target.set_extra_state(reader.value(told))
+        elif isinstance(leaf, DictLeaf | SetLeaf):
+            found = reader.value(told, target)
+            target.clear()
+            target.update(found)
+        elif isinstance(told, dict) and "generator" in told:
+            leaf.put(reader.state(told["generator"]))
+        elif isinstance(leaf, TensorLeaf):
+            leaf.put((reader.value(told), 0))
+        elif isinstance(told, dict) and "array" in told:
+            target[...] = reader.value(told)
+        else:
+            found = reader.value(told)
+            target.clear()
+            target.extend(found)
+
+    def _loaded(self) -> None:
+        now = self._entries.now()
+        self._under.clear()
+        for i in range(len(now)):
+            if now[i] is not self._entries.kept[i]:
+                self._keep_entry(i, now[i])
+        pairs = zip(self._leaves, self._contents, strict=True)
+        self._contents = [leaf.keep(kept if leaf.moved else None) for leaf, kept in pairs]
+        self._digests, self._began, self._unrecorded = None, None, None
+
+    def _refuse_lost(self, record: Record) -> None:
+        for name, reason in record.get("lost", {}).items():
+            raise ValueError(
+                f"{name} is {reason}, and was not kept: going on would begin it anew; start a new run, and "
+                f"{remedy(name)}"
+            )
+        by_rows = record.get("by rows")
+        if by_rows is not None and by_rows["shares"] != self.shares:
+            name, shares = by_rows["name"], by_rows["shares"]
+            raise ValueError(
+                f"{name} has changed as rows were fetched by {shares} workers, and there are {self.shares} now, each "
+                f"of which would fetch others: go on with workers={shares}, or start a new run, and {remedy(name)}"
+            )
+
+    def load_unrecorded(self, step: int) -> None:
+        """Go on from a state after this step that says nothing of Python's values."""
+        self._loaded()
+        self._unrecorded = step if step else None
+
+    def _refuse_unrecorded(self) -> None:
+        record, _ = self.record()
+        step, self._unrecorded = self._unrecorded, None
+        names = [f"{scope}.{key}" for scope, keys in record["entries"].items() for key in keys]
+        for name in (*names, *record["objects"], *record.get("lost", ())):
+            raise ValueError(
+                f"the checkpoint of step {step} was written by an earlier apportion, which did not keep {name}: going "
+                "on would begin it anew; start a new run, or, where training does not depend on it, name it in the "
+                f"workload: caches=({name!r},)"
+            )
+
+    # Ranks
+
+    def digests(self) -> dict[str, int]:
+        """Return a number for each thing that has changed, by name, which is equal for equal values."""
+        if self._digests is None:
+            record, tensors = self.record()
+            told = {f"{scope}.{key}": value for scope, keys in record["entries"].items() for key, value in keys.items()}
+            told |= record["objects"]
+            found = {name: zlib.crc32(json.dumps(value).encode()) for name, value in told.items()}
+            for name, tensor in tensors.items():
+                owner = self._owner[name]
+                found[owner] = zlib.crc32(f"{found[owner]} {tensor_digest(tensor)}".encode())
+            self._digests = found
+        return self._digests
+
+    def digest(self) -> int:
+        """Return one number of 32 bits for all of them; 0 where nothing has changed."""
+        found = self.digests()
+        return zlib.crc32(json.dumps(found, sort_keys=True).encode()) if found else 0
+
+
+_NOT: Any = object()
+_BY_ROWS = ("data", "collate", "augment")
+"""The roots whose state depends on which rows a rank fetches."""
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and type(value) in ATOMS and value == other
+
+
+def _no_place(name: str) -> ValueError:
+    return ValueError(
+        f"{name} was kept, and the workload has nothing of that name any more: change it back, or start a new run"
+    )

@@ -1,0 +1,298 @@
+"""State that is no tensor of the network survives a killed worker and a resume, with the bits of an undisturbed run, or
+is named and refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import apportion
+
+STEPS = 40
+WARM = [0]
+
+
+class Numbered(nn.Linear):
+    """A number on the class that becomes one of the instance."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(x) / (1 + 0.05 * self.calls)
+
+
+class Moded(nn.Linear):
+    """A text that says in which phase a layer is."""
+
+    mode, seen = "warm", 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += self.training
+        self.mode = "cold" if self.seen % 7 > 3 else "warm"
+        return super().forward(x) * (1.0 if self.mode == "warm" else 0.6)
+
+
+class Remembering(nn.Linear):
+    """A history in a list and in a deque, and a dict of counts, which are changed in place."""
+
+    def __init__(self, *sizes: int, kind: str) -> None:
+        super().__init__(*sizes)
+        self.kind = kind
+        self.list: list[float] = []
+        self.deque: deque[float] = deque([0.0], maxlen=5)
+        self.dict: dict[str, Any] = {"calls": 0, "norms": {}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.weight.detach().norm().item()
+        if self.kind == "list":
+            self.list.append(norm)
+            factor = sum(self.list[-9:]) / 9
+        elif self.kind == "deque":
+            self.deque.append(norm)
+            factor = sum(self.deque) / 5
+        else:
+            self.dict["calls"] += 1
+            self.dict["norms"][self.dict["calls"] % 4] = norm
+            factor = sum(self.dict["norms"].values()) / 4 + 0.01 * self.dict["calls"]
+        return super().forward(x) / (1 + factor)
+
+
+class Smoothed(nn.Linear):
+    """Tensors that are attributes: one is made anew, one is changed in place."""
+
+    mean = torch.zeros((), dtype=torch.float64)
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.total = torch.zeros(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.weight.detach().abs().mean()
+        self.mean = 0.95 * self.mean + 0.05 * size
+        self.total += size
+        return super().forward(x) / (0.1 + self.mean + 0.01 * self.total)
+
+
+class Drawing(nn.Linear):
+    """Private generators, one of which is made at the first call."""
+
+    def __init__(self, *sizes: int, kind: str) -> None:
+        super().__init__(*sizes)
+        self.kind = kind
+        self.legacy, self.plain = np.random.RandomState(3), random.Random(3)
+        self.numpy = np.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "torch":
+            self.draws = getattr(self, "draws", torch.Generator().manual_seed(3))
+            drawn = torch.rand((), generator=self.draws).item()
+        else:
+            drawn = {"numpy": self.numpy, "legacy": self.legacy, "python": self.plain}[self.kind].random()
+        return super().forward(x) * (0.6 + 0.4 * drawn)
+
+
+class Extra(nn.Linear):
+    """What only ``get_extra_state`` can tell: it is held by an object of a class without a dict."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.held = iter(range(10**9))
+        self.last = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.last)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.last = int(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last += 1
+        return super().forward(x) / (1 + 0.05 * self.last)
+
+
+class OnClass(nn.Linear):
+    """A number that all instances have in common."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        OnClass.calls += 1
+        return super().forward(x) / (1 + 0.05 * OnClass.calls)
+
+
+class GlobalCount(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        WARM[0] += 1
+        return super().forward(x) / (1 + 0.05 * WARM[0])
+
+
+class CountingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets) / (1 + 0.05 * self.calls)
+
+
+def counting_closure() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return nn.functional.cross_entropy(outputs, targets) / (1 + 0.05 * calls)
+
+    return loss
+
+
+class Decaying(torch.optim.SGD):
+    """An optimizer that counts beside its state."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.5 / (1 + 0.1 * self.calls)
+        return super().step(closure)
+
+
+class Stepped(torch.optim.lr_scheduler.LRScheduler):
+    """A schedule that counts by itself."""
+
+    asked = 0
+
+    def get_lr(self) -> list[float]:
+        self.asked += 1
+        return [base / (1 + 0.1 * self.asked) for base in self.base_lrs]
+
+
+class Curriculum(TensorDataset):
+    """Rows that grow harder with the number of those that were fetched."""
+
+    given = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.given += 1
+        return self.tensors[0][index] / (1 + 0.002 * self.given), self.tensors[1][index]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "number": lambda: Numbered(10, 3),
+    "text": lambda: Moded(10, 3),
+    "list": lambda: Remembering(10, 3, kind="list"),
+    "deque": lambda: Remembering(10, 3, kind="deque"),
+    "dict": lambda: Remembering(10, 3, kind="dict"),
+    "tensor": lambda: Smoothed(10, 3),
+    "torch generator": lambda: Drawing(10, 3, kind="torch"),
+    "numpy generator": lambda: Drawing(10, 3, kind="numpy"),
+    "legacy numpy generator": lambda: Drawing(10, 3, kind="legacy"),
+    "random.Random": lambda: Drawing(10, 3, kind="python"),
+    "class attribute": lambda: OnClass(10, 3),
+    "global": lambda: GlobalCount(10, 3),
+}
+KINDS = [*MODELS, "closure of the loss", "loss module", "optimizer", "schedule"]
+
+
+def workload(kind: str, **changes: Any) -> apportion.Workload:
+    inputs = torch.randn(200, 10, generator=torch.Generator().manual_seed(1))
+    closure = counting_closure() if kind == "closure of the loss" else nn.functional.cross_entropy
+    inner = CountingLoss() if kind == "loss module" else closure
+    optimizer = Decaying if kind == "optimizer" else torch.optim.SGD
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        Path(os.environ["PIDS"], f"{os.environ.get('RANK')}.{os.getpid()}").touch()
+        time.sleep(0.005)  # so that a worker can be killed, and a run left, before its end
+        return inner(outputs, targets)
+
+    given: dict[str, Any] = {
+        "model": MODELS.get(kind, lambda: nn.Linear(10, 3)),
+        "data": lambda: TensorDataset(inputs, inputs[:, :3].argmax(1)),
+        "loss": loss,
+        "optimizer": lambda parameters: optimizer(parameters, lr=0.5),
+        "schedule": (lambda optimizer, steps: Stepped(optimizer)) if kind == "schedule" else None,
+        "batch_size": 20,
+        "steps": STEPS,
+        "precision": "float64",
+    }
+    return apportion.Workload(**{**given, **changes})
+
+
+@pytest.fixture(autouse=True)
+def pids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    return tmp_path / "pids"
+
+
+def process_of(rank: int) -> int:
+    """The process that has this rank now."""
+    files = Path(os.environ["PIDS"]).glob(f"{rank}.*")
+    return int(max(files, key=lambda file: file.stat().st_mtime_ns).suffix[1:])
+
+
+OFTEN = apportion.Policy(checkpoint_every="10 steps")
+
+
+def trained(  # noqa: PLR0913 (what is done to a run)
+    work: apportion.Workload,
+    run_dir: Path,
+    strategy: str = "data_parallel",
+    workers: int = 2,
+    *,
+    kill: bool = False,
+    leave: bool = False,
+    resume: bool = False,
+    heard: list[str] | None = None,
+) -> dict[str, Tensor]:
+    """The weights at the end, or where the run was left at a checkpoint. ``heard``: takes the causes of faults."""
+    options: dict[str, Any] = {"policy": OFTEN, "check": False, "resume": resume}
+    launcher = apportion.local(workers)
+    for event in apportion.run(work, strategy, launcher=launcher, run_dir=run_dir, **options):
+        if kill and event.kind == "step" and event.step >= 12:
+            os.kill(process_of(1), signal.SIGKILL)
+            kill = False
+        if leave and event.kind == "checkpoint":
+            break
+        if heard is not None and event.kind == "fault":
+            heard.append(event.data["cause"])
+    assert not kill, "no worker was killed"
+    return apportion.load(run_dir, model=work.model).state_dict()
+
+
+@pytest.mark.parametrize("kind", ["number", *(pytest.param(k, marks=pytest.mark.thorough) for k in KINDS[1:])])
+def test_a_killed_worker_leaves_the_bits_of_the_undisturbed_run(kind: str, tmp_path: Path, furthest: Any) -> None:
+    calm = trained(workload(kind), tmp_path / "calm")
+    killed = trained(workload(kind), tmp_path / "killed", kill=True)
+    assert furthest(calm, killed) == 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(kind: str, tmp_path: Path, furthest: Any) -> None:
+    calm = trained(workload(kind), tmp_path / "calm")
+    trained(workload(kind), tmp_path / "left", leave=True)
+    assert furthest(calm, trained(workload(kind), tmp_path / "left", resume=True)) == 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_resumed_on_other_workers_ends_as_one_device(kind: str, tmp_path: Path, furthest: Any) -> None:
+    calm = trained(workload(kind), tmp_path / "calm", "single_device", 1)
+    trained(workload(kind), tmp_path / "left", "single_device", 1, leave=True)
+    assert furthest(calm, trained(workload(kind), tmp_path / "left", resume=True)) < 1e-9
