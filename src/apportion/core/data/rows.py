@@ -76,6 +76,36 @@ def misfit_of(value: Any, rows: int, name: str) -> str | None:
     return None
 
 
+def joined_structure(value: Any) -> str | None:
+    """What values have in common whose rows can be put one after the other: the names of their leaves, with the types
+    and the shapes of a row. None where that cannot be done leaf by leaf, as with lists of entries, and where one cannot
+    tell entries from columns."""
+    sizes = {int(t.shape[0]) if _is_dense(t) else -1 for t in tree.tensors(value)}
+    if len(sizes) != 1 or -1 in sizes:
+        return None
+    described = _described(value, sizes.pop(), "")
+    return None if described is None else "\n".join(described)
+
+
+def _described(value: Any, rows: int, path: str) -> list[str] | None:
+    if isinstance(value, Tensor):
+        return [f"{path} {value.dtype} {tuple(value.shape[1:])}"]
+    if value is None or type(value) in (bool, int, float, str):
+        return [f"{path} {value!r}"]
+    children = _children(value)
+    if children is None:
+        return None
+    if isinstance(value, list | tuple) and (len(value) == rows or not all(map(tree.tensors, value))):
+        return None
+    found: list[str] = []
+    for name, inner in children:
+        described = _described(inner, rows, path + name)
+        if described is None:
+            return None
+        found += described
+    return found
+
+
 def _leaves(value: Any, rows: int, name: str) -> Iterator[tuple[str, Any]]:
     """The leaves of a value by their names in the program of the user. Lists with an entry a row are not entered: their
     entries have what shapes they like."""

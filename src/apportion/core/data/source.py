@@ -155,6 +155,13 @@ class BatchSource:
             request=None if self._ahead is None else (step, shard),
         )
 
+    def rows(self, step: int, part: slice) -> Batch:
+        """These rows of the global batch of a step, which this process loads by itself when they are touched."""
+        index = self.deal.index(step)
+        epoch, place = self.deal.place(step)
+        whole = Whole(step, epoch, self.deal.size(step), place == 0, int(index[0]))
+        return Batch(self, whole, index=index[part], rows=part)
+
     def sample(self, rows: int) -> tuple[Any, Any]:
         """Inputs and targets of the first rows of the first batch, loaded by themselves, not to be trained on; of the
         parts that are opened here, where there are parts."""

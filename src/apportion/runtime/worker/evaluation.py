@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from apportion.comm.group import Group, collective
-from apportion.comm.objects import broadcast_message
-from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.sampling.sampler import DataShard
-from apportion.core.torch_private import pytree
 from apportion.core.workload import Evaluation
+from apportion.runtime.worker.metric_objects import MetricObjects
 
 
 class Predicting(Protocol):
@@ -46,9 +43,8 @@ def evaluate(
     is called after each batch."""
     means: dict[str, Any] = {name: metric for name, metric in evaluation.metrics.items() if not is_factory(metric)}
     every: Mapping[str, Any] = evaluation.metrics
-    objects = {name: make() for name, make in every.items() if is_factory(make)}
+    objects = MetricObjects({n: make for n, make in every.items() if is_factory(make)}, step, source, group)
     sums = torch.zeros(len(means) + 1, dtype=torch.float64)
-    seen = False
     shard = DataShard() if step.whole else DataShard(group.rank, group.size)
     for number in range(len(source)):
         batch = source.at(number, shard)
@@ -57,19 +53,17 @@ def evaluate(
             rows = batch.row_count if means else 0
             values = [float(metric(outputs, batch.targets)) * rows if rows else 0.0 for metric in means.values()]
             sums += torch.tensor([*values, float(rows)], dtype=torch.float64)
-            seen = True
-        if objects and not step.whole:
-            feed(objects, outputs, batch, group, step.device)
+        if objects.made and not step.whole:
+            objects.feed(number, outputs, batch)
         elif outputs is not None:
-            _update(objects, outputs, batch.targets)
+            objects.update(outputs, batch.targets)
         beat()
     step.looked()
-    computed = [float(metric.compute()) if seen or not step.whole else 0.0 for metric in objects.values()]
-    sums = torch.cat([sums, torch.tensor(computed if step.whole else [], dtype=torch.float64)]).to(step.device)
+    sums = torch.cat([sums, torch.tensor(objects.computed(), dtype=torch.float64)]).to(step.device)
     group.all_reduce(sums).wait()
     totals = sums.tolist()
     results = {name: total / (totals[len(means)] or math.nan) for name, total in zip(means, totals, strict=False)}
-    results |= zip(objects, totals[len(means) + 1 :] if step.whole else computed, strict=True)
+    results |= zip(objects.made, totals[len(means) + 1 :], strict=True)
     return {name: results[name] for name in evaluation.metrics}
 
 
@@ -82,50 +76,3 @@ def is_factory(metric: Any) -> bool:
         return not inspect.signature(metric).parameters
     except (TypeError, ValueError):
         return False
-
-
-def feed(objects: Mapping[str, Any], outputs: Any, batch: Batch, group: Group, device: torch.device) -> None:
-    """Shows the whole batch, in row order, to each rank's objects, so that each of them computes the same value."""
-    if group.size > 1:
-        outputs, targets = _whole(outputs, batch, group, device)
-    else:
-        targets = batch.targets
-    _update(objects, outputs, targets)
-
-
-def _update(objects: Mapping[str, Any], outputs: Any, targets: Any) -> None:
-    for metric in objects.values():
-        metric.update(outputs, targets)
-
-
-def _whole(outputs: Any, batch: Batch, group: Group, device: torch.device) -> tuple[Any, Any]:
-    """Gathers all ranks' outputs and targets. A rank without rows knows the shape of neither: it learns them from the
-    others."""
-    have = group.all_gather(torch.tensor([0 if outputs is None else 1], device=device))
-    pair = (outputs, batch.targets) if outputs is not None else None
-    if int(have.sum()) == group.size:
-        return _gather(pair, group)
-    shapes = _templates(pair, int(have.argmax()), group, device)
-    return _gather(pair if pair is not None else shapes, group)
-
-
-def _gather(pair: Any, group: Group) -> tuple[Any, Any]:
-    gathered: tuple[Any, Any] = tree.map_tensors(lambda t: torch.cat(group.all_gather_rows(t)), pair)
-    return gathered
-
-
-def _templates(pair: Any, source: int, group: Group, device: torch.device) -> Any:
-    """Returns the tree of one rank's tensors with empty tensors in their places, on every rank."""
-    if pair is not None:
-        leaves, spec = pytree.tree_flatten(pair)
-        described = {
-            "spec": pytree.treespec_dumps(spec),
-            "leaves": [[str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])] for leaf in leaves],
-        }
-    else:
-        described = None
-    told = broadcast_message(described, group, source=source, device=device)
-    empties: list[Tensor] = [
-        torch.zeros((0, *shape), dtype=getattr(torch, dtype), device=device) for dtype, shape in told["leaves"]
-    ]
-    return pytree.tree_unflatten(empties, pytree.treespec_loads(told["spec"]))

@@ -18,7 +18,8 @@ from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import Step
 from apportion.core.workload import Evaluation
 from apportion.errors import ApportionError, MembershipChanged
-from apportion.runtime.worker.evaluation import feed, is_factory
+from apportion.runtime.worker.evaluation import is_factory
+from apportion.runtime.worker.metric_objects import MetricObjects
 
 _MAY_NEED_MORE = (ValueError, ArithmeticError)
 """The exceptions that a metric over the whole set may raise where it has seen only a part, as one that needs every
@@ -52,13 +53,13 @@ def _try(step: Step, evaluation: Evaluation, source: BatchSource, group: Group) 
                 if outputs is not None:
                     float(metric(outputs, batch.targets))
                 continue
-            made = metric()
+            objects = MetricObjects({name: metric}, step, source, group)
             if not step.whole:
-                feed({name: made}, outputs, batch, group, step.device)
+                objects.feed(0, outputs, batch)
             elif outputs is not None:
-                made.update(outputs, batch.targets)
-            if outputs is not None:
-                _compute(made, whole=len(source) == 1)
+                objects.update(outputs, batch.targets)
+            if objects.shown:
+                _compute(objects.made[name], whole=len(source) == 1)
 
 
 def _compute(metric: Any, *, whole: bool) -> None:
