@@ -11,7 +11,6 @@ from typing import Any, final
 
 from apportion.comm.channel import Message
 from apportion.core.parts.sent_rows import SentRows
-from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.planner.trials.trial import Candidate
@@ -166,18 +165,6 @@ def must_fit(asked: ProofRequest, limits: ProofLimits, parameters: int, ranks: R
     free."""
     here = asked.chosen.ranks if ranks is None else ranks.here
     limits.must_fit(parameters, here + 2, 2 * asked.steps + GRADIENT_STEPS)
-
-
-def cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
-    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
-    own: Any = strategy
-    changes: dict[str, Any] = {}
-    if cuts and getattr(own, "cuts", ()) is None:
-        changes = {"cuts": tuple(cuts)}
-    elif (of := getattr(own, "of", None)) is not None:
-        changes = {"of": cut_at(of, cuts)}
-    found: Strategy = replace(own, **changes) if changes else strategy
-    return found
 
 
 def _replays(asked: ProofRequest) -> bool:

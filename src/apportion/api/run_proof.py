@@ -18,12 +18,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from apportion.api.proof_workers import ProofRequest, cut_at
+from apportion.api.proof_workers import ProofRequest
 from apportion.api.prover import prove
 from apportion.api.workload_survey import Surveyed, WorkloadSurvey
 from apportion.core import fast_paths
 from apportion.core.json_data import cache_folder, keep
 from apportion.core.parts.sent_rows import SentRows
+from apportion.core.strategy import cut_at
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back

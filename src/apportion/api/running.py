@@ -315,8 +315,8 @@ def _settled_together(
     rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way.
     ``agreement``: what the ranks have compared of the workload and the step of each."""
     from apportion.api.proof_rows import gather_proof_rows
-    from apportion.api.proof_workers import cut_at
     from apportion.api.run_proof import SelfProof
+    from apportion.core.strategy import cut_at
     from apportion.planner.trials.trial import candidate
     from apportion.runtime.launched.driving import connections, driven, ranks_by_host
 

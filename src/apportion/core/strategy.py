@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -202,8 +202,8 @@ class Step(ABC):
 
     @property
     def cuts(self) -> tuple[str, ...] | None:
-        """The names of the layers that stages begin with: what is proved of a run is cut there too, wherever the times
-        of the layers have had it cut. None where there are none, or where a name would stand for another place."""
+        """The names of the layers that stages begin with, wherever the times of the layers have had the network cut:
+        what is proved of a run is cut there too, and so is the run where it goes on. None where there are no stages."""
         return None
 
     @property
@@ -289,6 +289,18 @@ class Strategy(Value, AcrossHosts, ABC):
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         """Compute what this strategy must compute: the whole model's state after each step, in one process. ``log``: of
         a run that is to be done again; then the one state that it must have ended with."""
+
+
+def cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
+    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
+    own: Any = strategy
+    changes: dict[str, Any] = {}
+    if cuts and getattr(own, "cuts", ()) is None:
+        changes = {"cuts": tuple(cuts)}
+    elif (of := getattr(own, "of", None)) is not None:
+        changes = {"of": cut_at(of, cuts)}
+    found: Strategy = replace(own, **changes) if changes else strategy
+    return found
 
 
 def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:

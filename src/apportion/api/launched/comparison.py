@@ -11,10 +11,9 @@ from typing import Any
 
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
 from apportion.api.launched.proof import must_agree, must_have_met, on_ranks
-from apportion.api.proof_workers import cut_at
 from apportion.comm.group import collective
 from apportion.comm.world import World
-from apportion.core.strategy import Strategy
+from apportion.core.strategy import Strategy, cut_at
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, candidate
 from apportion.runtime.agents.hosts_launcher import HostsLauncher

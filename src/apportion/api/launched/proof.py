@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import torch
 
-from apportion.api.proof_workers import ProofRequest, cut_at
+from apportion.api.proof_workers import ProofRequest
 from apportion.api.prover import prove
 from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
-from apportion.core.strategy import Strategy
+from apportion.core.strategy import Strategy, cut_at
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.trials.trial import Candidate, candidate

@@ -50,11 +50,12 @@ def balanced(places: Places, stages: int) -> list[int]:
 
 
 def named(places: Places, cuts: Sequence[str]) -> list[int]:
-    """The calls that these layers begin with: modules by their path, functions as ``trace`` names them."""
+    """The calls that these layers begin with: modules by their path, functions as ``trace`` names them; ``name@2`` is
+    the second of several calls of one name."""
     found: list[int] = []
     known = ", ".join(n for n, c in zip(places.names[1:], places.crossing[1:], strict=True) if c is not None)
     for cut in cuts:
-        at = next((i for i, name in enumerate(places.names) if name == cut or name.startswith(f"{cut}.")), None)
+        at = place_of(places.names, cut)
         if at is None:
             raise ValueError(f"cuts={tuple(cuts)}: unknown layer {cut!r}; a stage may begin with {known}")
         if at == 0 or places.crossing[at] is None or at in found or at < max(found, default=0):
@@ -83,12 +84,20 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: max((order.get(user, len(order)) for user in node.users), default=i) for node, i in order.items()}
 
 
-def named_alike(names: Sequence[str], at: Sequence[int]) -> tuple[str, ...] | None:
-    """Returns the names of the calls before which a network is cut, or None where ``named`` would find other calls by
-    them."""
-    cuts = [names[i] for i in at]
-    found = [next(i for i, name in enumerate(names) if name == cut or name.startswith(f"{cut}.")) for cut in cuts]
-    return tuple(cuts) if found == list(at) else None
+def place_of(names: Sequence[str], cut: str) -> int | None:
+    """Returns the number of the call that a cut names; None where there is none."""
+    name, at, number = cut.rpartition("@")
+    if at and number.isdecimal():
+        alike = [i for i, other in enumerate(names) if other == name]
+        return alike[int(number) - 1] if 0 < int(number) <= len(alike) else None
+    return next((i for i, other in enumerate(names) if other == cut or other.startswith(f"{cut}.")), None)
+
+
+def names_of(names: Sequence[str], at: Sequence[int]) -> tuple[str, ...]:
+    """Returns the names by which ``named`` finds these calls."""
+    return tuple(
+        names[i] if place_of(names, names[i]) == i else f"{names[i]}@{names[: i + 1].count(names[i])}" for i in at
+    )
 
 
 def changing_buffers(model: nn.Module, inputs: Any) -> list[str]:

@@ -18,7 +18,7 @@ from apportion.core.data.rows import rows_of
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.equivalence import copied, same_outputs
-from apportion.parallel.pipeline.cut_points import RUNS, Places, changing_buffers, named_alike
+from apportion.parallel.pipeline.cut_points import RUNS, Places, changing_buffers, names_of, place_of
 from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Recorded
 from apportion.parallel.pipeline.eager_parameters import held
 from apportion.parallel.pipeline.meta_shapes import CannotRun
@@ -61,7 +61,7 @@ class OwnStages(StagePart):
                 raise CannotRun(f"{type(model).__name__} calls other layers in evaluation than in training")
             refused = _tied(model, self._trains, stateful)
             at = cut(self._trains.calls, lambda: _measured(self._own, self._trains, sample, refused))
-            self.cuts = named_alike(self._trains.calls, at)
+            self.cuts = names_of(self._trains.calls, at)
             bounds = [0, *at, len(self._trains.calls)]
             prove(self._own, self._trains, bounds, sample)
         except BaseException:
@@ -110,7 +110,7 @@ def opened(model: nn.Module, inputs: Any, size: int, named: Sequence[str]) -> tu
             why = error
             continue
         trains = [i for i, m in enumerate(found.modules) if next(m.parameters(), None) is not None]
-        if len(trains) >= size and all(any(_begins(name, cut) for name in found.calls) for cut in named):
+        if len(trains) >= size and all(place_of(found.calls, cut) is not None for cut in named):
             return own, found
         own.close()
     if why is not None:
@@ -120,10 +120,6 @@ def opened(model: nn.Module, inputs: Any, size: int, named: Sequence[str]) -> tu
         f"layer_placement and pipeline_parallel cut between layers, and {type(model).__name__} calls too few for "
         f"{wanted}: use fewer workers, or data_parallel"
     )
-
-
-def _begins(name: str, cut: str) -> bool:
-    return name == cut or name.startswith(f"{cut}.")
 
 
 def _called(model: nn.Module, inputs: Any) -> set[nn.Module]:

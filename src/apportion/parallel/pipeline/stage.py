@@ -37,7 +37,7 @@ from apportion.parallel.pipeline.cut_points import (
     changing_buffers,
     measured,
     named,
-    named_alike,
+    names_of,
 )
 from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
 from apportion.parallel.pipeline.meta_shapes import CannotRun
@@ -130,7 +130,7 @@ class Stages(StagePart):
         refuse_elsewhere(model, graph, evaluated)
         at = self._cut(model, graph, evaluated, inputs, stateful)
         bounds = [0, *at, len(calls(graph))]
-        self.cuts = named_alike([names(graph)[node] for node in calls(graph)], at)
+        self.cuts = names_of([names(graph)[node] for node in calls(graph)], at)
         at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
         if microbatches > 1 and any(at_once):
             self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first

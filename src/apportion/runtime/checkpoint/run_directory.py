@@ -81,6 +81,9 @@ class RunDirectory:
         self._writer: RunWriter | None = None
         self._newest = -1
         """The newest step that was saved from here."""
+        self.cuts: Mapping[str, Any] | None = None
+        """The layers before which the network is cut into stages, with the number of workers; None where it is not.
+        Every checkpoint records it."""
 
     def claim(self, start: str, generation: int) -> None:
         """Writes from now on as rank 0 in a generation of a start of the run (``start``: a name that no other has), and
@@ -142,6 +145,19 @@ class RunDirectory:
         """Returns the steps of the checkpoints that are there, oldest first."""
         return saved_steps(self.path)
 
+    def recorded_cuts(self, strategy: str, workers: int) -> tuple[str, ...]:
+        """Returns the layers before which the run has cut the network as of its newest checkpoint, or as ``run.json``
+        has it where there is none yet; none where it was another strategy's, or another number of workers'."""
+        try:
+            found: Mapping[str, Any] = self.read_run()
+            if (self.checkpoints / "latest").is_dir() or self.steps():
+                latest = (self.checkpoints / "latest").is_dir()
+                found = _read_manifest(self._locate("latest" if latest else self.steps()[-1]) / "state.json")
+            cuts = found.get("cuts") or {}
+            return tuple(cuts["before"]) if (found["strategy"], cuts["workers"]) == (strategy, workers) else ()
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError):
+            return ()  # whoever loads the checkpoint says what is wrong with it
+
     def save(self, state: State, *, epoch: float, strategy: str, keep: int, best: bool = False) -> Saved:
         """Write the state, point ``latest`` (and ``best``) at it, and leave the newest ``keep`` checkpoints up to this
         step, besides what the links point at. A step that is already there, whole and equal, is kept as it is. The best
@@ -156,6 +172,8 @@ class RunDirectory:
         manifest["settings"] = _plain(state.settings, "settings")
         if (mark := self._mark()) is not None:
             manifest["run"] = mark
+        if self.cuts is not None:
+            manifest["cuts"] = dict(self.cuts)
         parts = {name: storable(name, getattr(state, name)) for name in PARTS}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from apportion.comm.group import collective
 from apportion.comm.world import World
@@ -39,6 +41,11 @@ class RunCheckpoints:
         if directory is not None and directory is not self.directory:
             self._open(directory)
             self.best.value = directory.best()
+
+    def cut(self, cuts: Mapping[str, Any] | None) -> None:
+        """Records from now on, in every checkpoint, where the network is cut into stages."""
+        if self.directory is not None:
+            self.directory.cuts = cuts
 
     @collective
     def save(self, world: World, *, best: bool = False) -> None:

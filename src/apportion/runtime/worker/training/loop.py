@@ -33,7 +33,7 @@ from apportion.runtime.worker.training.checkpoints import RunCheckpoints
 from apportion.runtime.worker.training.evaluations import RunEvaluations
 from apportion.runtime.worker.training.evaluator import EvaluationFailed
 from apportion.runtime.worker.training.reporter import RunReporter
-from apportion.runtime.worker.training.restore import open_copy, open_directory, restore
+from apportion.runtime.worker.training.restore import cuts_of, open_copy, open_directory, restore, strategy_of
 
 REPORT_SECONDS = 0.2
 """The seconds between two events of a kind: a person sees no more, and a step loses nothing to it."""
@@ -90,7 +90,7 @@ class _TrainingLoop:
         self.job, self.world, self.control = job, world, control
         self.workload: Workload = job.open()
         control.opened(self.workload)
-        self.step: Step = job.strategy.build(self.workload, world)
+        self.step: Step = strategy_of(job, world).build(self.workload, world)
         control.built(self.workload, self.step)
         self.source = self.step.source
         self.proof = self._settled()
@@ -116,6 +116,7 @@ class _TrainingLoop:
             self.coordinator.again(self.group, self.done)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
+        self.checkpoints.cut(cuts_of(self.step, world))
         self.reporter = RunReporter(job, self.workload, self.step, self.guarded, rank=world.rank, began=began)
         self.meter = self.reporter.meter
         alone = world.size == 1 or not self.step.lockstep
@@ -166,6 +167,7 @@ class _TrainingLoop:
         self.control.rejoined(self.world)
         self.checkpoints.take_over(self._opened_again())
         self._rejoin_step()
+        self.checkpoints.cut(cuts_of(self.step, self.world))
         self._regroup()
         self.coordinator.again(self.group, self.done)
 

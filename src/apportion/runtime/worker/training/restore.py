@@ -12,7 +12,7 @@ from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.loss_terms import description_of
-from apportion.core.strategy import Step
+from apportion.core.strategy import Step, Strategy, cut_at
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
 from apportion.parallel.replica.resync import broadcast_state
@@ -33,7 +33,7 @@ def open_directory(
     directory = RunDirectory(job.run_dir)
     if world.generation:
         if world.meeting is not None and not (directory.path / "run.json").exists():
-            directory.start(_description(job, workload, step, step.fingerprint(workload), proof))
+            directory.start(_description(job, workload, step, world, step.fingerprint(workload), proof))
         _claim(directory, world)
     return directory
 
@@ -82,7 +82,7 @@ def _begun_copy(
     if (own.path / "run.json").exists() and (job.resume or world.generation):
         check_fingerprint(own.read_run().get("fingerprint", {}), mark)
     else:
-        own.start(_description(job, workload, step, mark, proof))
+        own.start(_description(job, workload, step, world, mark, proof))
     _claim(own, world)
     return own
 
@@ -112,7 +112,7 @@ def restore(
         if resumes:
             check_fingerprint(directory.read_run().get("fingerprint", {}), mark)
         else:
-            directory.start(_description(job, workload, step, mark, proof))
+            directory.start(_description(job, workload, step, world, mark, proof))
         _claim(directory, world)
         if not directory.steps() and world.place is not None and world.place.saved:
             raise CheckpointError(
@@ -132,7 +132,7 @@ def restore(
 
 
 def _description(
-    job: Job, workload: Workload, step: Step, mark: Mapping[str, Any], proof: Mapping[str, Any] | None
+    job: Job, workload: Workload, step: Step, world: World, mark: Mapping[str, Any], proof: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     return {
         "address": job.address,
@@ -144,4 +144,20 @@ def _description(
         "fingerprint": dict(mark),
         "count": description_of(workload.count, step.source.count),
         "proof": proof,
+        "cuts": cuts_of(step, world),
     }
+
+
+def strategy_of(job: Job, world: World) -> Strategy:
+    """Returns the job's strategy as this rank builds it. A run that goes on cuts its network where it has cut it
+    before: what a layer draws follows the stage that it is in, and the times by which a new cut would be found are
+    never the same. Rank 0 decides for all ranks."""
+    if job.run_dir is None or world.rank != 0 or not (job.resume or world.generation):
+        return job.strategy
+    return cut_at(job.strategy, RunDirectory(job.run_dir).recorded_cuts(str(job.strategy), world.size))
+
+
+def cuts_of(step: Step, world: World) -> dict[str, Any] | None:
+    """Returns where the network is cut into stages, as plain JSON for ``run.json`` and checkpoints; None where it is
+    not."""
+    return {"workers": world.size, "before": list(step.cuts)} if step.cuts else None
