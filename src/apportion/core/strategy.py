@@ -245,6 +245,8 @@ class Strategy(Value, AcrossHosts, ABC):
     """Has the strategy nothing to divide among workers?"""
     splits: ClassVar[bool] = False
     """Does the strategy divide one network among its workers, so that ``of=`` can have replicas of them?"""
+    divides_batches: ClassVar[bool] = True
+    """Is the loss of a batch put together from those of its parts, each with the weight of its loss terms?"""
     survives: ClassVar[bool] = False
     """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: it ends, and resumes."""
 
@@ -255,11 +257,6 @@ class Strategy(Value, AcrossHosts, ABC):
     @abstractmethod
     def exact(self) -> bool:
         """Does one step equal the one-device step? Where no field decides that, a class attribute ``exact = True``."""
-
-    @property
-    def divides_batches(self) -> bool:
-        """Is the loss of a batch put together from those of parts of it, each with the weight of its loss terms?"""
-        return True
 
     def replays(self, workers: int) -> bool:
         """Is what the strategy computes known only from what its steps write down (``Step.log``)?"""

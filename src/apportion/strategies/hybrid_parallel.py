@@ -152,7 +152,7 @@ class HybridParallel(Strategy):
             raise ValueError('exchange="rotate" would cut the batch under a loss that couples examples: use "all"')
 
     @property
-    def divides_batches(self) -> bool:
+    def divides_batches(self) -> bool:  # type: ignore[override]
         return self.exchange == "rotate"
 
     def build(self, workload: Workload, world: World) -> Step:

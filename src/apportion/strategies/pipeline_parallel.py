@@ -172,10 +172,6 @@ class PipelineParallel(Strategy):
                 "data_parallel"
             )
 
-    @property
-    def divides_batches(self) -> bool:
-        return self.microbatches > 1
-
     def build(self, workload: Workload, world: World) -> Step:
         self._refuse(world.size, workload.count is None, workload.update is not None, workload.carry is not None)
 
