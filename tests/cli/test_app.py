@@ -35,8 +35,10 @@ APPORTION = (sys.executable, "-c", "from apportion.cli.app import main; main()")
 FLAGS = {
     "train": [
         "--allow-approximate", "--help", "--hosts", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
-        "--remeasure", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy", "--workers",
+        "--remeasure", "--reprove", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy",
+        "--workers",
     ],
+    "proofs": ["--help", "--json", "--remove"],
     "check": ["--help", "--hosts", "--json", "--launcher", "--steps", "--strategy", "--workers"],
     "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
@@ -191,13 +193,14 @@ def test_the_flags_of_every_verb_are_these() -> None:
 @pytest.mark.parametrize("verb", FLAGS)
 def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: str) -> None:
     text = words(apportion(verb, "--help").output)
-    assert {"serve": "MEMBER...", "export": "RUN"}.get(verb, "FILE:NAME") in text
+    assert {"serve": "MEMBER...", "export": "RUN", "proofs": "--remove"}.get(verb, "FILE:NAME") in text
     assert all(flag in text for flag in FLAGS[verb])
     about = {"train": "Train a workload", "check": "Prove that a strategy", "compare": "Measure strategies"}
     about |= {
         "plan": "Say which way to split a workload",
         "serve": "Answer with one net",
         "export": "Carry a trained net",
+        "proofs": "List the proofs",
     }
     assert about[verb] in text
 

@@ -15,19 +15,19 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.prover import prove
 from apportion.api.workload_survey import Surveyed, WorkloadSurvey
 from apportion.core import fast_paths
-from apportion.core.json_data import cache_folder, keep
 from apportion.core.parts.sent_rows import SentRows
 from apportion.core.strategy import cut_at
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
+from apportion.runtime.cached_proof.proof_key import ProofKey
+from apportion.runtime.cached_proof.store import keep_proof, now, proofs_of, remove
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.budget import BUDGET_SHARE, budget
 from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
@@ -81,14 +81,27 @@ class SelfProof:
         self._job = replace(self._job, sent=sent)
 
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
-        """Returns what was found before, in this run or an earlier one. ``asked`` has the ``key`` that the ranks have
-        made of the workload (None: it cannot be remembered), the ``steps`` of the whole run, its ``parameters``, a
+        """Returns what was found before, in this run or an earlier one. ``asked`` has the ``key`` that rank 0 has made
+        of the workload (a ``ProofKey`` as plain JSON), the ``steps`` of the whole run, its ``parameters``, a
         number, the ``lengths`` of the parts of its data, if it has any, and the ``cuts`` of its stages, as the times of
         its layers have decided them: the proof cuts there too."""
         self._cut(asked["cuts"])
-        if self._known is None and asked["key"] is not None:
-            self._known = _recall(self._name(asked["key"]))
+        key = ProofKey.from_json(asked["key"])
+        if self._known is None and not self._job.reprove:
+            self._known = self._reused(key)
         return self._known
+
+    def _reused(self, key: ProofKey) -> Settled | None:
+        """Returns the answer of the newest cached proof that holds for this run; None where there is none."""
+        names = {self._name(one.key) for one in key.found}
+        for proof in proofs_of(key.code) if names else ():
+            if proof.name in names:
+                with suppress(TypeError, KeyError):  # the file of another version
+                    told = {**proof.settled, "plain": tuple(proof.settled["plain"])}
+                    sample = f"; {proof.basis.sentence}" if proof.basis.sentence else ""
+                    sentence = f"{told['sentence']} (a cached proof of {proof.made}, reused{sample})"
+                    return Settled(**{**told, "sentence": sentence, "seconds": 0.0, "remembered": True})
+        return None
 
     def settle(self, asked: Mapping[str, Any], ranks: RunningRanks | None = None) -> Settled:
         """Makes the proof, and keeps its answer for the next run. ``ranks``: those that make the strategy's steps; None
@@ -103,9 +116,43 @@ class SelfProof:
         found = self._found(began, self.seconds(asked["steps"]))
         give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)
-        if asked["key"] is not None and found.verdict in ("equal", "different"):
-            keep(_path(self._name(asked["key"])), asdict(self._known))
+        if found.verdict in ("equal", "different"):
+            self._known = self._kept(ProofKey.from_json(asked["key"]), self._known)
         return self._known
+
+    def _kept(self, key: ProofKey, settled: Settled) -> Settled:
+        """Keeps an answer for the next run, in the place of those that hold for the same; returns it, with the reason
+        where it cannot be reused."""
+        why = key.why
+        if why is None and key.seconds > settled.seconds:
+            why = f"the update on four rows that tells this workload from others took {key.seconds:.2g} s, "
+            why += f"longer than the proof ({settled.seconds:.2g} s)"
+        if why is not None:
+            return replace(settled, sentence=f"{settled.sentence}; a later run cannot reuse this proof: {why}")
+        outdated = {self._name(one.key) for one in key.found}
+        for proof in proofs_of(key.code):
+            if proof.name in outdated:
+                remove(proof)
+        keyed = key.made or key.found[0]
+        about = {
+            "key": keyed.key,
+            "workload": self._label(),
+            "strategy": str(self._chosen.strategy),
+            "workers": self._chosen.ranks,
+            "verdict": settled.verdict,
+            "made": now(),
+        }
+        keep_proof(key.code, self._name(keyed.key), about, keyed.basis, asdict(settled))
+        return settled
+
+    def _label(self) -> str:
+        """Returns the workload as a list of cached proofs names it."""
+        if self._job.address is not None:
+            return self._job.address
+        if isinstance(self._job.workload, str):
+            return self._job.workload
+        model = self._job.workload.model
+        return f"{getattr(model, '__module__', '')}.{getattr(model, '__qualname__', type(model).__name__)}"
 
     def _cut(self, cuts: Sequence[str] | None) -> None:
         self._cuts = tuple(cuts or ())
@@ -262,8 +309,8 @@ class SelfProof:
         return f"{command} --launcher {'env, on these ranks' if launcher.startswith('env') else shlex.quote(launcher)}"
 
     def _name(self, key: str) -> str:
-        """Returns the name under which the answer is kept: of the workload's key, and of where and how it is
-        trained."""
+        """Returns the name under which the answer is kept: of the key of what it holds for, and of where and how that
+        is trained."""
         launcher = self._chosen.launcher
         told = {
             "workload": key,
@@ -276,15 +323,3 @@ class SelfProof:
             **({"hosts": self._hosts} if self._hosts else {}),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _path(name: str) -> Path:
-    return cache_folder("proofs") / f"{name}.json"
-
-
-def _recall(name: str) -> Settled | None:
-    try:
-        found = json.loads(_path(name).read_text())
-        return replace(Settled(**{**found, "plain": tuple(found["plain"])}), remembered=True, seconds=0.0)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None

@@ -54,6 +54,7 @@ class RunRequest:
     policy: Policy
     prove: bool
     require_proof: bool
+    reprove: bool
     changes: dict[str, Any]
 
     def job(self, strategy: Strategy, launcher: Launcher, threads: int) -> Job:

@@ -42,6 +42,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     allow_approximate: bool = False,
     check: bool = True,
     require_proof: bool = False,
+    reprove: bool = False,
 ) -> Generator[Event, None, None]:
     """Train, and yield what happens: steps, evaluations, checkpoints, faults, and the end.
 
@@ -59,8 +60,9 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     exact one that uses all of them.
 
     Before its first step a run on several ranks is proved on its own workload (see docs/proof.md), for at most 10 s or
-    5 % of the run; the next run like it remembers that. ``check=False`` goes on without; ``require_proof`` ends the
-    run where nothing could be shown.
+    5 % of the run; a later run of the same code, data, files and environment reuses that proof. ``check=False`` goes on
+    without; ``require_proof`` ends the run where nothing could be shown; ``reprove`` makes a new proof where there is
+    one already.
 
     ``break`` checkpoints and stops every rank at the same step. SIGTERM is the notice to end: the last update is
     saved, and ToldToEnd, a SystemExit, is raised with status 143. Raises WorkerFailed where a worker fails,
@@ -95,6 +97,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         policy=policy or Policy(),
         prove=check,
         require_proof=require_proof,
+        reprove=reprove,
         changes={name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None},
     )
     chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
@@ -104,11 +107,17 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {chosen} is given: leave "
             "either out"
         )
-    if require_proof and not check:
-        raise ValueError(
-            "require_proof=True (--require-proof) and check=False (--no-check) contradict each other: leave either out"
-        )
+    _check_proof(check, require_proof=require_proof, reprove=reprove)
     return _begin(asked, chosen, launcher, planning)
+
+
+def _check_proof(check: bool, *, require_proof: bool, reprove: bool) -> None:
+    """Raises ValueError where a run is told to prove itself and not to."""
+    for name, flag, asked in (("require_proof", "--require-proof", require_proof), ("reprove", "--reprove", reprove)):
+        if asked and not check:
+            raise ValueError(
+                f"{name}=True ({flag}) and check=False (--no-check) contradict each other: leave either out"
+            )
 
 
 def _begin(

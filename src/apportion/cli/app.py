@@ -72,6 +72,7 @@ AllowApproximate = Annotated[
     bool, typer.Option("--allow-approximate", help="choose an approximate strategy where it learns more in a pilot")
 ]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="train without proving first that it is the same network")]
+Reprove = Annotated[bool, typer.Option("--reprove", help="prove it again where an earlier run's proof is cached")]
 RequireProof = Annotated[bool, typer.Option("--require-proof", help="end with status 1 where that could not be proved")]
 Trust = Annotated[bool, typer.Option("--trust", help="run the code that a run names, whosever it is")]
 Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
@@ -143,6 +144,7 @@ def train(  # noqa: PLR0913 (the flags)
     allow_approximate: AllowApproximate = False,
     no_check: NoCheck = False,
     require_proof: RequireProof = False,
+    reprove: Reprove = False,
 ) -> None:
     """Train a workload, and say how well it does."""
     strategy = _one_of(named, strategy)
@@ -151,7 +153,7 @@ def train(  # noqa: PLR0913 (the flags)
             "--hosts": hosts, "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed,
             "--launcher": launcher, "--policy": policy, "--resume": resume, "--no-trial": no_trial,
             "--remeasure": remeasure, "--allow-approximate": allow_approximate, "--no-check": no_check,
-            "--require-proof": require_proof,
+            "--require-proof": require_proof, "--reprove": reprove,
         })  # fmt: skip
         return
     with _guarded():
@@ -173,6 +175,7 @@ def train(  # noqa: PLR0913 (the flags)
             allow_approximate=allow_approximate,
             check=not no_check,
             require_proof=require_proof,
+            reprove=reprove,
         )
         _show(events, searches=not any((strategy, workers, launcher, hosts, resume)))
 
@@ -245,6 +248,30 @@ def check(  # noqa: PLR0913 (the flags)
             show_proof(proof)
     if not proof.holds:
         raise typer.Exit(NO)
+
+
+@app.command()
+def proofs(
+    remove: Annotated[
+        list[str] | None, typer.Option(metavar="NAME|all", help="remove this one; again for others; all: every one")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the proofs that earlier runs have made and later ones reuse, or remove some."""
+    with _guarded():
+        from apportion.api.proofs import list_proofs, remove_proofs
+
+        if remove:
+            many = remove_proofs(remove)
+            typer.echo(f"removed {many} cached proof{'' if many == 1 else 's'}")
+            return
+        found = list_proofs()
+        if as_json:
+            _print_json(found)
+        else:
+            from apportion.cli.tables import show_proofs
+
+            show_proofs(found)
 
 
 @app.command()

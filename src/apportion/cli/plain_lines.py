@@ -39,6 +39,8 @@ class PlainLines:
             self.say(event.data["sentence"])
         elif event.kind == "start":
             self._start = event
+            if (event.data["proof"] or {}).get("remembered"):
+                self.say(event.data["proof"]["sentence"])
             self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:
             self.say(step_line(event, self._start, self._score()))

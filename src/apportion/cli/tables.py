@@ -1,8 +1,8 @@
-"""What ``check`` and ``compare`` have found, on the terminal."""
+"""What ``check`` and ``compare`` have found, and which proofs are cached, on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -53,6 +53,22 @@ def _round_line(found: Round, what: str = "") -> str:
         f"(bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
     )
     return line if found.disagreement is None else f"{line}\n    {found.disagreement}"
+
+
+def show_proofs(proofs: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the cached proofs, one a line."""
+    console = FrankConsole(soft_wrap=True, highlight=False, markup=False)
+    if not proofs:
+        console.print("no proofs are cached")
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("name", "made", "workload", "strategy", "workers", "verdict", "KB"):
+        table.add_column(name, justify="right" if name in ("workers", "KB") else "left", overflow="fold")
+    for proof in proofs:
+        words = (proof["name"][:8], proof["made"], proof["workload"], proof["strategy"])
+        table.add_row(*words, str(proof["workers"]), proof["verdict"], f"{proof['bytes'] / 1000:.1f}")
+    console.print(table)
+    console.print("remove some: apportion proofs --remove NAME, or --remove all")
 
 
 def show_rows(rows: Sequence[ComparedRow]) -> None:

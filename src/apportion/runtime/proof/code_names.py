@@ -6,7 +6,7 @@ import dis
 import importlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,6 +38,13 @@ class NamedGlobal:
         every = not _ANY_NAME.isdisjoint(self.mentioned)
         for name in sorted(found if every else self.mentioned & found.keys()):
             if not (name.startswith("__") and name.endswith("__")) and found[name] is not self.value:
+                yield NamedGlobal(f"{self.name}.{name}", found[name], self.mentioned)
+
+    def settings(self, counts: Callable[[str, Any], bool]) -> Iterator[NamedGlobal]:
+        """Yields the attributes of an installed module that the function mentions and that count."""
+        found = vars(self.value)
+        for name in sorted(self.mentioned & found.keys()):
+            if not (name.startswith("__") and name.endswith("__")) and counts(name, found[name]):
                 yield NamedGlobal(f"{self.name}.{name}", found[name], self.mentioned)
 
 

@@ -37,7 +37,7 @@ def release(module: str, *, portable: bool = False) -> str | None:
             return platform.python_version()
         # A module made in memory, or in C within another file, belongs where its package belongs.
         return release(top, portable=portable) if module != top else None
-    if not _below_installed(os.path.realpath(file)):
+    if not below_installed(os.path.realpath(file)):
         return None
     if top in sys.stdlib_module_names:
         return platform.python_version()
@@ -89,7 +89,7 @@ def _roots() -> tuple[str, ...]:
     return tuple({os.path.realpath(path) + os.sep for path in paths})
 
 
-def _below_installed(file: str) -> bool:
+def below_installed(file: str) -> bool:
     return file.startswith(_roots())
 
 

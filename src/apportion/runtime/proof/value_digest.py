@@ -169,13 +169,16 @@ class Digester:
 
     def _named(self, named: Iterable[NamedGlobal], seen: set[str]) -> Iterator[Any]:
         for found in named:
-            if isinstance(found.value, types.ModuleType) and self._release(found.value.__name__) is None:
-                if found.value.__name__ not in seen:  # modules import each other
-                    seen.add(found.value.__name__)
-                    yield found.name
-                    yield from self._named(found.attributes(), seen)
-            else:
+            if not isinstance(found.value, types.ModuleType):
                 yield from (found.name, self(found.name, found.value))
+                continue
+            own = self._release(found.value.__name__) is None
+            if not own:
+                yield from (found.name, self(found.name, found.value))
+            if found.value.__name__ not in seen:  # modules import each other
+                seen.add(found.value.__name__)
+                yield found.name
+                yield from self._named(found.attributes() if own else found.settings(_may_be_set), seen)
 
     def _builtin(self, value: types.BuiltinFunctionType) -> bytes:
         of = value.__self__
@@ -212,7 +215,7 @@ class Digester:
         home = cls.__module__ if isinstance(cls.__module__, str) else "builtins"  # a metaclass made in C may hide it
         of = self._release(home)
         if not cls.__flags__ & _CHANGEABLE or (of is not None and importable(cls, home, cls.__qualname__)):
-            patched = self._attributes({k: v for k, v in vars(cls).items() if _foreign(v)})
+            patched = self._attributes({k: v for k, v in vars(cls).items() if _foreign(v) or _is_setting(k, v)})
             return seal("installed", home, cls.__qualname__, of or "", *patched)
         bases = (self(base.__name__, base) for base in cls.__bases__)
         kept = {k: v for k, v in vars(cls).items() if k not in _SKIPPED}
@@ -337,8 +340,24 @@ def _short(key: Any) -> str:
 
 
 def _foreign(value: Any) -> bool:
-    """Tells whether it is the user's function, put into a class of an installed package."""
-    return isinstance(value, types.FunctionType) and release(str(value.__globals__.get("__name__"))) is None
+    """Tells whether it is the user's function, or of a class of the user's, put into a class or module of an installed
+    package."""
+    if isinstance(value, functools.partial):
+        return _foreign(value.func)
+    if isinstance(value, types.FunctionType):
+        return release(str(value.__globals__.get("__name__"))) is None
+    return not isinstance(value, type | types.ModuleType) and release(type(value).__module__) is None
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Tells whether an attribute of an installed package is a plain value that others may set."""
+    return not name.startswith("_") and type(value) in _PLAIN
+
+
+def _may_be_set(name: str, value: Any) -> bool:
+    """Tells whether an attribute of an installed module may decide what code computes beside the module's release: a
+    plain value, a module or class with such attributes, or what the user has put there."""
+    return _is_setting(name, value) or isinstance(value, types.ModuleType | type) or _foreign(value)
 
 
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,4 @@
-"""Digests what decides which network a workload trains, and on what: a proof under the same digest need not be made
-again."""
+"""Digests the code that decides which network a workload trains: the first part of the key of a cached proof."""
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from apportion.core import tree
-from apportion.core.sampling.rng import seeded_rng
-from apportion.core.strategy import Step
 from apportion.core.workload import Workload
 from apportion.runtime.proof.installed_packages import release
+from apportion.runtime.proof.torch_flags import flags
 from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
 
 FIELDS = (
@@ -38,8 +36,8 @@ FIELDS = (
     "compile",
     "per_rank_draws",
 )
-"""The fields of the workload that are digested. The data and the seed are not among them: the proof is of the
-computation, on any rows."""
+"""The fields of the workload that are digested. The seed is not among them: a proof holds for any. The data are
+compared by their rows (``runtime.cached_proof``)."""
 
 
 class Digested(NamedTuple):
@@ -48,15 +46,6 @@ class Digested(NamedTuple):
     digest: str | None
     unhashable: str | None
     """The place of the value that has no digest, and what it is: ``loss: log: a _io.TextIOWrapper``."""
-
-
-def proof_key(workload: Workload, step: Step) -> str | None:
-    """Returns the key that a remembered proof of this workload is kept under; None where something of it has no digest.
-    It leaves the generators as they were."""
-    with seeded_rng(workload.seed):
-        network = workload.model()
-        example = step.source.dataset[0]
-    return digested(workload, network=network, batch=example).digest
 
 
 def digested(
@@ -118,7 +107,6 @@ def _optimizers(of: Digester, optimizers: Mapping[str, Optimizer]) -> Iterator[A
 
 def _versions() -> tuple[str, ...]:
     """Returns the versions of what computes, and how it is told to."""
-    switches = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
     return (
         platform.python_version(),
         platform.machine(),
@@ -126,7 +114,6 @@ def _versions() -> tuple[str, ...]:
         torch.backends.cpu.get_cpu_capability(),
         np.__version__,
         str(release("apportion")),
-        str(torch.get_default_dtype()),
-        str(switches),
+        *flags(),
         os.environ.get("APPORTION_PLAIN", ""),
     )

@@ -60,6 +60,8 @@ class RunSupervisor:
         self._recovery: RecoveryLoop | None = None
         self.started = False
         """True once a ``start`` event has been passed on."""
+        self._settling = False
+        """True while the ranks wait for the proof."""
         self._began = time.perf_counter()
         self._last: Event | None = None
         self._end: Event | None = None
@@ -152,6 +154,7 @@ class RunSupervisor:
         nothing is known."""
         assert self._proof is not None
         assert self._pool is not None
+        self._settling = True
         settled = self._proof.known(asked)
         if settled is None:
             seconds = self._proof.seconds(asked["steps"])
@@ -166,6 +169,7 @@ class RunSupervisor:
             told = {name: getattr(settled, name) for name in ("verdict", "sentence", "seconds", "remembered")}
             yield self._proof_event(**told)
         self._pool.send({"kind": "settled", "proof": self._proof.check(settled)})
+        self._settling = False
 
     def _proof_event(self, **data: Any) -> Event:
         return self._own_event("proof", **data)
@@ -281,6 +285,8 @@ class RunSupervisor:
         """Stops all ranks at one step, after the loop over the events was left."""
         self._interrupts.hold()
         if self._pool is None or self._recovery is None or self._end is not None or self._failed():
+            return
+        if self._settling:  # the ranks wait for the proof, and have no update to save
             return
         self._pool.send({"kind": "stop"})
         allowed = Allowance(STOP_SECONDS)

@@ -49,8 +49,8 @@ class RunControl:
     built: Callable[[Workload, Step], None] = lambda workload, step: None
     """Called by every rank once its step is built; it may refuse the run."""
     settle: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda asked: None
-    """Asks whether the run is proved. Called by every rank once its step is built, with ``key`` (which tells its
-    workload from others; None: nothing does), ``steps`` and ``parameters``; returns where the run may go on."""
+    """Asks whether the run is proved. Called by every rank once its step is built, with ``key`` (rank 0's ``ProofKey``
+    as plain JSON, None on the other ranks), ``steps`` and ``parameters``; returns where the run may go on."""
     known: Callable[[Any, int], None] = lambda job, rank: None
     """Called with the job and the rank of this process, once both are known."""
     rejoined: Callable[[World], None] = lambda world: None

@@ -20,6 +20,7 @@ from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
 from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
 from apportion.process import PACKAGE, keep_what_is_freed
+from apportion.runtime.cached_proof.read_recorder import ReadRecorder
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job, WorkerJob
 from apportion.runtime.worker.progress import NBYTES, Progress
@@ -30,6 +31,8 @@ from apportion.runtime.worker.training.loop import work
 
 def train(sock: socket.socket, payload: bytes) -> int:
     """Run a job to its end."""
+    if os.environ.get("RANK") == "0":  # which makes the key of the run's proof
+        ReadRecorder.started()
     return run_program(sock, payload, train_job)
 
 

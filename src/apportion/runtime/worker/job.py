@@ -74,6 +74,8 @@ class Job:
     """The address where the workload can be found again."""
     prove: bool = False
     """True where the run is to ask, before its first step, whether it is proved."""
+    reprove: bool = False
+    """True where a cached proof is not reused."""
 
     replaceable: bool = False
     """True where workers may be lost and replaced."""

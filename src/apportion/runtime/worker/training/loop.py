@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from apportion.comm.group import Alone
@@ -25,6 +25,7 @@ from apportion.core.strategy import Recoverable, State, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost
 from apportion.parallel.replica.resync import lose_what_differs
+from apportion.runtime.cached_proof.read_recorder import ReadRecorder, recorder
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.job import Job
@@ -88,6 +89,8 @@ class _TrainingLoop:
     def __init__(self, job: Job, world: World, control: RunControl) -> None:
         began = time.perf_counter()
         self.job, self.world, self.control = job, world, control
+        if job.prove and world.rank == 0 and recorder() is None:  # a rank that others have started
+            ReadRecorder.started()
         self.workload: Workload = job.open()
         control.opened(self.workload)
         self.step: Step = strategy_of(job, world).build(self.workload, world)
@@ -128,13 +131,19 @@ class _TrainingLoop:
     def _settled(self) -> dict[str, Any] | None:
         """Returns what is known of the strategy before the first step; a run that is disproved does not come back from
         here."""
+        reads = recorder()
         if not self.job.prove or self.world.generation or self.world.size == 1:
+            if reads is not None:
+                reads.stop()
             return None
         key = None
         if self.world.rank == 0:
-            from apportion.runtime.proof.workload_digest import proof_key  # it knows every kind of value
+            from apportion.runtime.cached_proof.proof_key import proof_key  # it knows every kind of value
 
-            key = proof_key(self.workload, self.step)
+            made = proof_key(
+                self.workload, self.source.dataset, reads, parameters=self.step.parameters, reprove=self.job.reprove
+            )
+            key = asdict(made)
         lengths = self.source.dataset.lengths if isinstance(self.source.dataset, PartedDataset) else ()
         return self.control.settle(
             {

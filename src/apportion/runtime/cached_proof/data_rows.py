@@ -1,0 +1,138 @@
+"""The rows of a data set that a cached proof is compared by, and their digests.
+
+All rows count where digesting them takes little time; else as many as do, chosen by the code's key and the number of
+rows. Which ones these are is kept with the proof, so that a later run reads the same.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from apportion.core.data.acted import ActedDataset
+from apportion.core.parts.dataset import PartedDataset
+from apportion.core.sampling.rng import seeded_rng
+from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
+
+ROWS_SECONDS = 0.1
+"""The seconds up to which every row is digested."""
+SAMPLE_SECONDS = 0.05
+"""The seconds that the digests of a sample may take."""
+LEAST, MOST = 4, 4096
+"""The numbers of rows in a sample."""
+TRIED = 16
+"""The number of rows that are read to see how long one takes."""
+PIECE = 4 << 20
+"""The bytes of tensors that are digested to see how long all of them take."""
+_SEED = 0x0D16
+"""The seed of what rows draw as they are read here."""
+
+Rows = list[int] | None
+"""The numbers of the rows in a sample; None: all of them."""
+
+
+def choose_rows(dataset: Any, key: str) -> Rows:
+    """Returns the rows to digest: all, where that takes at most ROWS_SECONDS here; else a sample that is a function of
+    the key and the number of rows. The first and the last row are always in it."""
+    many = length(dataset)
+    if many == 0 or _all_in_time(dataset):
+        return None
+    return sample(key, many, _affordable(dataset))
+
+
+def sample(key: str, many: int, wanted: int) -> list[int]:
+    """Returns ``wanted`` of the numbers below ``many``, in order; the first and the last are among them."""
+    ends = {0, many - 1}
+    drawn = random.Random(f"{key} {many}").sample(range(many), min(many, wanted))
+    return sorted(ends | set(drawn[: max(0, wanted - len(ends))]))
+
+
+def rows_digest(dataset: Any, rows: Rows) -> bytes:
+    """Returns the digest of these rows, of the number of all, and of the class of the data set. Raises UnhashableError
+    where a row has none, IndexError where there is no such row."""
+    many = length(dataset)
+    parts = dataset.lengths if isinstance(dataset, OpenedParts) else ()
+    head: tuple[Any, ...] = (type(dataset).__qualname__, many, *parts)
+    if many == 0:
+        return seal("rows", *head)
+    of = Digester()
+    if type(dataset) is TensorDataset:
+        tensors = dataset.tensors if rows is None else [t[torch.tensor(rows)] for t in dataset.tensors]
+        return seal("rows", *head, *(of(f"tensor {i} of the data", t) for i, t in enumerate(tensors)))
+    return seal("rows", *head, *_digests(dataset, range(many) if rows is None else rows))
+
+
+def length(dataset: Any) -> int:
+    """Returns the number of rows; 0 for a data set whose rows the network makes, which are not compared."""
+    return 0 if isinstance(dataset, ActedDataset) else len(dataset)
+
+
+class OpenedParts(Dataset[Any]):
+    """The rows of the parts of a data set that this process has opened, one part after the other."""
+
+    def __init__(self, dataset: PartedDataset) -> None:
+        self._data: list[Any] = [dataset.open(part) for part in dataset.opened]
+        self.lengths = dataset.lengths
+        """The numbers of rows of all parts."""
+
+    def __len__(self) -> int:
+        return sum(len(data) for data in self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        for data in self._data:
+            if index < len(data):
+                return data[index]
+            index -= len(data)
+        raise IndexError(index)
+
+
+def _digests(dataset: Any, rows: Iterable[int]) -> Iterator[bytes]:
+    """Yields the digest of each row; what rows draw follows one seed, in this order."""
+    of = Digester()
+    with seeded_rng(_SEED):
+        for row in rows:
+            yield of(f"row {row} of the data", dataset[row])
+
+
+def _all_in_time(dataset: Any) -> bool:
+    began = time.perf_counter()
+    if type(dataset) is TensorDataset:
+        first = [_head(t) for t in dataset.tensors]
+        of, nbytes = Digester(), sum(t.nbytes for t in dataset.tensors)
+        for tensor in first:
+            of("the data", tensor)
+        share = sum(t.nbytes for t in first) / max(1, nbytes)
+        return time.perf_counter() - began <= ROWS_SECONDS * share or nbytes <= PIECE
+    try:
+        for _ in _digests(dataset, range(length(dataset))):
+            if time.perf_counter() - began > ROWS_SECONDS:
+                return False
+    except UnhashableError:
+        return False
+    return True
+
+
+def _head(tensor: Tensor) -> Tensor:
+    rows = max(1, PIECE * len(tensor) // max(1, tensor.nbytes))
+    return tensor[:rows].clone()
+
+
+def _affordable(dataset: Any) -> int:
+    """Returns how many rows can be digested in SAMPLE_SECONDS, from the time that some of them take."""
+    many = length(dataset)
+    tried = sorted({i * (many - 1) // TRIED for i in range(TRIED)})
+    began = time.perf_counter()
+    if type(dataset) is TensorDataset:
+        rows_digest(dataset, tried)
+    else:
+        for _ in _digests(dataset, tried):
+            if time.perf_counter() - began > SAMPLE_SECONDS:
+                break
+    each = (time.perf_counter() - began) / len(tried)
+    return max(LEAST, min(MOST, int(SAMPLE_SECONDS / max(each, 1e-9))))

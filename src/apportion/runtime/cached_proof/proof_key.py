@@ -1,0 +1,191 @@
+"""The key of a cached proof, made by rank 0 before a run: of the code, of what one update computes, and of the rows,
+files and variables that a proof of this code was made on.
+
+All of it happens in a fork of the rank, because models, losses and data sets may count their calls: the run begins as
+it would without a proof.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Self
+
+from torch import nn
+
+from apportion.core.parts.dataset import PartedDataset
+from apportion.core.sampling.rng import seeded_rng
+from apportion.core.workload import Workload
+from apportion.runtime.cached_proof.basis import Basis
+from apportion.runtime.cached_proof.data_rows import OpenedParts, choose_rows, length
+from apportion.runtime.cached_proof.first_update import SEED, update_digest
+from apportion.runtime.cached_proof.forked import ForkedCallError, in_fork
+from apportion.runtime.cached_proof.read_recorder import ReadRecorder
+from apportion.runtime.cached_proof.store import proofs_of
+from apportion.runtime.proof.value_digest import seal
+from apportion.runtime.proof.workload_digest import digested
+
+SECONDS = 10.0
+"""The seconds that making the key may take: a proof takes no longer."""
+MOST_PARAMETERS = 100_000_000
+"""The number of parameters above which an update takes longer than a proof, without being tried."""
+MOST_BASES = 8
+"""The number of different bases of one code that are looked at, the newest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keyed:
+    """What a proof holds for, and its digest."""
+
+    key: str
+    basis: Basis
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """Makes the value that ``asdict`` has described."""
+        return cls(key=told["key"], basis=Basis.from_json(told["basis"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofKey:
+    """The keys under which proofs of a workload are cached."""
+
+    code: str = ""
+    """The digest of the code: the folder of its proofs."""
+    found: tuple[Keyed, ...] = ()
+    """What cached proofs of this code hold for that is now as it was then, the newest first."""
+    made: Keyed | None = None
+    """What a proof holds for that is made now; None where nothing of it can be reused, or ``found`` has it."""
+    seconds: float = 0.0
+    """The seconds that the longest part of it takes at each start."""
+    why: str | None = None
+    """Why no proof is reused, nor kept for later; None where it can be."""
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """Makes the value that ``asdict`` has described."""
+        found = tuple(Keyed.from_json(one) for one in told["found"])
+        made = None if told["made"] is None else Keyed.from_json(told["made"])
+        return cls(**{**told, "found": found, "made": made})
+
+
+def proof_key(
+    workload: Workload, dataset: Any, recorder: ReadRecorder | None, *, parameters: int = 0, reprove: bool = False
+) -> ProofKey:
+    """Returns the keys of a workload whose data set is open, and stops the recorder. ``recorder``: has recorded what
+    was read since the process started; ``parameters``: the number of the network's; ``reprove``: a key for a new proof
+    is made in any case."""
+    recorder = recorder or ReadRecorder.started()
+    try:
+        if parameters > MOST_PARAMETERS:
+            return ProofKey(why=f"an update of {parameters:,} parameters would take longer than the proof")
+        # A fork reads an open file at the same place as this process.
+        opens = partial(_opened_again, workload) if recorder.holds_files() else _rows_here
+        opened = partial(opens, dataset)
+        return _proof_key(_KeyMaker(workload, dataset, opened, recorder), reprove=reprove)
+    except (ForkedCallError, OSError) as error:
+        return ProofKey(why=f"the update on four rows that tells this workload from others failed: {error}")
+    finally:
+        recorder.stop()
+
+
+def _proof_key(maker: _KeyMaker, *, reprove: bool) -> ProofKey:
+    first = in_fork(lambda: maker.look(reprove=reprove), SECONDS)
+    if "why" in first:
+        return ProofKey(why=first["why"])
+    code, found = first["code"], tuple(Keyed.from_json(one) for one in first["found"])
+    if first["basis"] is None:
+        return ProofKey(code=code, found=found)
+    basis = Basis.from_json(first["basis"])
+    again = in_fork(lambda: maker.again(basis), SECONDS)
+    if again["update"] != first["update"]:
+        why = "the same update on four rows gave other bits when it was repeated"
+        return ProofKey(why=f"{why}; a clock, or a generator that no seed sets, may be read")
+    made = Keyed(key=_key(code, again["update"], basis, again["found"]), basis=basis)
+    return ProofKey(code=code, found=found, made=made, seconds=again["seconds"])
+
+
+@dataclass(frozen=True)
+class _KeyMaker:
+    """Makes the parts of a key, each time from what the process has open, in a fork of it."""
+
+    workload: Workload
+    dataset: Any
+    opened: Callable[[], Any]
+    """Returns the rows that can be read."""
+    recorder: ReadRecorder
+
+    def look(self, *, reprove: bool) -> dict[str, Any]:
+        """Digests the code, and returns what the cached proofs of it hold for that is now as it was; where there is
+        nothing, or where a new proof is wanted, the names of what a new one would be made on."""
+        data = self.opened()
+        with seeded_rng(SEED):
+            network = self.workload.model()
+            example = data[0]
+        code = digested(self.workload, network=network, batch=example)
+        if code.digest is None:
+            return {"why": f"{code.unhashable} has no digest"}
+        update = update_digest(self.workload, data, _Model(self.workload, network))
+        found, keys = [], dict[Basis, str]()
+        for proof in proofs_of(code.digest):
+            if proof.basis not in keys and len(keys) < MOST_BASES:
+                keys[proof.basis] = _key(code.digest, update, proof.basis, self._found(proof.basis, data))
+            if keys.get(proof.basis) == proof.key:
+                found.append({"key": proof.key, "basis": asdict(proof.basis)})
+        basis = None
+        if reprove or not found:
+            rows = choose_rows(data, code.digest)
+            basis = asdict(Basis.of(self.recorder.reads, rows, length(self.dataset)))
+        return {"code": code.digest, "update": update, "found": found, "basis": basis}
+
+    def again(self, basis: Basis) -> dict[str, Any]:
+        """Repeats the update, and digests what a new proof is made on, in the order in which a later run does."""
+        began = time.perf_counter()
+        data = self.opened()
+        with seeded_rng(SEED):
+            network = self.workload.model()
+            data[0]  # as a later run reads it first: a data set may count what is read
+        update = update_digest(self.workload, data, _Model(self.workload, network))
+        return {"update": update, "found": self._found(basis, data), "seconds": time.perf_counter() - began}
+
+    def _found(self, basis: Basis, data: Any) -> str:
+        try:
+            return basis.digest(data, self.recorder.environment).hex()
+        except (IndexError, KeyError):  # the data have fewer rows now
+            return ""
+
+
+@dataclass
+class _Model:
+    """Makes the workload's model; the first call gets the one that was digested."""
+
+    workload: Workload
+    network: nn.Module | None = None
+
+    def __call__(self) -> nn.Module:
+        network, self.network = self.network, None
+        return self.workload.model() if network is None else network
+
+
+def _rows_here(dataset: Any) -> Any:
+    """Returns the rows that this process can read, as a data set."""
+    return OpenedParts(dataset) if isinstance(dataset, PartedDataset) else dataset
+
+
+def _opened_again(workload: Workload, dataset: Any) -> Any:
+    """Opens the data set once more, and of one in parts those that this process has opened."""
+    if isinstance(dataset, PartedDataset):
+        closed = dataset.closed()
+        for part in dataset.opened:
+            closed.open(part)
+        return _rows_here(closed)
+    with seeded_rng(workload.seed):
+        return workload.open_data()
+
+
+def _key(code: str, update: str, basis: Basis, found: str) -> str:
+    names = json.dumps(asdict(basis), sort_keys=True)
+    return seal("proof", code, update, names, found).hex()

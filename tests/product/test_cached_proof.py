@@ -1,0 +1,294 @@
+"""A cached proof is reused by a run of the same code, data, files and environment, and by no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import apportion
+
+SOURCE = '''
+"""A classifier whose every part reads something."""
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, default_collate
+
+import apportion
+from helper import soften
+
+HERE = Path(__file__).parent
+IMPORTED = json.loads((HERE / "imported.json").read_text())
+SCALE = 1.0
+TABLE = {"offset": 0.0}
+MARGIN = torch.tensor([0.0, 0.0, 0.0])
+CHANGED_ROWS = {}
+CHANGED_LABELS = {}
+# at import
+
+
+class Net(nn.Module):
+    slope = 0.1
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 16), nn.Linear(16, 3)
+        self.gain = float(os.environ.get("NET_GAIN", "1"))
+
+    def forward(self, x, shift=0.0):
+        return self.second(F.leaky_relu(self.first(x), self.slope) * self.gain + shift) + MARGIN
+
+
+class Rows(Dataset):
+    def __init__(self):
+        settings = json.loads((HERE / "data.json").read_text())
+        inputs = np.load(HERE / "inputs.npy")
+        self.inputs = torch.from_numpy(inputs) * settings["scale"] * float(os.getenv("DATA_SCALE", "1"))
+        for row, value in CHANGED_ROWS.items():
+            self.inputs[row, 0] = value
+        self.labels = self.inputs[:, :3].argmax(1)
+        for row, label in CHANGED_LABELS.items():
+            self.labels[row] = label
+        self.more = len(list((HERE / "extra").iterdir()))
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, row):
+        return self.inputs[row] + 0.0 * self.more, self.labels[row]
+
+
+def temperature_of(value):
+    return lambda outputs: outputs / value
+
+
+cooled = temperature_of(1.0)
+
+
+def loss(outputs, labels, smoothing=0.0, *, weight=1.0):
+    with open(HERE / "loss.json") as file:
+        settings = json.load(file)
+    scale = SCALE * settings["scale"] * IMPORTED["scale"] * weight
+    if "LOSS_SCALE" in os.environ:
+        scale *= float(os.environ["LOSS_SCALE"])
+    outputs = cooled(soften(outputs)) + TABLE["offset"]
+    return F.cross_entropy(outputs, labels, label_smoothing=smoothing) * scale * getattr(F, "own_scale", 1.0)
+
+
+def collate(samples):
+    inputs, labels = default_collate(samples)
+    return inputs * float(os.environ["COLLATE_SCALE"]), labels
+
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=float(os.environ["RATE"]), momentum=0.9)
+
+
+workload = apportion.Workload(
+    model=Net, data=Rows, loss=loss, collate=collate, optimizer=optimizer, batch_size=40, epochs=2,
+)
+'''
+HELPER = """
+def soften(outputs, *, by=1.0):
+    return outputs * by
+"""
+VARIABLES = {"COLLATE_SCALE": "1", "RATE": "0.1"}
+
+
+class Project:
+    """The folder of a workload, which is edited and put back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[Path, bytes] = {}
+        (folder / "extra").mkdir()
+        (folder / "mine.py").write_text(SOURCE)
+        (folder / "helper.py").write_text(HELPER)
+        for name in ("imported", "data", "loss"):
+            (folder / f"{name}.json").write_text('{"scale": 1.0}')
+        np.save(folder / "inputs.npy", np.random.default_rng(1).normal(size=(400, 10)).astype(np.float32))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a file, which ``restore`` puts back."""
+        path = self.folder / name
+        self._files.setdefault(path, path.read_bytes() if path.exists() else b"")
+        path.write_bytes(content)
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replaces a text that the file has once."""
+        text = (self.folder / name).read_text()
+        assert text.count(old) == 1, old
+        self.write(name, text.replace(old, new).encode())
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        for path, content in self._files.items():
+            path.write_bytes(content) if content else path.unlink()
+        self._files.clear()
+
+    def reuses(self, tmp_path: Path, **options: Any) -> str | None:
+        """The sentence of the cached proof with which a run starts; None where the run proves itself anew. Nothing is
+        trained."""
+        return first_sentence(f"{self.folder / 'mine.py'}:workload", tmp_path, **options)
+
+
+def first_sentence(workload: Any, tmp_path: Path, **options: Any) -> str | None:
+    given = {"launcher": apportion.local(workers=2, threads=1), "run_dir": tmp_path / "run", **options}
+    with closing(apportion.run(workload, "data_parallel", **given)) as events:
+        event = next(iter(events))
+    if event.kind == "proof":
+        assert event.verdict == "begun"
+        return None
+    assert event.proof["remembered"]
+    return str(event.proof["sentence"])
+
+
+def prove(workload: Any, run_dir: Path, **options: Any) -> apportion.Event:
+    """Runs two steps, and returns the ``start`` event, of a proof that was made by this run."""
+    given = {"launcher": apportion.local(workers=2, threads=1), "run_dir": run_dir, "steps": 2, **options}
+    (start,) = [event for event in apportion.run(workload, "data_parallel", **given) if event.kind == "start"]
+    assert start.proof["verdict"] == "equal", start.proof
+    assert not start.proof["remembered"]
+    return start
+
+
+@pytest.fixture(scope="module")
+def proved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A workload that has been proved once, in an empty folder of caches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("proofs")))
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        project = Project(tmp_path_factory.mktemp("project"))
+        prove(f"{project.folder / 'mine.py'}:workload", tmp_path_factory.mktemp("first") / "run")
+        yield project
+
+
+def variable(name: str, value: str) -> Callable[[Project, pytest.MonkeyPatch], None]:
+    return lambda project, patch: patch.setenv(name, value)
+
+
+def text(old: str, new: str, name: str = "mine.py") -> Callable[[Project, pytest.MonkeyPatch], None]:
+    return lambda project, patch: project.edit(name, old, new)
+
+
+def at_import(line: str) -> Callable[[Project, pytest.MonkeyPatch], None]:
+    return text("# at import", line)
+
+
+def inputs(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Project, pytest.MonkeyPatch], None]:
+    def edit(project: Project, patch: pytest.MonkeyPatch) -> None:
+        path = project.folder / "inputs.npy"
+        changed = change(np.load(path))
+        project.write("inputs.npy", path.read_bytes())
+        np.save(path, changed)
+
+    return edit
+
+
+def last_row(rows: np.ndarray) -> np.ndarray:
+    rows[-1, 5] += 1e-6
+    return rows
+
+
+RELU = "_relu = F.leaky_relu; F.leaky_relu = lambda x, slope: _relu(x, slope * 2)"
+EDITS = {
+    "the first row": text("CHANGED_ROWS = {}", "CHANGED_ROWS = {0: 0.5}"),
+    "a row in the middle": text("CHANGED_ROWS = {}", "CHANGED_ROWS = {211: 0.5}"),
+    "the last row": text("CHANGED_ROWS = {}", "CHANGED_ROWS = {399: 0.5}"),
+    "one label": text("CHANGED_LABELS = {}", "CHANGED_LABELS = {307: 2, 308: 1}"),
+    "a number in a file of rows": inputs(last_row),
+    "a file of fewer rows": inputs(lambda rows: rows[:-1]),
+    "a file in a folder that is listed": lambda project, patch: project.write("extra/more.txt", b"more"),
+    "a variable in the model": variable("NET_GAIN", "2"),
+    "a variable in the data": variable("DATA_SCALE", "2"),
+    "a variable in the loss that was not set": variable("LOSS_SCALE", "2"),
+    "a variable in the collate": variable("COLLATE_SCALE", "2"),
+    "a variable in the optimizer": variable("RATE", "0.2"),
+    "a JSON file at import": lambda project, patch: project.write("imported.json", b'{"scale": 2.0}'),
+    "a JSON file in the data": lambda project, patch: project.write("data.json", b'{"scale": 2.0}'),
+    "a JSON file in the loss": lambda project, patch: project.write("loss.json", b'{"scale": 2.0}'),
+    "a JSON file of the same values": lambda project, patch: project.write("loss.json", b'{"scale": 1.00}'),
+    "a default argument": text("shift=0.0", "shift=0.5"),
+    "a default argument of the loss": text("smoothing=0.0,", "smoothing=0.1,"),
+    "a default by keyword": text("weight=1.0)", "weight=2.0)"),
+    "a module constant": text("SCALE = 1.0\n", "SCALE = 2.0\n"),
+    "a constant that is a tensor": text("MARGIN = torch.tensor([0.0, ", "MARGIN = torch.tensor([0.5, "),
+    "an entry of a global dict": text('{"offset": 0.0}', '{"offset": 1.0}'),
+    "a global dict that is changed at import": at_import('TABLE["offset"] = 0.5'),
+    "a value in a closure": text("temperature_of(1.0)", "temperature_of(2.0)"),
+    "an attribute of a class": text("slope = 0.1", "slope = 0.2"),
+    "a default in a module of its own": text("by=1.0", "by=2.0", "helper.py"),
+    "the settings of the optimizer": text("momentum=0.9", "momentum=0.8"),
+    "a torch flag: matrix products": at_import('torch.set_float32_matmul_precision("medium")'),
+    "a torch flag: oneDNN": at_import("torch.backends.mkldnn.set_flags(False)"),
+    "a torch flag: denormal numbers": at_import("torch.set_flush_denormal(True)"),
+    "a torch flag: anomalies": at_import("torch.autograd.set_detect_anomaly(True, check_nan=False)"),
+    "a function of a library": at_import(RELU),
+    "an attribute of a library": at_import("F.own_scale = 3.0"),
+    "an attribute of a library's class": at_import("nn.Linear.own_gain = 3.0"),
+    "the number of classes": text("nn.Linear(16, 3)", "nn.Linear(16, 4)"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_run_after_an_edit_is_proved_anew(
+    edit: str, proved: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        EDITS[edit](proved, monkeypatch)
+        assert proved.reuses(tmp_path) is None
+    finally:
+        proved.restore()
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "the seed": {"seed": 7},
+    "the steps": {"steps": 5},
+    "the policy": {"policy": apportion.Policy(keep=3)},
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("change", ALIKE)
+def test_a_run_of_the_same_network_reuses_the_proof_and_says_when_it_was_made(
+    change: str, proved: Project, tmp_path: Path
+) -> None:
+    sentence = proved.reuses(tmp_path, **ALIKE[change])
+    assert sentence is not None
+    assert re.search(r"\(a cached proof of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, reused\)$", sentence), sentence
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "edit",
+    [
+        text("epochs=2", "epochs=3"),
+        text("epochs=2", "epochs=2, evaluation=apportion.Evaluation(data=Rows)"),
+        text("# at import", "# at import, a comment"),
+        variable("UNREAD", "1"),
+        lambda project, patch: project.write("unread.txt", b"more"),
+    ],
+    ids=["epochs", "evaluation", "a comment", "another variable", "another file"],
+)
+def test_what_the_proof_does_not_rest_on_may_change(
+    edit: Any, proved: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        edit(proved, monkeypatch)
+        assert proved.reuses(tmp_path) is not None
+    finally:
+        proved.restore()
