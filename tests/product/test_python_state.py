@@ -282,6 +282,37 @@ def test_a_killed_worker_leaves_the_bits_of_the_undisturbed_run(kind: str, tmp_p
     assert furthest(calm, killed) == 0.0
 
 
+DIVIDED = ["map_reduce", "tensor_parallel", "layer_placement", "pipeline_parallel", "fully_sharded"]
+APART = ["local_sgd(every=2)", "parameter_server", "hogwild"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", DIVIDED)
+def test_other_strategies_resume_with_the_same_bits(strategy: str, tmp_path: Path, furthest: Any) -> None:
+    work = workload("loss module", model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3)))
+    calm = trained(work, tmp_path / "calm", strategy)
+    trained(work, tmp_path / "left", strategy, leave=True)
+    assert furthest(calm, trained(work, tmp_path / "left", strategy, resume=True)) == 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", DIVIDED[:-1])
+def test_other_strategies_replace_a_worker_with_the_same_bits(strategy: str, tmp_path: Path, furthest: Any) -> None:
+    work = workload("closure of the loss", model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3)))
+    calm = trained(work, tmp_path / "calm", strategy)
+    assert furthest(calm, trained(work, tmp_path / "killed", strategy, kill=True)) == 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", APART)
+def test_what_each_worker_keeps_for_itself_is_named_and_a_resume_refused(strategy: str, tmp_path: Path) -> None:
+    heard: list[str] = []
+    trained(workload("number"), tmp_path / "left", strategy, leave=True, heard=heard)
+    assert any("model.calls" in cause and "caches=" in cause for cause in heard)
+    with pytest.raises(ValueError, match=r"model.calls .*start a new run"):
+        trained(workload("number"), tmp_path / "left", strategy, resume=True)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(kind: str, tmp_path: Path, furthest: Any) -> None:

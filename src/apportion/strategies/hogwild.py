@@ -38,6 +38,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
@@ -164,6 +165,10 @@ class HogwildStep(Step, Recoverable):
     def done(self) -> int:
         return self._store.done
 
+    @property
+    def python(self) -> PythonState:
+        return self._replica.python
+
     def take(self) -> Batch | None:
         self._enter()
         if self._taken is None:
@@ -199,6 +204,7 @@ class HogwildStep(Step, Recoverable):
         self._end(first)
         for p in self.model.parameters():
             p.grad = None
+        replica.python.commit()
         self._store.deal.count()
         self._taken = None
         self._seconds += time.perf_counter() - began

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ class PythonState:
         self._search = Search(self._is_cache)
         self.lost: dict[str, str] = {}
         """What has changed, or may have, and cannot be carried: the reason by the name."""
+        self.apart: str | None = None
+        """Why one process cannot stand for another, where a strategy has each keep its own; None: it can."""
         self.shares = 1
         """The number of ranks that fetch the rows of one batch between them."""
         self._entries = Entries(self._search.counts)
@@ -121,7 +123,9 @@ class PythonState:
                 self._digests, self._moved = None, True
                 first, leaf.moved = not leaf.moved, True
                 self._contents[j] = leaf.keep(self._contents[j])
-                if first and not isinstance(leaf, ExtraLeaf):
+                if self.apart is not None:
+                    self.lose(leaf.name, self.apart)
+                elif first and not isinstance(leaf, ExtraLeaf):
                     self._check(leaf.name, leaf.target, whole=True)
         if self._under:
             self._keep_under()
@@ -138,6 +142,8 @@ class PythonState:
         before, self._entries.kept[i] = self._entries.kept[i], value
         self._digests, self._moved = None, True
         self._under.pop(i, None)
+        if self.apart is not None and not _equal(value, self._entries.built[i]) and self._is_state(before, value):
+            self.lose(self._entries.name(i), self.apart)
         if value is MISSING or type(value) in ATOMS:
             return
         if isinstance(value, Tensor) and type(before) is type(value) and i not in self._opened:
@@ -152,6 +158,10 @@ class PythonState:
                 self._opened[i] = value  # a file, a connection: opened once it is needed, in every process
             else:
                 self._check(self._entries.name(i), value)
+
+    def _is_state(self, before: Any, value: Any) -> bool:
+        """Tell whether a new value is more than what every process opens for itself."""
+        return (before is not MISSING and before is not None) or self._check("", value, quietly=True)
 
     def _made(self, value: Any) -> list[Leaf]:
         """Objects within a value that was made since, which are changed in place."""
@@ -293,22 +303,25 @@ class PythonState:
             self._owner |= dict.fromkeys([*writer.tensors][before:], name)
         return told
 
-    def load(self, record: Record, tensors: Mapping[str, Tensor], *, refuses: bool = True) -> None:
-        """Go on from what another process has recorded. Raises ValueError where something of it is lost, or has no
-        place here."""
-        if refuses:
-            self._refuse_lost(record)
+    def load(self, record: Record, tensors: Mapping[str, Tensor], *, partly: bool = False) -> None:
+        """Go on from what another process has recorded. ``partly``: this process has a part of the network, and what
+        has no place here is another's. Raises ValueError where something of it is lost, or has no place."""
+        self._refuse_lost(record)
         self.roll_back()
         leaves = {leaf.name: leaf for leaf in self._leaves}
         reader = ValueReader({name: leaf.target for name, leaf in leaves.items()}, tensors)
         self._begin_anew(record)
         for name, told in record.get("objects", {}).items():
             if name not in leaves:
+                if partly:
+                    continue
                 raise _no_place(name)
             self._load_leaf(leaves[name], reader, told)
         scopes = {scope.name: scope for scope in self._entries.scopes}
         for scope_name, values in record.get("entries", {}).items():
             if scope_name not in scopes:
+                if partly:
+                    continue
                 raise _no_place(f"{scope_name}.{next(iter(values))}")
             scope = scopes[scope_name]
             for key, told in values.items():
@@ -407,6 +420,34 @@ class PythonState:
         return zlib.crc32(json.dumps(found, sort_keys=True).encode()) if found else 0
 
 
+def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record, dict[str, Tensor]]:
+    """Put together what processes have recorded that each have a part of the network. What several of them have in
+    different states is lost."""
+    found: Record = {"entries": {}, "objects": {}}
+    tensors: dict[str, Tensor] = {}
+    lost: dict[str, str] = {}
+
+    def add(place: dict[str, Any], key: str, told: Any, name: str) -> None:
+        if place.setdefault(key, told) != told:
+            lost[name] = _DIFFERS
+
+    for record, values in parts:
+        lost |= record.get("lost", {})
+        found |= {"by rows": record["by rows"]} if "by rows" in record else {}
+        for name, told in record.get("objects", {}).items():
+            add(found["objects"], name, told, name)
+        for scope, entries in record.get("entries", {}).items():
+            for key, told in entries.items():
+                add(found["entries"].setdefault(scope, {}), key, told, f"{scope}.{key}")
+        for name, tensor in values.items():
+            if tensor_digest(tensors.setdefault(name, tensor)) != tensor_digest(tensor):
+                lost[name] = _DIFFERS
+    if lost:
+        found["lost"] = lost
+    return found, tensors
+
+
+_DIFFERS = "not the same on every rank"
 _NOT: Any = object()
 _BY_ROWS = ("data", "collate", "augment")
 """The roots whose state depends on which rows a rank fetches."""

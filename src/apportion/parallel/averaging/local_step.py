@@ -73,6 +73,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         self._made = self._rows = self._examples = self._scheduled = 0
         self._met = False
         """True once this round's contribution is in an average."""
+        self._replica.python.apart = "kept by each worker for itself between two averages"
         self._settings: dict[int, dict[str, Any]] = {}
         """The optimizers' settings by the number of batches handed out: those of the last average, and later ones."""
         self._first = self._replica.optimizers.settings()
@@ -167,7 +168,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         """Set the schedules back to where they were after so many batches: not all that were dealt have come into the
         average. ``slots``: those that the optimizers go on with; None: their own."""
         self._replica.keep_buffers()
-        state = replace(self._replica.state(), settings=settings)
+        state = self._replica.state()
+        state = replace(state, settings={**settings, "python": state.settings["python"]})
         self._replica.load(state if slots is None else replace(state, optimizer=slots), slice(0, 0))
         self._scheduled = scheduled
 
@@ -270,7 +272,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         if done:
             outer = zip(self._frame.parameters, average.momentum, strict=False)
             optimizer |= {self._outer_name(p): momentum for p, momentum in outer}
-        settings = dict(self._settings[done])
+        python, tensors = self._replica.python.record()
+        settings = {**self._settings[done], "python": python}
         if self._round is not None and self._round.given is not None:
             settings["unpushed"] = list(self._round.unpushed)
         return State(
@@ -279,6 +282,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
             optimizer={k: t.clone() for k, t in optimizer.items()},
             settings=settings,
             buffers={k: t.clone() for k, t in self._frame.beside(average).items()},
+            python=tensors,
         )
 
     def replicated(self) -> Iterable[Replicated]:

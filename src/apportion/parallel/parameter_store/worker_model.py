@@ -88,6 +88,8 @@ class StoreWorker:
             first = self.source.at(0, WHOLE)
             beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
             self.source.acts(replica.model)
+            replica.python.watch(data=self.source.dataset)
+        replica.python.apart = "kept by each worker for itself, as each takes what batches it can"
         self.model = FlatModel(replica.model, self.layout, self.weights, beside)
         many = self.model.buffer_numbers
         self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
@@ -144,6 +146,7 @@ class StoreWorker:
             change.copy_(moved) if first else change.add_(moved)
         if alone:
             self._step_alone(batch.step)
+        replica.python.commit()
         return loss.detach(), self.model.gather(list(into), first=first)
 
     @torch.no_grad()
@@ -189,12 +192,15 @@ class StoreWorker:
         plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         schedules = {name: schedule.state_dict() for name, schedule in self.replica.optimizers.schedules.items()}
         model, buffers = self.model.state(found.data[0], found.buffers)
+        python, tensors = self.replica.python.record()
         return State(
             step=done,
             model=model,
             buffers=buffers,
             optimizer=optimizer,
+            python=tensors,
             settings={
+                "python": python,
                 "groups": to_plain({self.owner: plain}, "optimizer"),
                 "schedules": to_plain(schedules, "schedule"),
             },
@@ -205,6 +211,7 @@ class StoreWorker:
         self.replica.forward.make_room(state.model)
         self.replica.model.load_state_dict(state.model)
         self.replica.forward.loaded(state.buffers)
+        self.replica.load_python(state)
         groups = from_plain(state.settings["groups"])
         schedules = from_plain(state.settings["schedules"])
 

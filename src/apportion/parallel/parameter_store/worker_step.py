@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.strategy import Held, Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import PeerLost
@@ -41,6 +42,10 @@ class StoreStep(Step, Recoverable):
         self._taken: Batch | None = None
         """The batch that was handed out to this worker, and whose step is not done."""
         self._lock = threading.Lock()
+
+    @property
+    def python(self) -> PythonState:
+        return self._worker.replica.python
 
     def rejoin(self, world: World) -> None:
         self.rank = world.rank

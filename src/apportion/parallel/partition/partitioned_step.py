@@ -24,6 +24,7 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step
@@ -95,6 +96,10 @@ class SplitStep(Step, Recoverable):
     def done(self) -> int:
         return self.replica.step
 
+    @property
+    def python(self) -> PythonState:
+        return self.replica.python
+
     def predict(self, batch: Batch) -> Any | None:
         with as_written():
             outputs = self._own.part.predict(self.replica, batch)
@@ -152,7 +157,10 @@ class SplitStep(Step, Recoverable):
     @collective
     def gathered(self, own: State) -> State:
         """Return the whole state, gathered from this rank's part and the others'. Called by all ranks."""
-        return self._resharder.gathered(own, self._group, self.device)
+        state = self._resharder.gathered(own, self._group, self.device)
+        for name, reason in state.settings["python"].get("lost", {}).items():
+            self.python.lose(name, reason)
+        return state
 
     def replicated(self) -> Iterable[Replicated]:
         own, _ = self.held_here()
@@ -176,11 +184,13 @@ class SplitStep(Step, Recoverable):
         """Return this rank's part of the state, without copies, and which pieces it consists of."""
         replica = self.replica
         model = {self._own.full.first[k]: t.detach() for k, t in self.model.state_dict().items()}
+        python, tensors = replica.python.record()
         own = State(
             step=replica.step,
             model=model,
             optimizer=dict(replica.optimizers.slots()),
-            settings=replica.optimizers.settings(),
+            python=tensors,
+            settings={**replica.optimizers.settings(), "python": python},
             buffers=replica.forward.beside(),
         )
         return own, self._resharder.pieces

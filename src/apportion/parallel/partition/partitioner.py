@@ -144,7 +144,10 @@ class Partitioner:
         full.forget()
         workload = replace(self._workload, model=lambda: model, optimizer=lambda _: made)
         workload = replace(workload, clip_grad_norm=None, per_rank_draws=())
-        replica = Replica(workload, rank=0 if part.alike else world.rank, device=world.device)
+        replica = Replica(
+            workload, rank=0 if part.alike else world.rank, device=world.device, data=self._source.dataset
+        )
+        replica.partly = True
         for p, name in replica.names.items():
             replica.names[p] = full.first[name]
         return replica

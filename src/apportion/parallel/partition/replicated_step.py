@@ -29,6 +29,7 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import LabelTerms, examples
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import DataShard
@@ -120,6 +121,7 @@ class ReplicatedStep(Step, Recoverable):
         # Ranks that draw the same numbers within a replica go on doing so; those of other replicas draw others.
         inner.replica.sit(inner.replica.rank + place.replica * place.within.size)
         self.source.sit(place.replica)
+        inner.python.shares = place.replicas
         inner.rows = shard.rows(self._workload.batch_size)
         inner.joined = self._joined
         self._sums = GradientSum(
@@ -149,6 +151,10 @@ class ReplicatedStep(Step, Recoverable):
     @property
     def done(self) -> int:
         return self._inner.done
+
+    @property
+    def python(self) -> PythonState:
+        return self._inner.python
 
     def predict(self, batch: Batch) -> Any | None:
         """Compute a share of the outputs in every replica, where each gets one; the rows of a carried state do not

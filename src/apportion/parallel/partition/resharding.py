@@ -13,7 +13,9 @@ from torch import Tensor
 from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_tensors, gather_messages
 from apportion.core.json_data import from_plain, to_plain
+from apportion.core.python_state.python_state import joined
 from apportion.core.strategy import State
+from apportion.errors import StateLost
 from apportion.parallel.partition.full_model import FullModel
 from apportion.parallel.partition.tensor_shards import ShardLayout
 
@@ -47,8 +49,16 @@ class Resharder:
         slots = gather_messages(own.settings.get("slots"), group, device=device)
         turns = (own.buffers if rank == self._rank else None for rank in range(group.size))
         told = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(turns)]
+        records = gather_messages(own.settings.get("python", {}), group, device=device)
+        python = (own.python if rank == self._rank else None for rank in range(group.size))
+        values = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(python)]
+        record, tensors = joined([*zip(records, values, strict=True)])
         return replace(
-            own, **self._named(found), settings=_with_slots(own.settings, slots), buffers=dict(ChainMap(*told))
+            own,
+            **self._named(found),
+            settings={**_with_slots(own.settings, slots), "python": record},
+            buffers=dict(ChainMap(*told)),
+            python=tensors,
         )
 
     def together(self, parts: Sequence[tuple[State, Any]]) -> State:
@@ -62,7 +72,11 @@ class Resharder:
         first = parts[0][0]
         slots = [state.settings.get("slots") for state, _ in parts]
         buffers = dict(ChainMap(*(state.buffers for state, _ in parts)))
-        return replace(first, **self._named(found), settings=_with_slots(first.settings, slots), buffers=buffers)
+        record, tensors = joined([(state.settings.get("python", {}), state.python) for state, _ in parts])
+        for name, reason in record.get("lost", {}).items():
+            raise StateLost(f"{name}, which training changes, has died with a rank: it is {reason}")
+        settings = {**_with_slots(first.settings, slots), "python": record}
+        return replace(first, **self._named(found), settings=settings, buffers=buffers, python=tensors)
 
     def own(self, state: State) -> State:
         """Return this rank's part of a whole state, with those of the model's names that are in the state given."""

@@ -71,6 +71,8 @@ class Replica:
         """A condition that is held while the state is copied, or while what is copied changes."""
         self.show: Callable[[], None] = lambda: None
         """A function that is called before the optimizers' state is read."""
+        self.partly = False
+        """True where the model is a part of the network, of which other ranks have the rest."""
         self.share = 1.0
         """The weight of every loss that goes back: for a replica that computes a part of the batch, its part."""
         self.updating = False
@@ -315,11 +317,15 @@ class Replica:
             self.carry.load(state.carry, rows)
         self.step = state.step
         self.forward.loaded(state.buffers)
+        self.load_python(state)
+        self.updating = False
+
+    def load_python(self, state: State) -> None:
+        """Go on from the part of a state that is kept in Python."""
         if "python" in state.settings:
-            self.python.load(state.settings["python"], state.python)
+            self.python.load(state.settings["python"], state.python, partly=self.partly)
         else:
             self.python.load_unrecorded(state.step)
-        self.updating = False
 
 
 def called(workload: Workload, model: nn.Module, batch: Batch, device: torch.device) -> Any:

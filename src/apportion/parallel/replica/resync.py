@@ -32,7 +32,6 @@ def agree(replica: Replica, world: World) -> None:
     replica that is whole: what was begun after its last update is undone."""
     group = world.group()
     replica.roll_back()
-    _refuse_lost(replica, group, world.device)
     steps = group.all_gather(torch.tensor([replica.step], device=world.device)).flatten().tolist()
     if replica.carry is not None:
         raise StateLost("the recurrent state of a rank's rows died with it")
@@ -53,7 +52,6 @@ def share_python_state(replica: Replica, group: Group, device: torch.device, *, 
     """Give what the training keeps in Python to the ranks that are new (``fresh``), from one that is not. ``moved``:
     whether any of it has changed since the beginning. Called by all ranks, each of which is at the same step. Raises
     StateLost where no rank has it, or it cannot be carried."""
-    _refuse_lost(replica, group, device)
     new = group.all_gather(torch.tensor([int(fresh)], device=device)).flatten().tolist()
     if not any(new):
         return
@@ -77,15 +75,6 @@ def lose_what_differs(python: PythonState, group: Group, device: torch.device) -
     for name in dict.fromkeys(name for digests in told for name in digests):
         if len({digests.get(name) for digests in told}) > 1:
             python.lose(name, "not the same on every rank")
-
-
-@collective
-def _refuse_lost(replica: Replica, group: Group, device: torch.device) -> None:
-    """Raise StateLost where any rank has lost sight of what the training keeps in Python. Called by all ranks."""
-    lost = replica.python.lost
-    if bool(group.all_gather(torch.tensor([len(lost)], device=device)).any()):
-        name = next(iter(lost), "what another rank keeps")
-        raise StateLost(f"{name}, which training changes, died with a rank: it is {lost.get(name, 'not carried')}")
 
 
 def broadcast_state(

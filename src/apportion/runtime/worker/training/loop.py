@@ -23,7 +23,7 @@ from apportion.core.event import Event
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.strategy import Recoverable, State, Step, batches
 from apportion.core.workload import Workload
-from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost
+from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost, StateLost
 from apportion.parallel.replica.resync import lose_what_differs
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder, recorder
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -168,6 +168,8 @@ class _TrainingLoop:
 
     def _rejoin_step(self) -> None:
         assert isinstance(self.step, Recoverable), f"{type(self.step).__name__} does not survive the loss of a worker"
+        for name, reason in (self.step.python.lost if self.step.python is not None else {}).items():
+            raise StateLost(f"{name}, which training changes, has died with a rank: it is {reason}")
         self.step.rejoin(self.world)
 
     def _rejoin(self) -> None:
@@ -268,7 +270,8 @@ class _TrainingLoop:
 
     def _agree(self) -> Generator[Event, None, bool]:
         """Saves where the ranks agree to; returns whether they agree to stop."""
-        mark = python.digest() if (python := self.step.python) is not None else 0
+        python = self.step.python
+        mark = python.digest() if python is not None and not self.step.whole else 0
         stop, save, differ = self.coordinator.poll(self.done, self.checkpoints.saver.seconds, mark)
         if differ and python is not None:
             lose_what_differs(python, self.group, self.world.device)
