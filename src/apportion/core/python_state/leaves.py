@@ -168,7 +168,7 @@ class TensorLeaf(Leaf):
     def keep(self, before: Any = None) -> Any:
         tensor = self.target.detach()
         small = tensor.numel() <= COPIED
-        return tensor.clone() if small or before is not None else None, _version(self.target)
+        return [tensor.clone() if small or before is not None else None, _version(self.target)]
 
     @torch.no_grad()
     def put(self, kept: Any) -> None:
@@ -177,6 +177,7 @@ class TensorLeaf(Leaf):
             self.target.detach().copy_(copied)
         else:
             self.target.data = copied.clone()
+        kept[1] = _version(self.target)  # putting counts as a change
 
     def can_put(self, kept: Any) -> bool:
         return kept[0] is not None

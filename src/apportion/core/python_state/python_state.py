@@ -247,19 +247,21 @@ class PythonState:
         self._began = now, [leaf.keep() for leaf in self._leaves]
 
     def again(self) -> None:
-        """Prepare another part of the same pass, which begins with what the pass began with."""
-        if self._began is None:
-            self.roll_back()
-            return
-        values, contents = self._began
+        """Prepare another part of the same pass, which begins with what the pass began with; but for what the data set
+        keeps, of which each part fetches other rows."""
+        values, contents = self._began or (self._entries.kept, self._contents)
         now = self._entries.now()
         values = values + [MISSING] * (len(now) - len(values))
         for i, (one, other) in enumerate(zip(now, values, strict=True)):
-            if one is not other:
+            if one is not other and self._entries.of[i].root not in _BY_ROWS:
                 self._entries.set(i, other)
         for leaf, kept in zip(self._leaves, contents, strict=False):
-            if leaf.can_put(kept):
+            if leaf.root not in _BY_ROWS and leaf.can_put(kept) and not leaf.same(kept, thorough=False):
                 leaf.put(kept)
+        if self._began is None:
+            for leaf, kept in (pair for found in self._under.values() for pair in found):
+                if leaf.can_put(kept) and not leaf.same(kept, thorough=False):
+                    leaf.put(kept)
 
     # The state
 
@@ -351,7 +353,7 @@ class PythonState:
         elif isinstance(told, dict) and "generator" in told:
             leaf.put(reader.state(told["generator"]))
         elif isinstance(leaf, TensorLeaf):
-            leaf.put((reader.value(told), 0))
+            leaf.put([reader.value(told), 0])
         elif isinstance(told, dict) and "array" in told:
             target[...] = reader.value(told)
         else:

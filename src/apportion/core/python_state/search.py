@@ -35,7 +35,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OF_OPTIMIZERS = frozenset(
     (
         *("state", "param_groups", "defaults", "step", "_step_count", "_opt_called", "_zero_grad_profile_name"),
-        *("_warned_capturable_if_run_uncaptured", "_patch_track_step_called"),
+        *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"),
     )
 )
 _INSPECTED = (UserDict, UserList, types.SimpleNamespace)
