@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import ProofLimits
+from apportion.runtime.proof.proof import Proof
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 
@@ -66,6 +67,9 @@ class ProofRequest:
     """The share of the run that the proof may take, where that is more than ``seconds``."""
     hosts: int = 1
     """The number of hosts that the ranks run on."""
+    then: Callable[[Proof], ProofRequest | None] | None = None
+    """What is to be proved by the same processes afterwards, given what was found; it has to be of the same workload.
+    Where there is no time for it, what was found stands."""
     cuts: tuple[str, ...] = ()
     """The layers before which ranks that are running already cut their stages, as the run does."""
 
@@ -127,11 +131,19 @@ class ProofWorkers:
         """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
         led astray rounds as the coarsest types of the model do; ``rows``: for one step on so many rows."""
         asked = self._asked if rows is None else replace(self._asked, rows=rows, steps=1)
-        for pool, job in zip(self._pools, _jobs(asked, precision, gradients, coarse), strict=False):
-            fields = ("changes", "nudge", "jitter", "coarse", "gradients", "cut", "rows")
-            changed = {name: getattr(job, name) for name in fields}
-            pool.send({"kind": "again", "job": changed})
+        self._send(precision, asked, gradients, coarse)
         self.built()
+
+    def _send(self, precision: str, asked: ProofRequest, gradients: bool = False, coarse: bool = False) -> None:
+        fields = ("changes", "nudge", "jitter", "coarse", "gradients", "cut", "rows", "rare")
+        for pool, job in zip(self._pools, _jobs(asked, precision, gradients, coarse), strict=False):
+            pool.send({"kind": "again", "job": {name: getattr(job, name) for name in fields}})
+
+    def take(self, asked: ProofRequest, limits: ProofLimits) -> Message:
+        """Lets all of them build for another proof of the same workload; returns what ``built`` does."""
+        self._asked, self._limits = asked, limits
+        self._send("float64", asked)
+        return self.built()
 
     def built(self) -> Message:
         """Waits until everything is built; returns what the strategy's first rank tells of it. Raises OutOfMemoryError

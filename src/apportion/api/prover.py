@@ -57,6 +57,8 @@ class _Proving:
         """The parts of the proof that there was no time for."""
         self._gradients: Round | None = None
         self._drawn: list[str] = []
+        self._further: Proof | None = None
+        """The proof that followed, which has shown more."""
         self._many: Round | None = None
         self._rows = 0
         self._first: str | None = None
@@ -65,6 +67,25 @@ class _Proving:
     def proof(self) -> Proof:
         must_fit(self._asked, self._limits, self._asked.parameters, self._ranks)
         rounds = self._rounds()
+        return self._found(rounds) if self._further is None else self._further
+
+    def proof_by(self, pools: ProofWorkers) -> Proof:
+        """Makes the proof by processes that have made another one of the same workload."""
+        built = pools.take(self._asked, self._limits)
+        self._own = built["precision"]
+        rounds = self._wide_then_own(pools, built)
+        self._step_on_many_rows(pools, rounds)
+        return self._found(rounds)
+
+    def _then(self, pools: ProofWorkers, rounds: Sequence[Round]) -> Proof | None:
+        """Makes the proof that follows this one, by the same processes; None where none does, or for want of time."""
+        asked = None if self._asked.then is None else self._asked.then(self._found(rounds))
+        if asked is not None:
+            with suppress(OutOfTimeError):
+                return _Proving(asked, self._ranks).proof_by(pools)
+        return None
+
+    def _found(self, rounds: Sequence[Round]) -> Proof:
         strategy = self._chosen.strategy
         return Proof(
             strategy=str(strategy),
@@ -93,6 +114,7 @@ class _Proving:
                 self._own, known = built["precision"], True
                 rounds = self._wide_then_own(pools, built)
                 self._step_on_many_rows(pools, rounds)
+                self._further = self._then(pools, rounds)
                 return rounds
         except (WorkerFailed, ValueError) as error:
             if not _fixes_dtype(error) or (known and self._own == "float64"):

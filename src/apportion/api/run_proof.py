@@ -250,31 +250,33 @@ class SelfProof:
             cuts=self._cuts,
         )
         began, given = time.monotonic(), until - time.monotonic()
-        few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given)
+
+        def more(proof: Proof) -> ProofRequest | None:
+            """Returns the second pass, where the first was quick and what was looked for meanwhile lets it."""
+            quick = proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given
+            self._look(looking, READING_SHARE * given)
+            if not quick or self._surveyed.problem is not None:
+                return None
+            rows = ROWS_EACH * self._chosen.ranks + 1
+            rare, seconds = self._surveyed.rare, MANY_SHARE * given
+            return replace(asked, rows=rows, rare=rare, many=True, run_steps=0, seconds=seconds)
+
+        few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given, then=more)
+        proof = None
         try:
             proof = prove(few, self._ranks)
         except OutOfTimeError:
-            return self._on_short_sequences(few, until)
+            return self._on_short_sequences(replace(few, then=None), until)
         except ValueError:  # rows that do not feed the ranks, or what whole batches have to say too
-            proof = None
+            pass
         finally:
             self._look(looking, READING_SHARE * given)
-        if self._surveyed.problem is not None and proof is not None:
-            return proof
-        if proof is None or proof.verdict == "undecided":
+        if proof is None or (proof.verdict == "undecided" and self._surveyed.problem is None):
             return prove(replace(asked, rows=0, seconds=until - time.monotonic()), self._ranks)
-        if proof.verdict == "equal" and time.monotonic() - began < QUICK_SHARE * given:
-            try:
-                more = replace(asked, rows=ROWS_EACH * self._chosen.ranks + 1, seconds=MANY_SHARE * given)
-                more = replace(more, rare=self._surveyed.rare, many=True, run_steps=0)
-                return prove(more, self._ranks)
-            except OutOfTimeError:
-                pass
         return proof
 
     def _look(self, looking: WorkloadSurvey | Surveyed, seconds: float) -> None:
-        if isinstance(looking, WorkloadSurvey):
-            self._surveyed = looking.found(seconds)
+        self._surveyed = looking.found(seconds) if isinstance(looking, WorkloadSurvey) else looking
 
     def _on_short_sequences(self, asked: ProofRequest, until: float) -> Proof:
         """Makes the proof on the beginnings of the sequences, where there was no time for whole ones. Where there are

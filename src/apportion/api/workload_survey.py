@@ -56,6 +56,7 @@ class WorkloadSurvey:
 
     def __init__(self, pool: WorkerPool | None) -> None:
         self._pool = pool
+        self._found: Surveyed | None = None
 
     @staticmethod
     @contextmanager
@@ -83,12 +84,12 @@ class WorkloadSurvey:
 
     def found(self, seconds: float) -> Surveyed:
         """Returns what was found, for which it waits at most so many seconds."""
-        if self._pool is None:
-            return Surveyed()
-        try:
-            (told,) = self._pool.answers("surveyed", max(WAIT_SECONDS, seconds))
-        except (ApportionError, ValueError, OSError):
-            return Surveyed()
-        return Surveyed(
-            **{name: told[name] for name in ("read", "of", "terms", "problem", "left")}, rare=(*told["rare"],)
-        )
+        if self._pool is not None and self._found is None:
+            try:
+                (told,) = self._pool.answers("surveyed", max(WAIT_SECONDS, seconds))
+            except (ApportionError, ValueError, OSError):
+                self._pool = None
+            else:
+                named = {name: told[name] for name in ("read", "of", "terms", "problem", "left")}
+                self._found = Surveyed(**named, rare=tuple(told["rare"]))
+        return self._found or Surveyed()
