@@ -29,6 +29,9 @@ COUNTED: list[tuple[Any, Any, int, int]] = [
     (torch.ones(3, 2), None, 4, 3),  # no targets
     (None, None, 4, 4),
     (torch.ones(0, 2), torch.ones(0), 5, 0),
+    (torch.ones(1, 2), [{"boxes": torch.ones(3, 4)}], 1, 1),
+    (torch.ones(2, 2), [torch.ones(3, 4), torch.ones(3, 4)], 2, 2),
+    (torch.ones(1, 2), [torch.ones(1), torch.ones(1)], 2, 1),  # columns, of which a row was left out
 ]
 
 

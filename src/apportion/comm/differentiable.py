@@ -70,9 +70,9 @@ def _linear(x: Tensor, there: Map, back: Map) -> Tensor:
 
 
 def gather_rows(rows: Tensor, group: Group) -> Tensor:
-    """Gather dimension 0 as ``gather_from`` does, where the ranks do not know each other's number of rows."""
-    counts = group.all_gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
-    return gather_from(rows, group, 0, counts)
+    """Gather dimension 0 as ``gather_from`` does, where the ranks do not know each other's number of rows. ValueError,
+    which states the shapes, where the ranks' rows differ in another dimension."""
+    return gather_from(rows, group, 0, group.row_counts(rows))
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -171,8 +172,7 @@ class Group(ABC):
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """Gather every rank's tensor, in rank order, where dimension 0 may differ (and may be 0). Blocks."""
-        rows = torch.tensor([tensor.shape[0]], dtype=torch.int64, device=tensor.device)
-        counts = self.all_gather(rows).flatten().tolist()
+        counts = self.row_counts(tensor)
         padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
         padded[: tensor.shape[0]] = tensor
         if not padded.numel():  # nothing to send, and no way to view it as bytes and back
@@ -180,6 +180,22 @@ class Group(ABC):
         # As bytes: no backend knows every type (bool, bfloat16, complex).
         gathered = self.all_gather(padded.view(torch.uint8)).view(tensor.dtype)
         return [part[:count] for part, count in zip(gathered.unbind(0), counts, strict=True)]
+
+    def row_counts(self, tensor: Tensor) -> list[int]:
+        """Return the size of dimension 0 of every rank's tensor, in rank order. ValueError, which states every rank's
+        shape, where they differ in another dimension or in their type. Blocks."""
+        if not tensor.dim():
+            raise ValueError("a tensor without dimensions has no rows that the ranks could gather: give it a dimension")
+        kind = f"{tuple(tensor.shape[1:])} {tensor.dtype}".encode()
+        header = torch.tensor([tensor.shape[0], zlib.crc32(kind)], dtype=torch.int64, device=tensor.device)
+        found = self.all_gather(header).tolist()
+        if len({told for _, told in found}) > 1:
+            own = torch.frombuffer(
+                bytearray(f"{tuple(tensor.shape)} {tensor.dtype}".encode().ljust(128)[:128]), dtype=torch.uint8
+            )
+            shapes = [bytes(row).decode().strip() for row in self.all_gather(own.to(tensor.device)).tolist()]
+            raise ValueError(unlike_rows(shapes))
+        return [rows for rows, _ in found]
 
     def total(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks as a new tensor. Blocks."""
@@ -209,6 +225,15 @@ class Group(ABC):
         if rank == self.rank or not 0 <= rank < self.size:
             raise ValueError(f"rank {self.rank} of {self.size} sends to and receives from other ranks, not rank {rank}")
         return rank
+
+
+def unlike_rows(shapes: Sequence[str]) -> str:
+    """The message for ranks whose rows cannot be gathered; ``shapes``: those of the ranks, in their order."""
+    told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+    return (
+        f"the ranks' rows have different shapes or types: {told}; rows are gathered where all dimensions but the first "
+        "agree: where collate pads to the longest of its rows, have it pad to one length"
+    )
 
 
 class _Done(Work):

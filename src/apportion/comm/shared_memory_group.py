@@ -15,10 +15,11 @@ gloo sends the same through TCP, also on one host.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -39,6 +40,18 @@ def nbytes(ranks: int) -> int:
     return ranks * CACHE_LINE + 2 * ranks * PIECE
 
 
+_HEAD = 16
+"""The bytes of a rank's line before what it calls; the barrier has those."""
+_MOST_TEXT = 512
+_SUM, _GATHER, _REDUCE_SCATTER, _BROADCAST, _GATHER_PARTS = range(5)
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "gather_parts")
+Call = tuple[Any, ...]
+"""A collective by its number, the number of a type, and shapes: equal calls have equal hashes in every process."""
+_TYPES = {
+    dtype: number
+    for number, dtype in enumerate(sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str))
+}
+
 Links = Callable[[int, int], memoryview]
 """A function that gives the memory of the messages of one rank to another."""
 
@@ -52,6 +65,10 @@ def links_in(memory: memoryview, ranks: int) -> Links:
         return memory[start : start + p2p.nbytes]
 
     return part
+
+
+def _call(collective: int, dtype: torch.dtype, *shapes: torch.Size) -> Call:
+    return (collective, _TYPES[dtype], *shapes)
 
 
 @final
@@ -82,6 +99,11 @@ class SharedMemoryGroup(Group):
         )  # fmt: skip
         # The lines have a place of their own in every generation, also of a smaller group: no slot was ever there.
         lines = memory.nbytes // nbytes(1) * CACHE_LINE
+        self._heads = [
+            [ctypes.c_int64.from_buffer(memory, at * CACHE_LINE + _HEAD + 8 * turn) for at in range(size)]
+            for turn in range(2)
+        ]
+        """What each rank calls, by turn: a number for the collective, the type and the shapes."""
         slots = torch.frombuffer(memory, dtype=torch.uint8, count=2 * size * PIECE, offset=lines)
         self._slots = slots.view(2, size, PIECE)
         self._turn = 0
@@ -95,25 +117,26 @@ class SharedMemoryGroup(Group):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         flat = tensor.detach().view(-1)
-        self._sum(flat, flat)
+        self._sum(flat, flat, tensor.shape)
         return DONE
 
     def total(self, tensor: Tensor) -> Tensor:
         total = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        self._sum(tensor.detach().reshape(-1), total.view(-1))
+        self._sum(tensor.detach().reshape(-1), total.view(-1), tensor.shape)
         return total
 
     def mean(self, tensor: Tensor) -> None:
         """Take the mean over the ranks instead of the sum of ``all_reduce``, at the same price. Blocks."""
         flat = tensor.detach().view(-1)
-        self._sum(flat, flat, 1.0 / self.size)
+        self._sum(flat, flat, tensor.shape, 1.0 / self.size)
 
-    def _sum(self, flat: Tensor, into: Tensor, weight: float | None = None) -> None:
+    def _sum(self, flat: Tensor, into: Tensor, shape: torch.Size, weight: float | None = None) -> None:
+        call = _call(_SUM, flat.dtype, shape)
         n = PIECE // flat.element_size()
         for start in range(0, flat.numel(), n) if flat.numel() > n else (0,):
             whole = flat.numel() <= n
             piece, sums = (flat, into) if whole else (flat[start : start + n], into[start : start + n])
-            slots = self._put(piece, weight)
+            slots = self._put(piece, call, weight)
             if self.size == 1:
                 sums.copy_(slots[0])
                 continue
@@ -121,15 +144,40 @@ class SharedMemoryGroup(Group):
             for slot in slots[2:]:
                 sums.add_(slot)
 
-    def _put(self, piece: Tensor, weight: float | None = None) -> list[Tensor]:
+    def _put(self, piece: Tensor, call: Call, weight: float | None = None) -> list[Tensor]:
         """Every rank's piece, weighted, in rank order, once all have written theirs."""
         slots = self._of(piece.dtype, piece.numel())
         if weight is None:
             slots[self.rank].view(piece.shape).copy_(piece)
         else:
             torch.mul(piece, weight, out=slots[self.rank])
-        self.meeting()
+        self._meet(call)
         return slots
+
+    def _meet(self, call: Call) -> None:
+        """Meet the other ranks, and make sure that they call the same. The number of a call lies on the line that its
+        rank arrives with, so that looking at it costs no way to memory of its own."""
+        heads, number = self._heads[self._turn], hash(call)
+        heads[self.rank].value = number
+        self.meeting()
+        for head in heads:
+            if head.value != number:
+                self._refuse(call)
+
+    def _refuse(self, call: Call) -> NoReturn:
+        """Raise ValueError with what every rank calls. All ranks come here, since each has seen another number."""
+        dtype = next(str(dtype) for dtype, number in _TYPES.items() if number == call[1])
+        shapes = " and ".join(str(tuple(shape)) for shape in call[2:])
+        text = f"{_NAMES[call[0]]} of {shapes} {dtype}".encode()[:_MOST_TEXT].ljust(_MOST_TEXT)
+        slots = self._of(torch.uint8, _MOST_TEXT)
+        slots[self.rank].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self.meeting()
+        called = [bytes(slot.tolist()).decode("utf-8", "replace").strip() for slot in slots]
+        told = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(called))
+        raise ValueError(
+            f"the ranks of a group do not call the same: {told}; each rank must call the same collectives in the same "
+            "order, with tensors of one shape and type"
+        )
 
     def _of(self, dtype: torch.dtype, n: int) -> list[Tensor]:
         """The slots of this turn, as so many numbers of this type."""
@@ -142,42 +190,51 @@ class SharedMemoryGroup(Group):
         return self._views[key]
 
     def gather_into(self, rows: Tensor, own: Tensor) -> None:
-        n = PIECE // own.element_size()
+        self._gather(rows, own, own.shape)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        own = tensor.detach().contiguous()
+        gathered = own.new_empty((self.size, *own.shape))
+        self._gather(gathered.view(self.size, own.numel()), own.view(-1), own.shape)
+        return gathered
+
+    def _gather(self, rows: Tensor, own: Tensor, shape: torch.Size) -> None:
+        n, call = PIECE // own.element_size(), _call(_GATHER, own.dtype, shape)
         for start in range(0, own.numel(), n):
             piece = own[start : start + n]
-            for row, slot in zip(rows, self._put(piece), strict=True):
+            for row, slot in zip(rows, self._put(piece, call), strict=True):
                 row[start : start + n].copy_(slot)
 
     def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
         """Sum the rows of every rank's ``rows`` (size, n) that have this rank's number, into (n). Blocks."""
-        n = PIECE // (rows.element_size() * self.size)
+        n, call = PIECE // (rows.element_size() * self.size), _call(_REDUCE_SCATTER, rows.dtype, rows.shape)
         for start in range(0, into.numel(), n):
             sums = into[start : start + n]
-            slots = [slot.view(self.size, -1)[self.rank] for slot in self._put(rows[:, start : start + n])]
+            slots = [slot.view(self.size, -1)[self.rank] for slot in self._put(rows[:, start : start + n], call)]
             sums.copy_(slots[0])
             for slot in slots[1:]:
                 sums.add_(slot)
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         flat = tensor.detach().view(-1)
-        n = PIECE // flat.element_size()
+        n, call = PIECE // flat.element_size(), _call(_BROADCAST, flat.dtype, tensor.shape)
         for start in range(0, flat.numel(), n):
             piece = flat[start : start + n]
             slots = self._of(piece.dtype, piece.numel())
             if self.rank == source:
                 slots[source].copy_(piece)
-            self.meeting()
+            self._meet(call)
             if self.rank != source:
                 piece.copy_(slots[source])
 
     def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
         flat, flats = own.detach().view(-1), [part.view(-1) for part in parts]
-        n = PIECE // flat.element_size()
+        n, call = PIECE // flat.element_size(), _call(_GATHER_PARTS, flat.dtype, *(part.shape for part in parts))
         for start in range(0, max(part.numel() for part in flats), n):
             slots = self._of(flat.dtype, n)
             piece = flat[start : start + n]
             slots[self.rank][: piece.numel()].copy_(piece)
-            self.meeting()
+            self._meet(call)
             for part, slot in zip(flats, slots, strict=True):
                 piece = part[start : start + n]
                 if piece.numel():

@@ -36,9 +36,12 @@ def row_count(inputs: Any, targets: Any, examples: int) -> int:
     shown, name, sizes = targets, "targets", list(_sizes(targets))
     if not sizes:
         shown, name, sizes = inputs, "inputs", list(_sizes(inputs))
-    if not sizes or examples in sizes:
+    if not sizes:
         return examples
     misfit = misfit_of(shown, sizes[0], name)
+    if examples in sizes:  # of a list of as many tensors the inputs tell whether these are entries or columns
+        columns = misfit is None and sizes[0] != examples and misfit_of(inputs, sizes[0], "inputs") is None
+        return sizes[0] if columns else examples
     if misfit is None:
         return examples if _lies_elsewhere((inputs, targets), examples) else sizes[0]
     raise ValueError(
@@ -74,6 +77,22 @@ def misfit_of(value: Any, rows: int, name: str) -> str | None:
         elif isinstance(leaf, PackedSequence) or any(True for _ in tree.tensors(leaf)):
             return f"{path} is a {type(leaf).__name__}"
     return None
+
+
+def unjoined_leaf(value: Any, name: str) -> str | None:
+    """The first leaf of a value whose rows cannot be put behind those of another rank, as the beginning of a sentence;
+    None: all can."""
+    if isinstance(value, Tensor):
+        return None if _is_dense(value) else f"{name} is {_kind(value)}"
+    if isinstance(value, list | tuple) and not _is_named(value):
+        unlike = len({t.shape[:1] for t in tree.tensors(value)}) > 1
+        if unlike or any(isinstance(each, str) for each in value):
+            return f"{name} is a {type(value).__name__} of {len(value)} entries"
+    children = _children(value)
+    if children is None:
+        held = isinstance(value, np.ndarray) or bool(tree.tensors(value))
+        return f"{name} is a {type(value).__name__}" if held else None
+    return next((found for path, inner in children if (found := unjoined_leaf(inner, name + path))), None)
 
 
 def joined_structure(value: Any) -> str | None:
@@ -161,8 +180,8 @@ def _sizes(value: Any) -> Iterator[int]:
         return
     inner = [size for _, each in _children(value) or () for size in _sizes(each)]
     yield from inner
-    if isinstance(value, list | tuple) and not _is_named(value) and len(set(inner)) != 1:
-        yield len(value)  # its entries have shapes of their own, or none
+    if isinstance(value, list | tuple) and not _is_named(value):
+        yield len(value)  # where these are entries
 
 
 def _is_entries(value: list[Any] | tuple[Any, ...], rows: int) -> bool:

@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Alone, Group, collective
 from apportion.comm.world import World
 from apportion.core import tree
@@ -45,6 +44,7 @@ from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many, how_many_are_left, whole_network
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.parallel.replica.initial_model import refuse_renormalising
+from apportion.parallel.replica.loss_weighting import gathered
 
 
 class _SharedLoss:
@@ -60,10 +60,7 @@ class _SharedLoss:
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         if self._couples:  # of all rows, on every replica: its gradient goes back to the rows that were gathered here
-            outputs, targets = (
-                tree.map_tensors(lambda t: gather_rows(t if self.rows else t[:0], self.group), each)
-                for each in (outputs, targets)
-            )
+            outputs, targets = gathered(outputs, targets, self.group, own=self.rows > 0)
         if not self.terms:  # a mean of nothing is a NaN, and 0 times NaN is one too: zero, through the same layers
             return torch.stack([(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]).sum()
         return self._loss(outputs, targets)

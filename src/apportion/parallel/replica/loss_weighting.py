@@ -11,7 +11,28 @@ from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.data.rows import unjoined_leaf
 from apportion.parallel.replica.replica import Replica
+
+
+@collective
+def gathered(outputs: Any, targets: Any, group: Group, *, own: bool) -> tuple[Any, Any]:
+    """Outputs and targets of all ranks' rows, for a loss that couples them; gradients flow back. ``own``: the rows are
+    this rank's, and not borrowed. ValueError, which names the leaf or states the shapes, where they cannot be joined.
+    Called by all ranks."""
+    if group.size == 1:
+        return outputs, targets
+    for name, value in (("outputs", outputs), ("targets", targets)):
+        if unjoined := unjoined_leaf(value, name):
+            raise ValueError(
+                f"{unjoined}: with count=None the loss sees the rows of all ranks, which are joined tensor by tensor; "
+                "return tensors with a row for each example, give count=lambda targets: ... where the loss is a mean "
+                "over rows, or use one worker"
+            )
+    outputs, targets = (
+        tree.map_tensors(lambda t: gather_rows(t if own else t[:0], group), rows) for rows in (outputs, targets)
+    )
+    return outputs, targets
 
 
 class LossShare:
@@ -28,7 +49,7 @@ class LossShare:
             outputs = self._replica.outputs(batch)
             if self._workload.count is None:
                 # The loss of the whole batch on every rank: its gradient goes back to the rows that were gathered here.
-                whole = self._gathered(outputs, own), self._gathered(batch.targets, own)
+                whole = gathered(outputs, batch.targets, self._group, own=own)
                 return self._replica.loss(*whole), 1.0
             if count := batch.count:
                 return self._replica.loss(outputs, batch.targets), count / total
@@ -40,9 +61,6 @@ class LossShare:
         """The factor of a rank's weighted loss in the loss that is reported: where all ranks have one loss, each adds
         its part of it."""
         return 1.0 / self._group.size if self._workload.count is None else 1.0
-
-    def _gathered(self, rows: Any, own: bool) -> Any:
-        return tree.map_tensors(lambda t: gather_rows(t if own else t[:0], self._group), rows)
 
     @collective
     def total(self, batch: Batch) -> float:
