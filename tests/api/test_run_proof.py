@@ -38,6 +38,7 @@ from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
 from apportion.runtime.proof.proof import Difference, Round
 from apportion.runtime.proof.proof_workload import few_rows, with_plain_sgd
 from apportion.runtime.proof.short_sequences import LENGTH, with_short_sequences
+from apportion.runtime.proof.tap_differences import Relation, TapDifference
 
 PLACE = Local(workers=2, threads=1)
 
@@ -139,6 +140,24 @@ def test_what_is_off_by_the_number_of_workers_is_told_to_be_a_sum_or_a_wrong_cou
     (said,) = likely_causes([found], 5, drawn)
     assert "it draws random numbers as it computes (random in 0.1 (Skips))" in said
     assert 'per_rank_draws=("Skips",)' in said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("output", "the other rows of the batch"),
+        ("gradient of the output", "count= says"),
+        ("gradient of the parameter", ""),
+    ],
+)
+def test_the_first_module_that_differs_says_what_kind_of_mistake_it_is(what: Any, said: str) -> None:
+    worst = Difference(name="model/w", step=1, absolute=1.0, relative=0.5)
+    found = Round(
+        precision="float64", steps=1, tensors=1, worst=worst, noise=0, bound=0, disagreement=None, verdict="different"
+    )
+    first = TapDifference("0.norm", 0, what, Relation("differs"))
+    causes = list(likely_causes([found], 2, [], first))
+    assert [said in cause for cause in causes] == [True] * bool(said)
 
 
 @pytest.mark.processes

@@ -399,7 +399,7 @@ def test_check_says_what_was_compared_and_that_it_is_the_same_network(apportion:
     assert output.startswith("data_parallel on 2 workers against one device:\n")
     assert re.search(
         r"float64: equal over 3 steps and \d+ tensors; worst is \S+ after step \d, by \S+, "
-        r"\S+ of the largest change \(bound",
+        r"\S+ of its own change \(bound",
         output,
     )
     assert output.endswith("the same network in its first steps\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,16 +45,44 @@ def test_a_change_that_rounding_could_hide_is_undecided_though_nothing_differs()
     assert found.verdict == "undecided"
 
 
-def test_a_difference_is_held_against_the_largest_change_of_all_weights() -> None:
+def test_a_difference_is_held_against_the_tensors_own_change() -> None:
     expected = state(weight=1.0, bias=1e-6)
     found = state(weight=1.0, bias=1.5e-6)
     assert compared(found, expected).worst == Difference(
         name=BIAS,
         step=1,
         absolute=pytest.approx(5e-7),
-        relative=pytest.approx(5e-7 / (1.0 - 1e-3)),
+        relative=pytest.approx(0.5),
+        own=True,
         factor=pytest.approx(1.5),
+        ratio=pytest.approx(1.5),
+        cosine=pytest.approx(1.0),
     )
+
+
+def test_where_rounding_makes_more_than_a_thousandth_of_it_the_largest_change_of_all_weights_counts() -> None:
+    expected, nudged = state(weight=1.0, bias=1e-12), state(weight=1.0, bias=1.01e-12)
+    shown = compared(state(weight=1.0, bias=1.5e-12), expected, nudged)
+    assert shown.verdict == "equal"
+    assert (shown.own, shown.tensors) == (1, 4)
+    assert compared(state(weight=1.0, bias=1e-6), expected, nudged).worst.relative == pytest.approx(1e-6, rel=1e-2)
+
+
+def test_a_factor_of_a_millionth_in_a_small_tensor_is_found() -> None:
+    expected = state(weight=1.0, bias=1e-6)
+    wrong = compared(state(weight=1.0, bias=1e-6 * (1 + 1e-6)), expected)
+    assert wrong.verdict == "different"
+    assert wrong.worst.name == BIAS
+
+
+def test_a_change_of_which_a_sum_in_another_order_makes_all_is_no_difference() -> None:
+    expected = state(weight=1.0, bias=1e-17)
+    assert compared(state(weight=1.0, bias=-3e-17), expected).verdict == "equal"
+
+
+def test_a_sentence_says_how_many_tensors_were_held_against_which_change() -> None:
+    some = replace(shown("equal"), own=3)
+    assert proof(some).sentence.endswith("in float64 (3 tensors against their own change, 1 against the largest)")
 
 
 def test_a_buffer_and_each_kind_of_slot_have_a_scale_of_their_own() -> None:

@@ -55,6 +55,8 @@ class ProofRequest:
     """True where one step is made whatever the time, and as many more as there is time for, in float64 alone."""
     brief: bool = False
     """True where a first difference is enough."""
+    contract: bool = True
+    """True where what ranks predict, and the step after a state that was loaded, are compared too."""
     plain: tuple[str, ...] = ()
     """The fast paths that are switched off."""
     lengths: tuple[int, ...] = ()
@@ -92,7 +94,14 @@ class ProofWorkers:
         """True where every optimizer of the model is plain SGD."""
         self.whole = False
         """True where every rank takes whole batches, and may compute a part of the network alone."""
+        self.can_repeat = False
+        """True where a step of the strategy can be made again from the state before it."""
         self.batch_size = 0
+
+    @property
+    def one_host(self) -> bool:
+        """True where every rank writes into the folder of the proof."""
+        return self._ranks is None
 
     @property
     def nudged(self) -> Pool:
@@ -150,6 +159,7 @@ class ProofWorkers:
         where the proof would not fit."""
         told, *_ = (self.answers(pool, "built")[0] for pool in self._pools)
         self.linear, self.whole, self.batch_size = told["linear"], told["whole"], told["batch_size"]
+        self.can_repeat = told["again"]
         must_fit(self._asked, self._limits, told["parameters"], self._ranks)
         return told
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from safetensors.torch import load_file
 
+from apportion.api.contract_checks import ContractChecks, not_the_same
 from apportion.api.proof_workers import GRADIENT_STEPS, ProofRequest, ProofWorkers, must_fit
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError, WorkerFailed
@@ -23,7 +24,7 @@ from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
 from apportion.runtime.proof.module_taps import Taps
 from apportion.runtime.proof.proof import FLOOR, Comparison, Proof, Round, largest
-from apportion.runtime.proof.tap_differences import first_difference
+from apportion.runtime.proof.tap_differences import TapDifference, first_difference
 
 HALF = ("bfloat16", "float16")
 """The precisions that a run computes in under autocast, its weights in float32."""
@@ -61,8 +62,13 @@ class _Proving:
         """The proof that followed, which has shown more."""
         self._many: Round | None = None
         self._rows = 0
-        self._first: str | None = None
+        self._first: TapDifference | None = None
         """The first module that computes something else."""
+        self._contract = self._asked.contract
+        """True until the first round has compared what ranks predict, and the step after a state that was loaded."""
+        self._unrepeatable: str | None = None
+        self._digests: list[str] = []
+        """The digests of the ranks' states after the last step."""
 
     def proof(self) -> Proof:
         must_fit(self._asked, self._limits, self._asked.parameters, self._ranks)
@@ -97,14 +103,17 @@ class _Proving:
             many=self._many,
             cuts=tuple(self._cuts),
             rows=self._rows,
-            causes=tuple(
-                likely_causes(
-                    [*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1, self._drawn
-                )
-            ),
-            first=self._first,
+            causes=self._causes(rounds),
+            first=None if self._first is None else str(self._first),
+            unrepeatable=self._unrepeatable,
             by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
         )
+
+    def _causes(self, rounds: Sequence[Round]) -> tuple[str, ...]:
+        shown, workers = [*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1
+        if self._unrepeatable is not None:
+            return (self._unrepeatable,)
+        return tuple(likely_causes(shown, workers, self._drawn, self._first))
 
     def _rounds(self) -> list[Round]:
         known = False
@@ -156,7 +165,7 @@ class _Proving:
         rounds = [wide]
         if seen["narrow"] and self._own != "float64":
             where = f"the model computes in float32 in places ({', '.join(seen['narrow'])})"
-            kept = wide.verdict == "equal" and wide.worst.relative <= FLOOR
+            kept = wide.verdict == "equal" and wide.share <= FLOOR
             self._named.append(
                 f"{where}: equal in float64 all the same" if kept else f"{where}: checked in {self._own} alone"
             )
@@ -221,7 +230,7 @@ class _Proving:
         pools.again(precision, gradients=True)
         return self._round(pools, min(GRADIENT_STEPS, states.steps), precision, gradients=True)[0]
 
-    def _first_difference(self, pools: ProofWorkers, wide: Round) -> str | None:
+    def _first_difference(self, pools: ProofWorkers, wide: Round) -> TapDifference | None:
         """Makes the step at which something differed once more, with taps on both sides; returns None where they show
         nothing."""
         if self._replays or not self._chosen.strategy.exact:
@@ -240,10 +249,9 @@ class _Proving:
             names = ("whole0", *(f"part{rank}" for rank in range(len(told))))
             whole, *parts = (Taps.load(folder / name) for name in names)
             rows = [answer["rows"] for answer in told]
-            found = first_difference(whole, parts, rows=rows if len(set(rows)) > 1 or rows[0] < sum(rows) else None)
+            return first_difference(whole, parts, rows=rows if len(set(rows)) > 1 or rows[0] < sum(rows) else None)
         except (OutOfTimeError, ApportionError, ValueError, OSError):  # the answer stands without it
             return None
-        return None if found is None else str(found)
 
     def _round(self, pools: ProofWorkers, steps: int, precision: str, *, gradients: bool = False) -> tuple[Round, Seen]:
         """Compares strategy, reference and the reference that is led astray step by step; or the strategy with its
@@ -266,11 +274,15 @@ class _Proving:
         seen = _seen(pools.ask(pools.tried, {"kind": "go", "steps": steps}, "went"))
         disagreement = self._disagreement(pools, steps)
         pools.ask(pools.tried, {"kind": "log", "path": str(folder / "log")}, "log")
-        pools.ask(
-            pools.reference, {"kind": "next", "path": str(folder / "reference"), "log": str(folder / "log")}, "state"
-        )
+        order = {"kind": "next", "path": str(folder / "reference"), "log": str(folder / "log")}
+        pools.ask(pools.reference, order, "state")
         expected = load_file(folder / "reference")
         worst = largest(load_file(folder / "rank0"), expected, steps)
+        if worst.absolute:
+            pools.ask(pools.reference, {**order, "path": str(folder / "again")}, "state")
+            again = largest(load_file(folder / "again"), expected, steps)
+            if again.absolute:
+                self._unrepeatable = not_the_same("the replay", again.name, again.absolute)
         found = Round(
             precision=precision,
             steps=steps,
@@ -296,12 +308,15 @@ class _Proving:
         (began,) = pools.ask(pools.reference, {"kind": "start", "path": str(folder / "start")}, "started")
         eps = eps_of(coarsest or precision)
         comparison = Comparison(load_file(folder / "start"), began["weights"], eps=eps)
-        disagreement, seen, coarse, made = None, _seen(()), set[str](), 0
+        checks = ContractChecks(pools, exact=self._chosen.strategy.exact, precision=precision, eps=eps)
+        contract, self._contract = self._contract and precision == "float64", False
+        disagreement, claimed, seen, coarse, made, keep = None, None, _seen(()), set[str](), 0, False
         for number in range(1, steps + 1):
-            reference.send({"kind": "next", "path": str(folder / "reference")})
+            keep = number == steps and steps > 1 and contract and checks.repeats
+            reference.send({"kind": "next", "path": str(folder / "reference"), "keep": keep})
             if number > 1:
                 nudged.send({"kind": "next", "path": str(folder / "nudged")})
-                tried.send({"kind": "go", "steps": 1})
+                tried.send({"kind": "go", "steps": 1, "keep": keep})
             went = pools.answers(tried, "went")
             if precision == "float64":
                 seconds = max(s for answer in went for s in answer["seconds"][:1])
@@ -309,13 +324,13 @@ class _Proving:
                 self._limits.lengthen(went[0]["examples"], seconds, times)
             seen = _seen([seen, *went])
             found = self._disagreement(pools, number)
-            disagreement = disagreement or found
-            for pool in (reference, nudged):
-                (answer,) = pools.answers(pool, "state")
-                coarse |= set(answer["coarse"])
-                if pool is reference:
-                    disagreement = disagreement or self._other_rates(pools, went, answer)
-                    seen = _seen([seen, _of_one_side(seen, answer)])
+            one, other = (pools.answers(pool, "state")[0] for pool in (reference, nudged))
+            coarse |= {*one["coarse"], *other["coarse"]}
+            seen = _seen([seen, _of_one_side(seen, one)])
+            disagreement = disagreement or found or self._other_rates(pools, went, one)
+            if not (precision == "float64" and seen["narrow"]):
+                claimed = claimed or checks.values(number, went, one, other)
+                claimed = claimed or (checks.predictions() if number == 1 and contract else None)
             share = 1 / (2 * self._asked.steps + GRADIENT_STEPS * (not pools.linear))
             # Those in a shorter precision are not counted among the steps ahead.
             ahead = self._asked.steps + GRADIENT_STEPS * (not pools.linear) - 1
@@ -325,7 +340,17 @@ class _Proving:
             if self._asked.least and number < steps and (time.monotonic() - began_step) / number > self._limits.left:
                 self._left_out(f"{number} of {steps} steps were compared, for want of time")
                 break
-        return replace(comparison.round(precision, made, disagreement), coarsest=coarsest), seen, coarse
+        compared = comparison.round(precision, made, disagreement)
+        if precision == "float64" and (keep or comparison.widened or claimed or compared.verdict == "different"):
+            why = checks.unrepeatable()
+            keep = keep and why is None
+            if why is not None and comparison.noisy:
+                self._unrepeatable = self._unrepeatable or why
+                compared, claimed = comparison.not_widened(compared), None
+        claimed = claimed or (checks.reloaded(self._digests, made) if keep else None)
+        if claimed is not None and compared.verdict != "different":  # of what the states do not show already
+            compared = replace(compared, disagreement=claimed, verdict="different")
+        return replace(compared, coarsest=coarsest), seen, coarse
 
     def _other_rates(self, pools: ProofWorkers, went: Sequence[Message], whole: Message) -> str | None:
         """Returns which rank would drop by another rate than one device, and which; None: none would. A rank that
@@ -347,6 +372,7 @@ class _Proving:
         Rank 0's is written in any case: what comes after compares it."""
         folder = pools.folder
         answers = pools.ask(pools.tried, {"kind": "state", "path": str(folder / "rank0"), "ranks": [0]}, "state")
+        self._digests = [answer["digest"] for answer in answers]
         for rank, answer in enumerate(answers):
             if answer["digest"] != answers[0]["digest"]:
                 pools.ask(pools.tried, {"kind": "state", "path": str(folder / "other"), "ranks": [rank]}, "state")
@@ -356,9 +382,11 @@ class _Proving:
         return None
 
 
-def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -> Iterator[str]:
-    """Yields what a difference is likely to come from, where it can be told. ``drawn``: generators that the model
-    uses."""
+def likely_causes(
+    rounds: Sequence[Round], workers: int, drawn: Sequence[str], first: TapDifference | None = None
+) -> Iterator[str]:
+    """Yields what a difference is likely to come from, where it can be told. ``drawn``: what draws random numbers that
+    each rank has for itself; ``first``: the first module that computes something else."""
     wrong = [r for r in rounds if r.verdict == "different"]
     factors = {round(r.worst.factor, 3) for r in wrong if r.worst.factor is not None}
     if workers > 1 and factors & {float(workers), round(1 / workers, 3)}:
@@ -373,6 +401,23 @@ def likely_causes(rounds: Sequence[Round], workers: int, drawn: Sequence[str]) -
             "augment, keyed by example, which gives the same numbers on any number of workers; or accept it, which "
             "trains another network than one device does, with per_rank_draws="
             f"({', '.join(map(_quoted, accepted))},) in the Workload"
+        )
+    elif wrong and first is not None and not first.relation.same:
+        yield from _of_first(first)
+
+
+def _of_first(first: TapDifference) -> Iterator[str]:
+    name = first.module or "the network"
+    if first.what == "output":
+        yield (
+            f"{name} gives for the same rows what one device does not: it looks at the other rows of the batch "
+            "(statistics of a batch, rows that depend on each other), or at its rank"
+        )
+    elif first.what == "gradient of the output":
+        yield (
+            "the outputs are one device's and their gradients are not: the loss is not the mean of as many terms as "
+            "count= says (labels left out, class weights), it couples the rows, or collate gave other rows than it was "
+            "given"
         )
 
 

@@ -49,7 +49,7 @@ def _round_line(found: Round, what: str = "") -> str:
     verdict = {"equal": "equal", "different": "DIFFERENT", "undecided": "UNDECIDED"}[found.verdict]
     line = (
         f"  {what}{found.precision}: {verdict} over {found.steps} steps and {found.tensors} tensors; worst is "
-        f"{worst.name} after step {worst.step}, by {worst.absolute:.2g}, {worst.relative:.2g} of the largest change "
+        f"{worst.name} after step {worst.step}, by {worst.absolute:.2g}, {worst.relative:.2g} of {worst.scale} "
         f"(bound {found.bound:.2g}, rounding noise {found.noise:.2g})"
     )
     return line if found.disagreement is None else f"{line}\n    {found.disagreement}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -50,9 +51,19 @@ class OneDeviceStep(ReplicaStep):
         return {name: value.detach() for name, value in values.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReferenceState(State):
+    """The state after a step of one device, with what else a step of any strategy must have in common with it."""
+
+    values: Mapping[str, Tensor]
+    """The named values that the step has returned."""
+    maker: OneDeviceStep
+    """The step that is at this state: what it predicts, and whether it goes on from a state that is loaded."""
+
+
 def reference(workload: Workload) -> Iterator[State]:
     """The state after each step of one device on the CPU: what every exact strategy must compute."""
     step = OneDeviceStep(workload, torch.device("cpu"), alone=True)
     for batch in batches(step):
-        step(batch)
-        yield step.state_dict()
+        values = step(batch)
+        yield ReferenceState(**vars(step.state_dict()), values=values, maker=step)

@@ -1,7 +1,8 @@
 """The findings of a proof: how far two trainings differ in what they have changed, what rounding allows, the verdict.
 
-A difference is held against the largest change since the start, not against the values: weights of 1e-3 that were to
-move by 1e-6 and stood still differ by all that there was to learn, though only by a thousandth of themselves.
+A difference is held against the change since the start, not against the values: weights of 1e-3 that were to move by
+1e-6 and stood still differ by all that there was to learn, though only by a thousandth of themselves. It is the
+tensor's own change where rounding makes less than a thousandth of that, and the largest of its kind elsewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ CAP = 1e-3
 """A difference above this share of the change is never called equal, however much rounding is amplified: a mistake
 might hide in it."""
 
+OWN_SHARE = 1e-3
+"""A tensor is held against its own change where rounding makes less than this share of it."""
+OWN_LEAST = 1e3
+"""The own change of a tensor is at least this many roundings of the largest change of its kind: below that a sum in
+another order may make all of it."""
+
+EPS = torch.finfo(torch.float64).eps
 WEIGHTS = "weights"
 
 Tensors = Mapping[str, Tensor]
@@ -44,11 +52,29 @@ class Difference:
     """The step at which it differs; the first is 1."""
     absolute: float
     relative: float
-    """The difference as a share of the largest change since the start, of all weights, of all slots of its kind, or of
-    this buffer; the bound is for this one."""
+    """The difference as a share of the change since the start; the bound is for this one."""
+    own: bool = False
+    """True where that is the tensor's own change; False where it is the largest of all weights, of all slots of its
+    kind, or of this buffer."""
     factor: float | None = None
     """The factor between what the tensor has changed by and what it should have; None where the one is not a multiple
     of the other."""
+    ratio: float | None = None
+    """How many times as long as it should be the tensor's change is, in the 2-norm; None where nothing is to change."""
+    cosine: float | None = None
+    """The cosine of the angle between the tensor's change and what it should be."""
+
+    @property
+    def scale(self) -> str:
+        """What the difference is a share of, in words."""
+        return "its own change" if self.own else "the largest change"
+
+    @property
+    def direction(self) -> str:
+        """Ratio and cosine in words; empty where nothing was to change."""
+        if self.ratio is None or self.cosine is None:
+            return ""
+        return f"; its change is {self.ratio:.7g} times as long as one device's, with a cosine of {self.cosine:.7g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +94,10 @@ class Round:
     verdict: Verdict
     """The verdict of the round. ``undecided``: above what may be called equal, within 100 times the noise; or too
     little has moved."""
+    own: int = 0
+    """The number of tensors that were held against their own change; the others against the largest of their kind."""
+    share: float = 0.0
+    """The largest difference of all tensors as a share of the largest change of its kind."""
     coarsest: str | None = None
     """A type that rounds more coarsely than the precision, in which the model computes in places; the round is held
     against its rounding where it could not be told within the precision's own."""
@@ -75,6 +105,14 @@ class Round:
     @property
     def holds(self) -> bool:
         return self.verdict == "equal"
+
+    @property
+    def scales(self) -> str:
+        """How many tensors were held against which change, in words; empty where all were against their own."""
+        others = self.tensors - self.own
+        if not self.own or not others:
+            return ""
+        return f" ({self.own} tensors against their own change, {others} against the largest)"
 
     @property
     def arithmetic(self) -> str:
@@ -108,6 +146,8 @@ class Proof:
     """The first module whose output or gradient differs in the step that does, in words."""
     causes: tuple[str, ...] = ()
     """The likely origins of a difference, in whole sentences."""
+    unrepeatable: str | None = None
+    """What of one device's state is another when its step is repeated, in words."""
 
     @property
     def verdict(self) -> Verdict:
@@ -133,10 +173,10 @@ class Proof:
         if self.verdict == "equal":
             left = [r.arithmetic for r in self.rounds[1:] if not r.holds]
             own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
-            shown = f"in its first steps, shown in {self.rounds[0].precision}{own}"
+            shown = f"in its first steps, shown in {self.rounds[0].precision}{self.rounds[0].scales}{own}"
             return f"{what} trains the same network as {whose} {shown}"
         if self.verdict == "undecided":
-            why = "rounding hides the answer, or too little moves"
+            why = self.unrepeatable or "rounding hides the answer, or too little moves"
             return f"it is not shown that {what} trains the same network as {whose} in its first steps: {why}"
         first = "" if self.first is None else f"; {self.first}"
         likely = first + "".join(f"; likely, {cause}" for cause in self.causes)
@@ -165,7 +205,7 @@ class Proof:
         what = "the gradient of " if found is self.gradients else ""
         return (
             f"{what}{worst.name} differs after step {worst.step} by {worst.absolute:.2g}, which is "
-            f"{worst.relative:.2g} of the largest change, in {found.precision}"
+            f"{worst.relative:.2g} of {worst.scale}, in {found.precision}{worst.direction}"
         )
 
 
@@ -214,41 +254,99 @@ class Comparison:
         self._start, self._weights, self._eps = dict(start), frozenset(weights), eps
         self._worst: Difference | None = None
         self._worst_bound, self._worst_noise = FLOOR, 0.0
+        self._widened: tuple[Difference, float] | None = None
+        """The largest difference that is called equal by its rounding alone, and that."""
         self._verdict: Verdict = "equal"
         self._moved = False
         self._tensors = 0
         self._lost = False
+        self._own: dict[str, float] = {}
+        """The tensors that are held against their own change, with the share of it that rounding has made."""
+        self._largest: dict[str, float] = {}
+        """The largest change of each kind of tensor."""
+        self._share = self._noisiest = 0.0
 
     def take(self, step: int, found: Tensors, expected: Tensors, nudged: Tensors) -> None:
         """Compares the states after a step: the strategy's, the reference's, and the reference's that rounding leads
         astray."""
         self._tensors = len(expected)
         self._lost = self._lost or any(bool(t.isnan().any()) for t in expected.values() if _numeric(t))
-        changes = self._changes(expected)
-        noise = self._noise(nudged, expected, changes)
+        moved = self._moved_by(expected)
+        changes, rounding = self._changes(expected, moved), self._rounding(nudged, expected)
+        noise = self._noise(rounding, changes)
+        self._note_own(moved, rounding)
         for difference in _differences(found, expected, changes, step):
-            own = noise.get(self._group(difference.name), 0.0)
-            bound = max(FLOOR, min(CAP, NOISE_FACTOR * own))
-            verdict = verdict_of(difference.relative, own, bound) if difference.absolute else "equal"
+            name = difference.name
+            self._share = max(self._share, difference.relative)
+            allowed = noise.get(self._group(name), 0.0)
+            if self._is_own(name, moved, rounding):
+                allowed = self._own[name]
+                difference = replace(difference, own=True, relative=difference.absolute / moved[name])
+            self._noisiest = max(self._noisiest, allowed)
+            bound = max(FLOOR, min(CAP, NOISE_FACTOR * allowed))
+            verdict = verdict_of(difference.relative, allowed, bound) if difference.absolute else "equal"
+            widest = FLOOR if self._widened is None else self._widened[0].relative
+            if verdict == "equal" and difference.relative > widest:
+                self._widened = difference, allowed
             if _graver(verdict, difference, self._verdict, self._worst):
-                factor = self._factor(found, expected, difference.name) if verdict == "different" else None
-                self._worst, self._verdict = replace(difference, factor=factor), verdict
-                self._worst_bound, self._worst_noise = bound, own
+                self._worst, self._verdict = difference, verdict
+                if verdict == "different":
+                    self._worst = self._with_direction(difference, found, expected)
+                self._worst_bound, self._worst_noise = bound, allowed
         # A strategy that stood still would differ by the whole change: was that more than rounding can hide?
         if NOISE_FACTOR * noise.get(WEIGHTS, float("inf")) <= 1.0:
             self._moved = True
 
-    def _factor(self, found: Tensors, expected: Tensors, name: str) -> float | None:
+    def _is_own(self, name: str, moved: Mapping[str, float], rounding: Mapping[str, float]) -> bool:
+        """Tells whether a tensor is held against its own change."""
+        change = moved.get(name, 0.0)
+        together = max(self._largest.get(self._kind(name), 0.0), self._largest.get(self._alike(name), 0.0))
+        least = OWN_LEAST * max(self._eps, EPS) * together
+        return change > least and rounding[name] < OWN_SHARE * change
+
+    def _note_own(self, moved: Mapping[str, float], rounding: Mapping[str, float]) -> None:
+        """Notes the share of its own change that rounding has made of each tensor, the largest of all steps: of a few
+        elements a single step may show next to none."""
+        for name, change in moved.items():
+            if self._is_own(name, moved, rounding):
+                self._own[name] = max(self._own.get(name, 0.0), self._eps, rounding[name] / change)
+
+    def _with_direction(self, difference: Difference, found: Tensors, expected: Tensors) -> Difference:
+        """Returns the difference with the length and the direction of the tensor's change beside what they should
+        be."""
+        name = difference.name
         if name not in found or name not in expected or found[name].shape != expected[name].shape:
-            return None
+            return difference
         before = self._start.get(name, torch.zeros_like(expected[name]))
         if before.shape != expected[name].shape:
-            return None
-        a, b = (_wide(t[name]) - _wide(before) for t in (found, expected))
-        if not float((b * b).sum()):
-            return None
-        factor = float((a * b).sum() / (b * b).sum())
-        return factor if float((a - factor * b).abs().max()) <= MULTIPLE * float(a.abs().max()) else None
+            return difference
+        a, b = ((_wide(t[name]) - _wide(before)).flatten() for t in (found, expected))
+        lengths, product = (float(a.norm()), float(b.norm())), float(a @ b)
+        if not lengths[1] or not math.isfinite(sum(lengths)):
+            return difference
+        factor = product / lengths[1] ** 2
+        multiple = float((a - factor * b).abs().max()) <= MULTIPLE * float(a.abs().max())
+        cosine = product / (lengths[0] * lengths[1]) if lengths[0] else 0.0
+        ratio = lengths[0] / lengths[1]
+        return replace(difference, factor=factor if multiple else None, ratio=ratio, cosine=cosine)
+
+    @property
+    def widened(self) -> bool:
+        """True where something is called equal only because of what rounding was measured to make of it."""
+        return self._widened is not None
+
+    @property
+    def noisy(self) -> bool:
+        """True where two runs of the reference, of which one is moved by a rounding, differ by more than a rounding."""
+        return self._noisiest > FLOOR / NOISE_FACTOR
+
+    def not_widened(self, found: Round) -> Round:
+        """Returns the round without what was called equal by its rounding alone, where one device is not the same when
+        it is repeated: what was measured is not of rounding."""
+        if self._widened is not None and found.verdict == "equal":
+            worst, noise = self._widened
+            return replace(found, worst=worst, noise=noise, bound=FLOOR, verdict="undecided")
+        return replace(found, bound=FLOOR)
 
     def round(self, precision: str, steps: int, disagreement: str | None) -> Round:
         """Returns what all steps together show."""
@@ -262,6 +360,8 @@ class Comparison:
             precision=precision,
             steps=steps,
             tensors=self._tensors,
+            own=len(self._own),
+            share=self._share,
             worst=worst,
             noise=noise,
             bound=self._worst_bound,
@@ -269,21 +369,26 @@ class Comparison:
             verdict="different" if disagreement is not None else verdict,
         )
 
-    def _changes(self, expected: Mapping[str, Tensor]) -> dict[str, float]:
-        """Returns how far the tensors of each one's kind have moved: all weights together, all slots of a kind
-        together, each buffer and each carried tensor by itself, since nothing says that two of these are of one size. A
-        buffer that rounding alone has moved, as the mean of what is 0 by itself (behind a normalisation and a linear
-        layer), is held against those of other layers."""
+    def _moved_by(self, expected: Tensors) -> dict[str, float]:
+        """Returns how far each tensor has moved since the start."""
         own: dict[str, float] = {}
         for name, tensor in expected.items():
             before = self._start.get(name)
             if before is None or before.shape != tensor.shape:
                 before = torch.zeros_like(tensor)
             own[name] = _distance(tensor, before)
+        return own
+
+    def _changes(self, expected: Tensors, own: Mapping[str, float]) -> dict[str, float]:
+        """Returns how far the tensors of each one's kind have moved: all weights together, all slots of a kind
+        together, each buffer and each carried tensor by itself, since nothing says that two of these are of one size. A
+        buffer that rounding alone has moved, as the mean of what is 0 by itself (behind a normalisation and a linear
+        layer), is held against those of other layers."""
         together: dict[str, float] = {}
         for name, change in own.items():
             for kind in (self._kind(name), self._alike(name)):
                 together[kind] = max(together.get(kind, 0.0), change)
+        self._largest = together
         found = {name: together[self._kind(name)] for name in own}
         for name, change in found.items():
             others = together[self._alike(name)]
@@ -291,19 +396,22 @@ class Comparison:
                 found[name] = others
         return found
 
-    def _noise(
-        self, nudged: Mapping[str, Tensor], expected: Mapping[str, Tensor], changes: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Returns the largest share of the change that rounding alone has made, in each group; at least a rounding of
-        the largest value, which a coarser arithmetic in between may have swallowed."""
+    def _rounding(self, nudged: Tensors, expected: Tensors) -> dict[str, float]:
+        """Returns how far rounding alone has moved each tensor: at least by a rounding of the largest value, which a
+        coarser arithmetic in between may have swallowed."""
+        found: dict[str, float] = {}
+        for name, tensor in expected.items():
+            moved = _distance(nudged[name], tensor) if name in nudged else 0.0
+            found[name] = max(moved, torch.finfo(tensor.dtype).eps * _size(tensor)) if _numeric(tensor) else moved
+        return found
+
+    def _noise(self, rounding: Mapping[str, float], changes: Mapping[str, float]) -> dict[str, float]:
+        """Returns the largest share of the change that rounding alone has made, in each group."""
         noise: dict[str, float] = {}
         for name, change in changes.items():
-            group, tensor = self._group(name), expected[name]
-            moved = _distance(nudged[name], tensor) if name in nudged else 0.0
-            if _numeric(tensor):
-                moved = max(moved, torch.finfo(tensor.dtype).eps * _size(tensor))
+            group = self._group(name)
             # A buffer that did not move shows no noise; weights move together, or none of them does.
-            share = max(self._eps, moved / change) if change else (float("inf") if group == WEIGHTS else 0.0)
+            share = max(self._eps, rounding[name] / change) if change else (float("inf") if group == WEIGHTS else 0.0)
             noise[group] = max(noise.get(group, 0.0), share)
         return noise
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from apportion.core import fast_paths
+from apportion.core import fast_paths, tree
 from apportion.core.address import load_workload
 from apportion.core.parts.sent_rows import SentRows
 from apportion.core.policy import Policy
@@ -180,4 +180,20 @@ class _Nudged:
         for p in model.parameters():
             if p.requires_grad and self.jitter:
                 p.register_hook(lambda gradient: moved(gradient, self.jitter, generator))
+        if self.jitter:
+            model.register_forward_hook(_Jitter(self.jitter, generator))
         return model
+
+
+@dataclass(frozen=True)
+class _Jitter:
+    """Moves the gradient of every element of what a model gives: a sum over the rows of which next to nothing is left
+    is then as far from itself as another order of the sum may have it."""
+
+    relative: float
+    generator: torch.Generator
+
+    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        for tensor in tree.tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: moved(gradient, self.relative, self.generator))

@@ -32,7 +32,7 @@ from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Update, Workload
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.module_taps import taps
@@ -40,6 +40,7 @@ from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.determinism import Observed, silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.evaluation import evaluate
 from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.step_contract import made_again, predicted, unrepeatable
 
 
 class StepChannel(Protocol):
@@ -56,9 +57,9 @@ Failed = Callable[[BaseException], None]
 
 
 def serve_steps(job: Job, world: World, channel: StepChannel, *, failed: Failed | None = None) -> None:
-    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``facts``
-    (what a plan for this workload holds for), ``evaluate`` (the loss on held-out examples), ``again`` (from
-    the beginning, in another precision), ``close``.
+    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``reload``
+    (the last step once more, from the state before it), ``predict``, ``facts`` (what a plan for this workload holds
+    for), ``evaluate`` (the loss on held-out examples), ``again`` (from the beginning, in another precision), ``close``.
 
     ``failed``: for a process that goes on after an error; it is called with it before the step is closed.
     """
@@ -96,6 +97,7 @@ def _obey(job: Job, workload: Workload, step: Step, world: World, seen: _Seen, c
     told |= {
         "linear": _is_linear(step),
         "whole": step.whole,
+        "again": _can_be_made_again(step),
         "parameters": step.parameters,
         "batch_size": job.as_written().batch_size,
     }
@@ -116,11 +118,15 @@ class _Serving:
     def __init__(self, job: Job, workload: Workload, step: Step, world: World, seen: _Seen) -> None:
         self._job, self._workload, self._step, self._world, self._seen = job, workload, step, world, seen
         self._held_out: tuple[Evaluation, BatchSource] | None = None
+        self._before: State | None = None
+        """The state before the last step, where it was to be kept."""
 
     def answer(self, order: Message) -> Message:
         """Returns the answer to an order."""
         kind, rank = order["kind"], self._world.rank
         if kind == "go":
+            if order.get("keep"):
+                self._before = self._step.state_dict()
             return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.told()}
         if kind == "state":
             state = self._step.state_dict()
@@ -128,6 +134,13 @@ class _Serving:
             return {"kind": "state", "digest": _digested(state), **delivered}
         if kind == "facts":
             return {"kind": "facts", **_facts(self._step, self._workload, self._job.as_written())}
+        if kind == "reload":
+            assert self._before is not None, "a step was made that is to be made again"
+            state = made_again(self._step, self._before)
+            delivered = _deliver(state, order["path"] if rank in order["ranks"] else None)
+            return {"kind": "reloaded", "digest": _digested(state), **delivered}
+        if kind == "predict":
+            return {"kind": "predicted", **predicted(self._step, self._step.data_shard, f"{order['path']}{rank}")}
         if kind == "evaluate":
             return {"kind": "evaluated", "loss": self._loss(order["examples"])}
         if kind == "taps":
@@ -203,6 +216,7 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
         quiet = seen.quiet(workload)
         states = None if job.strategy.replays(job.workers) else job.strategy.reference(quiet, job.workers)
         channel.send({"kind": "built"})
+        state = before = None
         while (order := channel.commands.get()) is not None:
             if order["kind"] == "close":
                 break
@@ -210,6 +224,13 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
                 return replace(job, **order["job"])
             if order["kind"] == "start":
                 channel.send({"kind": "started", **_start(quiet, order["path"])})
+                continue
+            if order["kind"] == "predict":
+                channel.send({"kind": "predicted", **_predicted_by_one_device(state, order["path"])})
+                continue
+            if order["kind"] == "reload":
+                again = job.strategy.reference(quiet, job.workers)
+                channel.send({"kind": "reloaded", **unrepeatable(state, before, again)})
                 continue
             if order["kind"] == "taps":
                 rows = _tapped(_after(quiet, order["steps"]), order["path"], 0)
@@ -219,11 +240,29 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
                 log = pickle.loads(Path(order["log"]).read_bytes())
                 state, coarse = next(job.strategy.reference(quiet, job.workers, log)), set[str]()
             else:
+                before = state if order.get("keep") else None
                 with coarse_types(workload.precision, moves=job.coarse) as coarse:
                     state = next(states)
-            told = {"coarse": sorted(coarse), **seen.told()}
+            told = {"coarse": sorted(coarse), "values": _values_of(state), **seen.told()}
             channel.send({"kind": "state", **told, **_deliver(state, order["path"])})
     return None
+
+
+def _values_of(state: State) -> dict[str, float] | None:
+    """Returns the named values of the step that has led to the state of a reference; None where it does not say."""
+    if not isinstance(state, ReferenceState):
+        return None
+    return {name: float(value) for name, value in state.values.items() if value.numel() == 1}
+
+
+def _predicted_by_one_device(state: State | None, path: str) -> dict[str, Any]:
+    """Writes what one device predicts into the file; answers with ``why`` where it cannot be asked."""
+    if not isinstance(state, ReferenceState):
+        return {"why": "the reference is a strategy's own"}
+    try:
+        return predicted(state.maker, DataShard(), path)
+    except Exception as error:  # a network that is called by an update alone
+        return {"why": f"{type(error).__name__}: {error}"}
 
 
 def _after(workload: Workload, steps: int) -> Step:
@@ -349,6 +388,11 @@ def _is_linear(step: Step) -> bool:
     """Tells whether what the weights move by is proportional to the gradient, whatever its size."""
     optimizers = getattr(step, "optimizers", {})  # where each rank has a part, it may have none
     return bool(optimizers) and all(type(optimizer) is torch.optim.SGD for optimizer in optimizers.values())
+
+
+def _can_be_made_again(step: Step) -> bool:
+    """Tells whether all ranks make the same steps together, on examples that are there to be taken again."""
+    return step.lockstep and step.data_shard is not None and not isinstance(step.source.dataset, ActedDataset)
 
 
 def _steps(step: Step) -> int:

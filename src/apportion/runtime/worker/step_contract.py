@@ -1,0 +1,61 @@
+"""What a proof asks of a step besides its states: to go on from a state that is loaded, and to predict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from apportion.core import tree
+from apportion.core.sampling.sampler import DataShard
+from apportion.core.strategy import State, Step
+from apportion.parallel.replica.single_process import ReferenceState
+
+
+def made_again(step: Step, before: State) -> State:
+    """Loads the state before the last step and makes that step once more; returns the state after it. Called by all
+    ranks."""
+    step.load_state_dict(before)
+    batch = step.take()
+    assert batch is not None, "a step that was made can be made again"
+    step(batch)
+    return step.state_dict()
+
+
+def unrepeatable(state: State | None, before: State | None, again: Iterator[State]) -> dict[str, Any]:
+    """Tells whether one device comes to another state when it makes the same step again: names the tensor, and how far
+    it is off. ``again``: the reference from the beginning, where it gives states and no step that makes them."""
+    assert state is not None
+    if isinstance(state, ReferenceState) and before is not None:
+        repeated = made_again(state.maker, before)
+    else:
+        repeated = next(found for found in again if found.step >= state.step)
+    expected = dict(state.tensors())
+    worst, name = 0.0, None
+    for place, tensor in repeated.tensors():
+        other = expected.get(place)
+        if other is None or other.shape != tensor.shape:
+            return {"unlike": place, "by": float("inf")}
+        if not torch.equal(tensor, other):
+            wide = torch.complex128 if tensor.is_complex() else torch.float64
+            by = float((tensor.to(wide) - other.to(wide)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+            if by > worst:
+                worst, name = by, place
+    return {"unlike": name, "by": worst}
+
+
+def predicted(step: Step, shard: DataShard | None, path: str) -> dict[str, Any]:
+    """Writes what the step predicts for its rows of the first batch into the file; tells which rows these are, and how
+    many tensors the outputs have (None: another rank has them). Called by all ranks."""
+    assert shard is not None
+    batch = step.source.at(0, shard)
+    outputs = step.predict(batch)
+    step.looked()
+    if outputs is None:
+        return {"rows": None, "tensors": None}
+    tensors = [t.detach().cpu().resolve_conj() for t in tree.tensors(outputs) if t.layout is torch.strided]
+    wide = [torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.double() for t in tensors]
+    save_file({str(number): t.contiguous().clone() for number, t in enumerate(wide)}, path)
+    return {"rows": [batch.rows.start, batch.rows.stop], "tensors": len(wide)}
