@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from apportion.core.loss_terms import derived_count, examples
-from apportion.parallel.batch_coupling.loss_probe import probe_loss
+from apportion.parallel.batch_coupling.loss_probe import probe_loss, probe_model
 
 ROWS = 12
 
@@ -190,3 +190,24 @@ def test_what_cannot_be_tried_is_left_and_said() -> None:
     assert "draws random numbers" in (probe_loss(noisy, examples, X, Y).left or "")
     assert "as many rows" in (probe_loss(functional.mse_loss, examples, X.mean(), Y).left or "")
     assert "made up" in (probe_loss(lambda outputs, targets: outputs.loss, examples, X, Y).left or "")
+
+
+def through(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[int]], tuple[float, Tensor]]:
+    """The loss of some rows, and its gradient by a weight, of a network that computes the loss by itself."""
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+
+    def value(rows: list[int]) -> tuple[float, Tensor]:
+        found = loss(TOKENS[rows] * weight, RARE_WORDS[rows])
+        return float(found.detach()), torch.autograd.grad(found, weight)[0]
+
+    return value
+
+
+def test_a_wrong_count_is_found_through_the_model_and_nothing_else_is_said_of_it() -> None:
+    problem = probe_model(through(shifted), examples, RARE_WORDS, rows=ROWS).problem
+    assert problem is not None
+    assert "count=lambda targets: float((targets[:, 1:] != -100).sum())" in problem
+    right = probe_model(through(shifted), lambda t: float((t[:, 1:] != -100).sum()), RARE_WORDS, rows=ROWS)
+    assert right.problem is None
+    coupled = through(lambda outputs, targets: flat(outputs - outputs.mean(0), targets))
+    assert probe_model(coupled, examples, RARE_WORDS, rows=ROWS).problem is None

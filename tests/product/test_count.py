@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 
@@ -88,3 +89,60 @@ def test_a_count_that_is_given_is_obeyed(trained: Any, furthest: Any, tmp_path: 
 def test_an_explicit_mean_over_examples_trains_as_one_device(trained: Any, furthest: Any) -> None:
     workload = classifier(3, lambda outputs, targets: nn.functional.cross_entropy(outputs, targets))
     assert furthest(trained(workload), trained(workload, "data_parallel", 2)) < 1e-9
+
+
+class Speaker(nn.Module):
+    """A network that computes its loss by itself, over the next words, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.back = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.back(self.words(input_ids).cumsum(1))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    tokens: dict[str, Any] = {"vocab_size": 12, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=2, **tokens, **no_dropout)
+    return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+
+
+class Texts(Dataset[Any]):
+    """Sentences of six words, of which in one of 500 three are left out of the loss."""
+
+    def __len__(self) -> int:
+        return 500
+
+    def __getitem__(self, index: int) -> Any:
+        words = torch.randint(1, 12, (6,), generator=torch.Generator().manual_seed(index))
+        labels = words.clone()
+        if index == 333:
+            labels[2:5] = -100
+        return {"input_ids": words, "labels": labels}, labels
+
+
+def texts(model: Callable[[], nn.Module], **changes: Any) -> apportion.Workload:
+    loss = lambda outputs, labels: outputs["loss"]  # noqa: E731
+    return classifier(0, loss, model=model, data=Texts, batch_size=20, epochs=1, **changes)
+
+
+@pytest.mark.thorough
+def test_a_wrong_count_of_a_loss_that_the_model_computes_is_refused_with_the_line_which_is_right(
+    trained: Any, furthest: Any
+) -> None:
+    line = "count=lambda targets: float((targets[:, 1:] != -100).sum())"
+    with pytest.raises(apportion.Disproved, match=re.escape(line)):
+        trained(texts(Speaker), "data_parallel", 2)
+    mended = texts(Speaker, count=lambda labels: float((labels[:, 1:] != -100).sum()))
+    assert furthest(trained(mended), trained(mended, "data_parallel", 2)) < 1e-9
+
+
+@pytest.mark.slow
+def test_and_of_a_model_of_transformers(trained: Any) -> None:
+    with pytest.raises(apportion.Disproved, match="does not train the same network"):
+        trained(texts(gpt2), "data_parallel", 2)

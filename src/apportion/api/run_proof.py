@@ -39,8 +39,9 @@ LEAST_SECONDS = 3.0
 FEW_EACH, ROWS_EACH = 3, 16
 """The numbers of rows that the proof gives each rank, with one more for the first. Where the smaller number was quick
 it is made once more on the larger one, so that terms which do not count, or classes, fall unevenly on the ranks."""
-READING_SHARE = 0.2
-"""The share of the time of a proof in which the targets of the data are read."""
+READING_SHARE, READING_SECONDS = 0.2, 5.0
+"""The share of the time of a proof in which the targets of the data are read, and the seconds at most: a long run gives
+its proof more than a few rows take."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
 """A first proof within QUICK_SHARE of the time was quick, and a second may take MANY_SHARE of it."""
 STEPS = 4
@@ -225,7 +226,7 @@ class SelfProof:
         survey = WorkloadSurvey.begun(
             self._job,
             threads=1,
-            seconds=READING_SHARE * left,
+            seconds=min(READING_SHARE * left, READING_SECONDS),
             tries_loss=strategy.exact and strategy.divides_batches and self._chosen.ranks > 1,
             ranks=self._ranks,
         )

@@ -78,6 +78,15 @@ class _Mismatch:
     couples: bool = False
     """True where the order of the rows alone changes the loss."""
 
+    def measured(self, rows: int) -> str:
+        """What the losses of the parts and of the whole are. ``rows``: the number of all."""
+        one, other, both = self.losses
+        return (
+            f"it gives {one:.6g} for rows 1 to {len(self.parts[0])} of {rows}, {other:.6g} for the others and "
+            f"{both:.6g} for all, where the weights that count= gives these parts, {self.weights[0]:.4g} and "
+            f"{self.weights[1]:.4g}, make {self.weights[0] * one + self.weights[1] * other:.6g}"
+        )
+
 
 def probe_loss(
     loss: Callable[[Any, Any], Tensor], count: Count, outputs: Any, targets: Any, *, rows: int = ROWS
@@ -229,13 +238,7 @@ class _Probe:
 
     def _problem(self, found: Sequence[_Mismatch]) -> str:
         first = found[0]
-        rows = f"rows 1 to {len(first.parts[0])} of {self._rows}"
-        one, other, both = first.losses
-        measured = (
-            f"it gives {one:.6g} for {rows}, {other:.6g} for the others and {both:.6g} for all, where the weights that "
-            f"count= gives these parts, {first.weights[0]:.4g} and {first.weights[1]:.4g}, make "
-            f"{first.weights[0] * one + first.weights[1] * other:.6g}"
-        )
+        measured = first.measured(self._rows)
         if any(mismatch.couples for mismatch in found) or not self._one_weight(found):
             return (
                 f"the loss couples the rows of a batch: {measured}; give count=None, with which every worker computes "
@@ -248,10 +251,7 @@ class _Probe:
                 f"the loss is a sum over the rows where a mean is expected: {measured}; divide it by the number of its "
                 'terms (reduction="mean")'
             )
-        return (
-            f"the mean of the loss does not divide by count=: {measured}; it weighs them by {shown[0]:.4g} and "
-            f"{shown[1]:.4g}. Say what it divides by: {self._line(found)}"
-        )
+        return _of_count(found, self._fixed, self._rows)
 
     def _one_weight(self, found: Sequence[_Mismatch]) -> bool:
         """Tells whether the loss of a part has a weight that does not depend on the outputs."""
@@ -264,24 +264,70 @@ class _Probe:
                 return False
         return all(abs(a + b - 1.0) < SAME or abs(a + b - 2.0) < SAME for a, b in shown.values())
 
-    def _line(self, found: Sequence[_Mismatch]) -> str:
-        """Returns the line to write: of the counts that such losses usually have the one that fits, or some of them."""
-        for text, count in _usual(self._fixed):
-            if all(self._fits(count, mismatch) for mismatch in found):
-                return f"count=lambda targets: {text}"
-        return (
-            "count=lambda targets: float((targets != -100).sum()) where such labels are ignored, "
-            "count=lambda targets: float(weight[targets].sum()) where classes have weights, or count=None where the "
-            "loss couples the rows"
-        )
 
-    def _fits(self, count: Callable[[Any], float], mismatch: _Mismatch) -> bool:
-        try:
-            one, other = (count(tree.map_tensors(lambda t, p=part: t[p], self._fixed)) for part in mismatch.parts)  # type: ignore[misc]
-        except Exception:  # these targets have no such number
-            return False
-        assert mismatch.shown is not None
-        return bool(one + other) and abs(one / (one + other) - mismatch.shown[0]) < SAME
+def probe_model(
+    value: Callable[[list[int]], tuple[float, Tensor]], count: Count, targets: Any, *, rows: int
+) -> LossFinding:
+    """Tries a loss that a model computes by itself, on so many real rows. ``value`` returns the loss of some rows and
+    its gradient by all parameters, as one vector. Only a wrong count is found: rows that depend on each other may do
+    so in the model."""
+    fixed, everything = targets, list(range(rows))
+    found = list[_Mismatch]()
+    for first in (rows // 2, rows // 3, 1):
+        parts = everything[:first], everything[first:]
+        terms = [float(count(tree.map_tensors(lambda t, p=part: t[p], fixed))) for part in parts]  # type: ignore[misc]
+        (one, mine), (other, its), (both, whole) = value(parts[0]), value(parts[1]), value(everything)
+        shown = _fitted(mine, its, whole)
+        if shown is None or not all(terms):
+            return LossFinding()
+        weights = terms[0] / sum(terms), terms[1] / sum(terms)
+        if abs(shown[0] - weights[0]) > SAME:
+            found.append(_Mismatch(parts, weights, shown, (one, other, both)))
+    return LossFinding(_of_count(found, fixed, rows) if found else None)
+
+
+def _fitted(mine: Tensor, its: Tensor, whole: Tensor) -> tuple[float, float] | None:
+    """Returns the weights, of sum 1, with which two gradients make that of the whole; None where there are none."""
+    apart = mine - its
+    squares = float(apart @ apart)
+    scale = float(whole.abs().max())
+    if not squares or not scale or not math.isfinite(squares):
+        return None
+    weight = float(apart @ (whole - its)) / squares
+    if float((whole - its - weight * apart).abs().max()) > SAME * scale:
+        return None
+    return weight, 1.0 - weight
+
+
+def _of_count(found: Sequence[_Mismatch], fixed: Any, rows: int) -> str:
+    """Returns what is wrong with a count, by what the first mismatch shows, and the line to write."""
+    first = found[0]
+    assert first.shown is not None
+    return (
+        f"the mean of the loss does not divide by count=: {first.measured(rows)}; it weighs them by "
+        f"{first.shown[0]:.4g} and {first.shown[1]:.4g}. Say what it divides by: {_line(fixed, found)}"
+    )
+
+
+def _line(fixed: Any, found: Sequence[_Mismatch]) -> str:
+    """Returns the line to write: of the counts that such losses usually have the one that fits, or some of them."""
+    for text, count in _usual(fixed):
+        if all(_fits(fixed, count, mismatch) for mismatch in found):
+            return f"count=lambda targets: {text}"
+    return (
+        "count=lambda targets: float((targets != -100).sum()) where such labels are ignored, "
+        "count=lambda targets: float(weight[targets].sum()) where classes have weights, or count=None where the "
+        "loss couples the rows"
+    )
+
+
+def _fits(fixed: Any, count: Callable[[Any], float], mismatch: _Mismatch) -> bool:
+    try:
+        one, other = (count(tree.map_tensors(lambda t, p=part: t[p], fixed)) for part in mismatch.parts)  # type: ignore[misc]
+    except Exception:  # these targets have no such number
+        return False
+    assert mismatch.shown is not None
+    return bool(one + other) and abs(one / (one + other) - mismatch.shown[0]) < SAME
 
 
 def _leaves(values: Any, what: str) -> list[Tensor]:

@@ -16,12 +16,11 @@ from apportion.comm.channel import Channel
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import description_of
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.workload import Workload
-from apportion.parallel.batch_coupling.loss_probe import ROWS, LossFinding, probe_loss
+from apportion.parallel.batch_coupling.loss_probe import ROWS, LossFinding, probe_loss, probe_model
 from apportion.parallel.replica.initial_model import fresh_model
 from apportion.parallel.replica.replica import called
 from apportion.runtime.proof.proof_workload import chosen_rows, spread_with
@@ -31,6 +30,9 @@ from apportion.runtime.worker.job import Job
 
 FORWARD_ROWS = 6
 """The number of rows that the model is called with, to see what its outputs are like."""
+THROUGH_ROWS = 12
+"""The number of rows that the model is called with where it computes the loss by itself."""
+CPU = torch.device("cpu")
 
 
 def serve_survey(job: Job, world: World, channel: Channel) -> None:
@@ -67,28 +69,52 @@ def _tried(workload: Workload, data: Dataset[Any] | None, found: RareRows) -> Lo
     try:
         with seeded_rng(workload.seed), without_dropout(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outputs, targets = _outputs_and_targets(workload, data, found)
-            return probe_loss(workload.loss, workload.terms, outputs, targets, rows=workload.batch_size)
+            return _Tried(workload, data, found).finding()
     except Exception as error:  # the run, or its proof, will tell why
         return LossFinding(left=f"its model or its data could not be called for it ({type(error).__name__})")
 
 
-def _outputs_and_targets(workload: Workload, data: Dataset[Any], found: RareRows) -> tuple[Any, Any]:
-    """Returns the outputs of the model for a few rows, and the targets of many, the rare ones among them."""
-    index = spread_with(found.rows[: ROWS // 2], len(data), min(ROWS, len(data)))  # type: ignore[arg-type]
-    some = replace(
-        workload, data=lambda: chosen_rows(data, index), batch_size=len(index), order="sequential", evaluation=None
-    )
-    source = BatchSource(some, dtype=torch.float64)
-    batch = source.at(0)
-    model = fresh_model(some, torch.device("cpu"), torch.float64)
-    silence_recurrent_dropout(model)
-    few = _first_rows(batch, FORWARD_ROWS)
-    with torch.no_grad():
-        outputs = called(some, model, few, torch.device("cpu"))
-    return tree.map_tensors(torch.Tensor.detach, outputs), batch.targets
+class _Tried:
+    """A model, and many rows, the rare ones among them, for its loss to be tried on."""
 
+    def __init__(self, workload: Workload, data: Dataset[Any], found: RareRows) -> None:
+        many: int = len(data)  # type: ignore[arg-type]
+        index = spread_with(found.rows[: ROWS // 2], many, min(ROWS, many))
+        # In the order of their rarity, so that few of them have the rarest.
+        order = sorted(index, key=lambda row: found.rows.index(row) if row in found.rows else len(found.rows))
+        self._workload = workload
+        some = replace(
+            workload, data=lambda: chosen_rows(data, order), batch_size=len(order), order="sequential", evaluation=None
+        )
+        self._batch = BatchSource(some, dtype=torch.float64).at(0)
+        self._model = fresh_model(some, CPU, torch.float64)
+        silence_recurrent_dropout(self._model)
 
-def _first_rows(batch: Batch, rows: int) -> Batch:
-    parts = batch.parts(max(1, len(batch) // rows))
-    return parts[0]
+    def finding(self) -> LossFinding:
+        workload, batch = self._workload, self._batch
+        assert workload.loss is not None
+        assert workload.terms is not None
+        few = batch.parts(max(1, len(batch) // FORWARD_ROWS))[0]
+        with torch.no_grad():
+            outputs = tree.map_tensors(torch.Tensor.detach, called(workload, self._model, few, CPU))
+        found = probe_loss(workload.loss, workload.terms, outputs, batch.targets, rows=workload.batch_size)
+        if found.left is None or workload.carry is not None:
+            return found
+        rows = min(THROUGH_ROWS, len(batch))
+        through = probe_model(
+            self._value, workload.terms, tree.map_tensors(lambda t: t[:rows], batch.targets), rows=rows
+        )
+        return found if through.problem is None else through
+
+    def _value(self, rows: list[int]) -> tuple[float, torch.Tensor]:
+        """Returns the loss of some rows and its gradient by all parameters."""
+        assert self._workload.loss is not None
+        part = self._batch.replace(
+            inputs=tree.map_tensors(lambda t: t[rows], self._batch.inputs),
+            targets=tree.map_tensors(lambda t: t[rows], self._batch.targets),
+        )
+        loss = self._workload.loss(called(self._workload, self._model, part, CPU), part.targets).reshape(())
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
+        return float(loss.detach()), torch.cat([g.to_dense().flatten() for g in gradients])
