@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +329,184 @@ def test_a_run_resumed_on_other_workers_ends_as_one_device(kind: str, tmp_path: 
     calm = trained(workload(kind), tmp_path / "calm", "single_device", 1)
     trained(workload(kind), tmp_path / "left", "single_device", 1, leave=True)
     assert furthest(calm, trained(workload(kind), tmp_path / "left", resume=True)) < 1e-9
+
+
+PREVIOUS = Path(__file__).parent / "previous_version"
+
+
+def previous(name: str, tmp_path: Path) -> Path:
+    """A run directory that the version before state in Python was kept has left in its middle."""
+    return Path(shutil.copytree(PREVIOUS / name, tmp_path / name, symlinks=True))
+
+
+@pytest.mark.thorough
+def test_a_run_of_the_previous_version_resumes_where_python_keeps_nothing(tmp_path: Path, furthest: Any) -> None:
+    calm = trained(workload("plain"), tmp_path / "calm", "single_device", 1)
+    found = trained(workload("plain"), previous("plain", tmp_path), "single_device", 1, resume=True)
+    assert furthest(calm, found) == 0.0
+
+
+@pytest.mark.thorough
+def test_a_run_of_the_previous_version_is_refused_by_the_name_of_what_it_did_not_keep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step \d+ was written by an earlier apportion.*model.calls.*caches="):
+        trained(workload("number"), previous("counted", tmp_path), "single_device", 1, resume=True)
+
+
+class Inverse(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer: Any, rate: Callable[[int], float]) -> None:
+        self.rate = rate
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * self.rate(self.last_epoch) for base in self.base_lrs]
+
+
+class Keeping(torch.optim.SGD):
+    """An optimizer whose slots are of a kind that no checkpoint holds."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["seen"] = {"gradients": deque([1], maxlen=3)}
+        return super().step(closure)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("strategy", "workers"), [("single_device", 1), ("data_parallel", 2)])
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"schedule": lambda optimizer, steps: Inverse(optimizer, lambda step: 1 / (1 + step))}, "schedule.*rate"),
+        ({"optimizer": lambda parameters: Keeping(parameters, lr=0.1)}, "Keeping keeps seen"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    changes: Any, named: str, strategy: str, workers: int, tmp_path: Path
+) -> None:
+    work, launcher, seen = workload("plain", **changes), apportion.local(workers=workers), list[str]()
+    with pytest.raises(ValueError, match=named):
+        seen += (
+            e.kind for e in apportion.run(work, strategy, launcher=launcher, run_dir=tmp_path / "run", check=False)
+        )
+    assert "step" not in seen
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["single_device", "data_parallel"])
+def test_a_learning_rate_that_is_a_tensor_resumes_as_one(strategy: str, tmp_path: Path, furthest: Any) -> None:
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=torch.tensor(0.01))
+
+    work, workers = workload("plain", optimizer=adam, precision="float32"), 1 if strategy == "single_device" else 2
+    calm = trained(work, tmp_path / "calm", strategy, workers)
+    trained(work, tmp_path / "left", strategy, workers, leave=True)
+    assert furthest(calm, trained(work, tmp_path / "left", strategy, workers, resume=True)) == 0.0
+
+
+INPUTS = torch.randn(200, 10, generator=torch.Generator().manual_seed(1))
+
+
+def curriculum() -> Curriculum:
+    return Curriculum(INPUTS, INPUTS[:, :3].argmax(1))
+
+
+@pytest.mark.thorough
+def test_a_curriculum_goes_on_after_a_loss_and_on_as_many_workers(tmp_path: Path, furthest: Any) -> None:
+    work = workload("plain", data=curriculum)
+    calm = trained(work, tmp_path / "calm")
+    assert furthest(calm, trained(work, tmp_path / "killed", kill=True)) == 0.0
+    trained(work, tmp_path / "left", leave=True)
+    assert furthest(calm, trained(work, tmp_path / "left", resume=True)) == 0.0
+
+
+@pytest.mark.thorough
+def test_a_curriculum_is_refused_on_another_number_of_workers(tmp_path: Path) -> None:
+    work = workload("plain", data=curriculum)
+    trained(work, tmp_path / "left", leave=True)
+    with pytest.raises(ValueError, match=r"data.given .*fetched by 2 workers.*workers=2"):
+        trained(work, tmp_path / "left", "single_device", 1, resume=True)
+
+
+class Noting(nn.Linear):
+    """A number that each rank takes from its own rows."""
+
+    first = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = x.detach()[0, 0].item()
+        return super().forward(x)
+
+
+class Iterating(nn.Linear):
+    """An iterator, whose position cannot be read."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.rates = iter([1 / (1 + 0.05 * i) for i in range(1000)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.rates)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "workers", "name"),
+    [(lambda: Noting(10, 3), 2, "model.first"), (lambda: Iterating(10, 3), 1, "model.rates")],
+)
+def test_what_cannot_be_carried_is_named_and_a_resume_refused(
+    model: Any, workers: int, name: str, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+    strategy = "data_parallel" if workers > 1 else "single_device"
+    trained(workload("plain", model=model), tmp_path / "left", strategy, workers, leave=True, heard=heard)
+    assert any(cause.startswith(name) and "caches=" in cause for cause in heard), heard
+    with pytest.raises(ValueError, match=name):
+        trained(workload("plain", model=model), tmp_path / "left", strategy, workers, resume=True)
+
+
+@pytest.mark.thorough
+def test_a_killed_worker_never_loses_silently_what_ranks_have_of_their_own(tmp_path: Path, furthest: Any) -> None:
+    work, heard = workload("plain", model=lambda: Noting(10, 3)), list[str]()
+    calm = trained(work, tmp_path / "calm")
+    found: dict[str, Tensor] | None = None
+    with suppress(apportion.errors.ApportionError, ValueError):  # or it goes back to the beginning
+        found = trained(work, tmp_path / "killed", kill=True, heard=heard)
+    assert found is None or furthest(calm, found) == 0.0
+    assert any("model.first" in cause for cause in heard)
+
+
+@pytest.mark.thorough
+def test_what_training_does_not_depend_on_can_be_named(tmp_path: Path) -> None:
+    work, heard = workload("plain", model=lambda: Noting(10, 3), caches=("Noting.first",)), list[str]()
+    trained(work, tmp_path / "left", leave=True, heard=heard)
+    assert not heard
+    trained(work, tmp_path / "left", resume=True)
+
+
+@pytest.mark.thorough
+def test_state_in_loading_processes_is_named_before_the_first_step(tmp_path: Path) -> None:
+    work, launcher = workload("plain", data=curriculum), apportion.local(workers=1, loaders=1)
+    events = [*apportion.run(work, "single_device", launcher=launcher, run_dir=tmp_path / "run", check=False)]
+    (named,) = (e for e in events if e.kind == "fault")
+    assert "data.given is changed by the processes that load the rows" in named.data["cause"]
+    assert named.step == 0
+
+
+class Described(Numbered):
+    """Extra state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls, "names": ("a", "b")}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["names"] == ("a", "b")
+        self.calls = state["calls"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [lambda: Numbered(10, 3), lambda: Described(10, 3), lambda: Extra(10, 3)])
+def test_a_loaded_network_computes_what_the_trained_one_does(model: Any, tmp_path: Path) -> None:
+    work = workload("plain", model=model, data=lambda: TensorDataset(INPUTS, INPUTS[:, :3].argmax(1)))
+    trained(work, tmp_path / "run", "single_device", 1)
+    loaded = apportion.load(tmp_path / "run", model=model)
+    assert getattr(loaded, "calls", None) == STEPS or loaded.last >= STEPS

@@ -11,6 +11,7 @@ import random
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
 from operator import is_
 from typing import Any, NamedTuple, final
 
@@ -250,6 +251,28 @@ class ExtraLeaf(Leaf):
 def has_extra_state(module: nn.Module) -> bool:
     """Tell whether a module gives what torch keeps beside its tensors."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's ``state_dict()``: what ``get_extra_state`` gives may be something else."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load the tensors of a model's ``state_dict()``; what is no tensor in it stays as it is."""
+    others = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    model.load_state_dict({**others, **tensors})
+
+
+def refuse_other_extra_state(model: nn.Module, strategy: str) -> None:
+    """Raise ValueError where a module gives something else than a tensor by ``get_extra_state``."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            place = name.rpartition("_extra_state")[0].rstrip(".") or "the model"
+            raise ValueError(
+                f"{place} gives a {type(value).__name__} by get_extra_state(), and {strategy} keeps tensors alone: "
+                "give a tensor, or use data_parallel"
+            )
 
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -206,6 +206,23 @@ class PythonState:
         pairs = [*zip(self._leaves, self._contents, strict=True), *under]
         return {id(leaf.target): leaf.value(kept) for leaf, kept in pairs if not isinstance(leaf, ExtraLeaf)}
 
+    def try_loading(self, load: Callable[[], Any]) -> None:
+        """Find what the data set changes as it gives rows (``load``), where other processes load them: it is lost with
+        them. It is as before afterwards."""
+        self._keep(thorough=True)
+        try:
+            load()
+        except Exception:  # the first step raises the same, at its own line
+            return
+        now, reason = self._entries.now(), "changed by the processes that load the rows, each of which has its own"
+        for i in self._entries.changed(now):
+            if self._entries.of[i].root in _BY_ROWS and self._is_state(self._entries.kept[i], now[i]):
+                self.lose(self._entries.name(i), reason)
+        for leaf, kept in zip(self._leaves, self._contents, strict=True):
+            if leaf.root in _BY_ROWS and not leaf.same(kept, thorough=True):
+                self.lose(leaf.name, reason)
+        self.reset()
+
     # Going back
 
     def reset(self) -> None:
@@ -332,6 +349,10 @@ class PythonState:
                 else:
                     scope.set(key, reader.value(told, scope.mapping.get(key)))
         self._loaded()
+
+    def show(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
+        """Put what has a place here and is not lost, for a network that is only looked at."""
+        self.load({part: record[part] for part in ("entries", "objects") if part in record}, tensors, partly=True)
 
     def _begin_anew(self, record: Record) -> None:
         """Put what the record does not have to what it was in the beginning."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
+from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import Recoverable, State
@@ -73,6 +74,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         self._made = self._rows = self._examples = self._scheduled = 0
         self._met = False
         """True once this round's contribution is in an average."""
+        refuse_other_extra_state(self.model, "local_sgd")
         self._replica.python.apart = "kept by each worker for itself between two averages"
         self._settings: dict[int, dict[str, Any]] = {}
         """The optimizers' settings by the number of batches handed out: those of the last average, and later ones."""

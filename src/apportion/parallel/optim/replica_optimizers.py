@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -11,10 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from apportion.core.json_data import from_plain, to_plain
+from apportion.core.sampling.rng import seeded_rng
 from apportion.core.strategy import State
 from apportion.core.torch_private import mark_stepped
 from apportion.core.workload import Workload
 from apportion.parallel.optim import closure
+
+TRIED_NUMBERS = 4_000_000
+"""The numbers of parameters up to which an optimizer of the user's own is tried before the first step."""
 
 
 @final
@@ -84,6 +89,44 @@ class ReplicaOptimizers(dict[str, Optimizer]):
                 f"{error}; leave it out of what state_dict() gives, as torch's LambdaLR leaves out its functions"
             ) from None
 
+        self._try_slots()
+
+    def _try_slots(self) -> None:
+        """Raise ValueError where an optimizer of the user's own keeps what a checkpoint cannot hold: it makes an update
+        of copies, if they are small."""
+        if all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self.values()):
+            return
+        if sum(p.numel() for p in self._names) > TRIED_NUMBERS:
+            return
+        found: list[Optimizer] = []
+        with seeded_rng(self._workload.seed), suppress(Exception):
+            named = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for p, name in self._names.items()]
+            made = self._workload.optimizer(named)
+            tried = [made] if isinstance(made, Optimizer) else [*made.values()]
+            for _, p in named:
+                p.grad = torch.zeros_like(p)
+            found = [] if any(one is own for one in tried for own in self.values()) else tried
+            for optimizer in found:
+                optimizer.step()
+        for optimizer in found:
+            self._must_keep(optimizer, {p: name for name, p in named})
+
+    def must_hold_slots(self) -> None:
+        """Raise ValueError where an optimizer keeps what a checkpoint cannot hold."""
+        for optimizer in self.values():
+            self._must_keep(optimizer, self._names)
+
+    @staticmethod
+    def _must_keep(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
+        state: Mapping[Any, Mapping[str, Any]] = optimizer.state
+        for p, slots in state.items():
+            for slot, value in slots.items():
+                if not closure.can_be_kept(value):
+                    raise ValueError(
+                        f"{type(optimizer).__name__} keeps {slot} of {names[p]} as a {type(value).__name__}: only "
+                        "optimizers whose state is tensors, numbers and lists of them can be saved"
+                    )
+
     # An update
 
     def unscale_and_clip(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
@@ -113,14 +156,10 @@ class ReplicaOptimizers(dict[str, Optimizer]):
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the optimizers' state by name, as they are."""
         for owner, optimizer in self.items():
+            self._must_keep(optimizer, self._names)
             parameters: Mapping[Any, Mapping[str, Any]] = optimizer.state
             for p, slots in parameters.items():
                 for slot, value in slots.items():
-                    if not closure.can_be_kept(value):
-                        raise ValueError(
-                            f"{type(optimizer).__name__} keeps {slot} of {self._names[p]} as a {type(value).__name__}: "
-                            "only optimizers whose state is tensors, numbers and lists of them can be saved"
-                        )
                     for name, tensor in closure.tensors(slot, value):
                         yield f"{owner}/{self._names[p]}/{name}".lstrip("/"), tensor
 

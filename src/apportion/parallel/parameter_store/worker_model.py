@@ -18,6 +18,7 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
+from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State
@@ -76,6 +77,7 @@ class StoreWorker:
         self._split = split
         self.replica = Replica(workload, rank=0, device=device) if split is None else split.replica
         replica = self.replica
+        refuse_other_extra_state(replica.model, "a parameter store")
         refuse_tied_by_memory(replica.model, "a parameter store keeps every weight by itself")
         refuse_renormalising(replica.model, "the store would never hear of it")
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))

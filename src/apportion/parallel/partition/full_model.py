@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.core.fingerprint import fingerprint
+from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.sampling.sampler import Sampler
 from apportion.core.workload import Workload
 from apportion.parallel.partition.tensor_shards import TensorShard
@@ -20,6 +21,7 @@ class FullModel:
     def __init__(self, model: nn.Module, workload: Workload, deal: Sampler) -> None:
         names = dict(model.named_parameters(remove_duplicate=False))
         firsts: dict[Any, str] = {p: name for name, p in model.named_parameters()}
+        refuse_other_extra_state(model, "a strategy that divides the network")
         state = model.state_dict()
         layers = dict(model.named_modules(remove_duplicate=False))
         buffers: dict[Any, str] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from apportion.comm.group import Alone, Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import mix
@@ -84,9 +85,9 @@ class Replica:
         """Make the learning-rate schedules, now that the number of updates is known; before the first step."""
         self.forward.note()
         self.optimizers.start_schedules(total_steps)
-        self.optimizers.must_be_storable()
         for name, optimizer in self.optimizers.items():
             self.python.watch(**{f"optimizer {name}".rstrip(): optimizer})
+        self.optimizers.must_be_storable()
         for name, schedule in self.optimizers.schedules.items():
             self.python.watch(**{f"schedule {name}".rstrip(): schedule})
         self.python.reset()
@@ -207,6 +208,8 @@ class Replica:
             p.grad = None
         with self.settled:
             self.step += 1
+            if self.step == 1:
+                self.optimizers.must_hold_slots()
             self.keep_buffers()
             if self.carry is not None:
                 self.carry.commit()
@@ -296,7 +299,7 @@ class Replica:
 
     def _committed_model(self) -> dict[str, Tensor]:
         committed = self.forward.copies()
-        return {name: committed.get(name, tensor) for name, tensor in self.model.state_dict().items()}
+        return {name: committed.get(name, tensor) for name, tensor in tensors_of(self.model).items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a state would hold copies of, as they are, by the names of ``State.tensors``."""
@@ -311,7 +314,7 @@ class Replica:
 
     def _load(self, state: State, rows: slice) -> None:
         self.forward.make_room(state.model)
-        self.model.load_state_dict(state.model)
+        load_tensors(self.model, state.model)
         self.optimizers.load(state)
         if self.carry is not None:
             self.carry.load(state.carry, rows)

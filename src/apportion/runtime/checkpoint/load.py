@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.address import load_workload
+from apportion.core.python_state.leaves import load_tensors, tensors_of
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.rng import fork_rng, gpus_in_use, seed_host
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint import code_ownership
-from apportion.runtime.checkpoint.run_directory import RunDirectory, model_files, read_model
+from apportion.runtime.checkpoint.run_directory import RunDirectory, model_files, python_files, read_model, read_python
 
 _T = TypeVar("_T")
 
@@ -44,9 +46,12 @@ def load(
     where the model cannot be made, CheckpointError where the checkpoint cannot be trusted or does not fit it.
     """
     path = Path(run_dir)
-    run, tensors = _read(path, which, read_model)
+    run, (tensors, (record, beside)) = _read(path, which, lambda folder: (read_model(folder), read_python(folder)))
     module = _build(run, model, trust)
+    python = PythonState()
+    python.watch(model=module)
     _fill(module, tensors, path)
+    python.show(record, beside)
     return module.eval()
 
 
@@ -64,7 +69,7 @@ def pinned(
         shutil.rmtree(made, ignore_errors=True)  # of an attempt that a writer has crossed
         made.mkdir(parents=True)
         try:
-            for name in ("state.json", *model_files(checkpoint)):
+            for name in ("state.json", *model_files(checkpoint), *python_files(checkpoint)):
                 _link(checkpoint / name, made / name)
         except FileNotFoundError as error:
             raise CheckpointError(f"{checkpoint} is not whole: there is no {error.filename}") from error
@@ -218,7 +223,7 @@ def _not_own(place: str, file: Path, recorded: object, projects: Sequence[Path])
 def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
     if {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float64}:
         module.to(torch.float64)  # as precision="float64" trained it, with what is not saved
-    own = module.state_dict()
+    own = tensors_of(module)
     beside = {n: b for n, b in module.named_buffers() if n in tensors and n not in own}
     own |= beside
     wrong = [f"{name} is only in the checkpoint" for name in tensors if name not in own]
@@ -234,6 +239,6 @@ def _fill(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
             f"{path} does not fit the model: {'; '.join(wrong[:4])}{more}. Give the model it was trained with: "
             "load(..., model=...)"
         )
-    module.load_state_dict({name: t for name, t in tensors.items() if name not in beside})
+    load_tensors(module, {name: t for name, t in tensors.items() if name not in beside})
     for name, buffer in beside.items():
         buffer.copy_(tensors[name])

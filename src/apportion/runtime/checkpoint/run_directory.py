@@ -351,6 +351,21 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in names for name, tensor in read_tensors(folder / file).items()}
 
 
+def read_python(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns what training kept in Python: its record, and the tensors that belong to it."""
+    manifest = _read_manifest(folder / "state.json")
+    tensors: dict[str, Tensor] = {}
+    for name in python_files(folder):
+        _verify(folder, name)
+        tensors |= read_tensors(folder / name)
+    return manifest["settings"].get("python", {}), tensors
+
+
+def python_files(folder: Path) -> list[str]:
+    """Returns those files of a checkpoint that have tensors of what training kept in Python."""
+    return [name for name in _read_manifest(folder / "state.json")["files"] if name == "python.safetensors"]
+
+
 def model_files(folder: Path) -> list[str]:
     """Returns those files of a checkpoint that have the model's tensors."""
     others = ("optimizer.safetensors", "carry.safetensors", "python.safetensors")

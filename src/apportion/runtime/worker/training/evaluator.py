@@ -24,13 +24,15 @@ from multiprocessing.process import BaseProcess
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from apportion.comm.group import Alone
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
+from apportion.core.python_state.leaves import load_tensors
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.strategy import State
 from apportion.core.workload import Evaluation, Workload
 from apportion.errors import ApportionError
@@ -165,7 +167,8 @@ class Evaluator:
 
 def _packed(state: State) -> bytes:
     file = io.BytesIO()
-    torch.save({"model": state.model, "buffers": state.buffers}, file)
+    record = state.settings.get("python", {})
+    torch.save({"model": state.model, "buffers": state.buffers, "python": state.python, "record": record}, file)
     return file.getvalue()
 
 
@@ -219,14 +222,17 @@ class _Snapshot:
         self._source = BatchSource.of_evaluation(workload, device=self.device, dtype=dtype)
         self.model: nn.Module = workload.model().to(device=self.device, dtype=self._source.dtype).eval()
         self._source.acts(self.model)
+        self._python = PythonState()
+        self._python.watch(model=self.model)
 
-    def metrics(self, asked: Mapping[str, Mapping[str, Tensor]], beat: Callable[[], None]) -> Mapping[str, float]:
+    def metrics(self, asked: Mapping[str, Mapping[str, Any]], beat: Callable[[], None]) -> Mapping[str, float]:
         """The metrics of this state."""
         buffers = dict(self.model.named_buffers())
-        self.model.load_state_dict(asked["model"])  # in place: whatever acts has seen these tensors
+        load_tensors(self.model, asked["model"])  # in place: whatever acts has seen these tensors
         with torch.no_grad():
             for name, values in asked["buffers"].items():
                 buffers[name].copy_(values)
+        self._python.show(dict(asked["record"]), asked["python"])
         if isinstance(dataset := self._source.dataset, ActedDataset):
             dataset.beat = beat
         return evaluate(self, self._evaluation, self._source, Alone(), beat)
