@@ -85,6 +85,8 @@ class StepCoordinator:
         self._last, self._saved_at, self._gap = done, done, 1
         if not control.progress.saved_at:
             self._note_save()
+        self.differ = False
+        """True where the last marks were not the same on every rank."""
         self.next = done + 1
         """The step after which ``poll`` is called, by all ranks."""
 
@@ -96,17 +98,17 @@ class StepCoordinator:
         self._saved_at = min(self._saved_at, max(0, done - 1))
 
     @collective
-    def poll(self, done: int, save_seconds: float, mark: int = 0) -> tuple[bool, bool, bool]:
-        """Returns (stop, save, differ), the same on every rank. ``save_seconds``: the seconds that the last checkpoint
-        took; ``mark``: a number that is to be the same on every rank, and whether it differs is the last answer. Rank 0
-        decides, but each rank may have been told to end."""
+    def poll(self, done: int, save_seconds: float, mark: int = 0) -> tuple[bool, bool]:
+        """Returns (stop, save), the same on every rank. ``save_seconds``: the seconds that the last checkpoint took;
+        ``mark``: a number that is to be the same on every rank (``differ``). Rank 0 decides, but each rank may have
+        been told to end."""
         now, control = time.monotonic(), self._control
         save = self._save_due(done, save_seconds)
         answer = [int(control.stop), int(save), self._next(done, now), control.notice]
-        differ = False
+        self.differ = False
         if self._group.size > 1:
             told = self._group.all_gather(torch.tensor([*answer, mark], dtype=torch.int64, device=self._device))
-            differ = bool((told[:, 4] != told[0, 4]).any())
+            self.differ = bool((told[:, 4] != told[0, 4]).any())
             answer = [*told[0, :3].tolist(), int(told[:, 3].max())]
         if answer[1]:
             self._note_save()
@@ -114,7 +116,7 @@ class StepCoordinator:
         self._asked, self._last, self.next = time.monotonic(), done, answer[2]
         control.notice = answer[3] or control.notice  # one that came meanwhile is for the next time
         control.ending = bool(answer[0] or answer[3])
-        return control.ending, bool(answer[1]), differ
+        return control.ending, bool(answer[1])
 
     def _save_due(self, done: int, save_seconds: float) -> bool:
         if self._steps is not None:

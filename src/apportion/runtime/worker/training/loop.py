@@ -274,8 +274,8 @@ class _TrainingLoop:
         """Saves where the ranks agree to; returns whether they agree to stop."""
         python = self.step.python
         mark = python.digest() if python is not None and not self.step.whole else 0
-        stop, save, differ = self.coordinator.poll(self.done, self.checkpoints.saver.seconds, mark)
-        if differ and python is not None:
+        stop, save = self.coordinator.poll(self.done, self.checkpoints.saver.seconds, mark)
+        if self.coordinator.differ and python is not None:
             lose_what_differs(python, self.group, self.world.device)
         if save or stop:
             self.meter.pause()
