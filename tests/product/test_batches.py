@@ -119,3 +119,165 @@ def test_targets_that_are_lists_are_named_where_a_loss_joins_them(collate: Any, 
     )  # fmt: skip
     with pytest.raises(Exception, match=r"targets(\['boxes'\])? is a list of \d entries"):
         trained(workload, "data_parallel", 2)
+
+
+# A carried state in a wavefront
+
+
+class StackedState(nn.Module):
+    """Keeps hidden state and cell as one tensor, with the row first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(12, 8), nn.LSTM(8, 8, 2, batch_first=True), nn.Linear(8, 12)
+
+    def forward(self, tokens: torch.Tensor, state: torch.Tensor) -> Any:
+        hidden, cell = (state[:, i].transpose(0, 1).contiguous() for i in range(2))
+        outputs, (hidden, cell) = self.layers(self.embed(tokens), (hidden, cell))
+        return self.head(outputs).transpose(1, 2), torch.stack([hidden, cell], 1).transpose(0, 2)
+
+
+class ScaledState(nn.Module):
+    """Damps its state before it goes on with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(12, 8), nn.GRU(8, 8, 2, batch_first=True), nn.Linear(8, 12)
+
+    def forward(self, tokens: torch.Tensor, state: torch.Tensor) -> Any:
+        outputs, state = self.layers(self.embed(tokens), (0.5 * state).transpose(0, 1).contiguous())
+        return self.head(outputs).transpose(1, 2), state.transpose(0, 1)
+
+
+def text() -> torch.utils.data.TensorDataset:
+    tokens = torch.randint(0, 12, (60, 7), generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(tokens, tokens.roll(-1, 1))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "shape"), [(StackedState, (2, 2, 8)), (ScaledState, (2, 8))])
+def test_a_state_that_the_network_takes_apart_is_carried(model: Any, shape: Any, trained: Any, furthest: Any) -> None:
+    workload = apportion.Workload(
+        model=model, data=text, loss=F.cross_entropy, count=lambda tokens: float(tokens.numel()), optimizer=sgd,
+        batch_size=6, order="sequential", carry=lambda rows: torch.zeros(rows, *shape), precision="float64",
+    )  # fmt: skip
+    assert furthest(trained(workload), trained(workload, "wavefront_parallel", 2)) < 1e-9
+
+
+# What a network writes between its layers
+
+
+class Largest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("largest", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        if self.training:
+            with torch.no_grad():
+                self.largest.copy_(torch.maximum(self.largest, hidden.amax(0)))
+        return self.second(hidden - self.largest)
+
+
+class Queue(nn.Module):
+    """Compares with what it has seen before, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("queue", torch.randn(16, 8, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys = self.first(x).tanh()
+        near = keys + 0.1 * (keys @ self.queue.T).softmax(1) @ self.queue
+        if self.training:
+            self.queue[: len(keys)] = keys.detach()
+        return self.second(near)
+
+
+def points() -> list[Any]:
+    return [(x, x[:4].argmax()) for x in torch.randn(40, 6, generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["layer_placement", "pipeline_parallel"])
+@pytest.mark.parametrize(("model", "name"), [(Largest, "largest"), (Queue, "queue")])
+def test_a_buffer_that_changes_between_layers_is_named(model: Any, name: str, strategy: str, trained: Any) -> None:
+    workload = apportion.Workload(model=model, data=points, loss=F.cross_entropy, optimizer=sgd, batch_size=10)
+    with pytest.raises(Exception, match=rf"(changes its own|buffer) {name}"):
+        trained(workload, strategy, 2)
+
+
+class Masked(nn.Module):
+    """Keeps a tensor as a plain attribute, which no state holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)])
+        self.scale = torch.linspace(0.5, 1.5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = (layer(x) * self.scale.to(x)).tanh()
+        return self.layers[-1](x)
+
+
+class Remembers(Masked):
+    """Keeps what it computed, and takes it up again within the same call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.layers[0](x).tanh()
+        return self.layers[2](self.layers[1](self.kept) + self.kept)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["layer_placement", "pipeline_parallel"])
+@pytest.mark.parametrize("model", [Masked, Remembers])
+def test_a_tensor_that_is_a_plain_attribute_trains(model: Any, strategy: str, trained: Any, furthest: Any) -> None:
+    workload = apportion.Workload(
+        model=model, data=points, loss=F.cross_entropy, optimizer=sgd, batch_size=10, precision="float64"
+    )
+    assert furthest(trained(workload), trained(workload, strategy, 2)) < 1e-9
+
+
+# A packed sequence between layers
+
+
+class PackedBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.GRU(6, 8, batch_first=True), nn.GRU(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.second(self.first(packed)[0])[1][-1])
+
+
+class PackedOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Linear(6, 8), nn.LSTM(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = nn.utils.rnn.pad_packed_sequence(self.layers(packed)[0], batch_first=True)
+        return self.head(outputs.sum(1))
+
+
+def with_lengths(samples: list[torch.Tensor]) -> Any:
+    lengths = torch.tensor([len(x) for x in samples])
+    return (pad_sequence(samples, batch_first=True), lengths), lengths % 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["layer_placement", "pipeline_parallel"])
+@pytest.mark.parametrize("model", [PackedBetween, PackedOnce])
+def test_a_packed_sequence_between_layers_is_named(model: Any, strategy: str, trained: Any) -> None:
+    workload = apportion.Workload(
+        model=model, data=lambda: [torch.randn(2 + i % 9, 6) for i in range(60)], collate=with_lengths,
+        loss=F.cross_entropy, optimizer=sgd, batch_size=12,
+    )  # fmt: skip
+    with pytest.raises(Exception, match=r"PackedSequence.*data_parallel"):
+        trained(workload, strategy, 2)

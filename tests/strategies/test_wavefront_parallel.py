@@ -543,12 +543,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
     make, why = REFUSED[name]
     with pytest.raises(ValueError, match=why):
-        cut(make(), networks.classes(5, WORDS, 7), carries=False)
+        cut(make(), networks.classes(5, WORDS, 7), carry=None)
 
 
 def test_a_state_made_of_outputs_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="is made of the outputs of net"):
-        cut(StateOfOutputs(nn.LSTM, 2), networks.classes(5, WORDS, 7), carries=True)
+        cut(StateOfOutputs(nn.LSTM, 2), networks.classes(5, WORDS, 7), carry=lambda rows: torch.zeros(rows, 2, 8))
 
 
 def test_what_a_workload_asks_for_in_vain_is_refused_by_name() -> None:
@@ -568,7 +568,7 @@ def test_a_model_is_left_as_it_was_by_being_traced() -> None:
     model = MODELS["two_inputs_and_a_normalisation"]().model()
     model.get_submodule("norm").eval()
     sample = (networks.numbers(5, 7, 4).float(), networks.numbers(5, 7).float())
-    found = cut(model, sample, carries=False)
+    found = cut(model, sample, carry=None)
     assert model.training
     assert not model.get_submodule("norm").training
     assert found.path == "net"

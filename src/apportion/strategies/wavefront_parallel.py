@@ -103,13 +103,13 @@ class WavefrontParallel(Strategy):
         return SplitStep(workload, world, part(world), again=part)
 
     def _part(self, model: nn.Module, inputs: Any, workload: Workload, world: World) -> Part:
-        found = cut(model, inputs, carries=workload.carry is not None)
+        seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
+        found = cut(model, inputs, carry=None if seen is None else seen.fresh)
         layers = found.net.num_layers
         if layers < world.size:
             raise ValueError(_too_few(found.path or type(model).__name__, layers, world.size))
         if world.size == 1:
             return ReplicatedPart(model)
-        seen = Carry(workload.carry, world.device, workload.dtype) if workload.carry is not None else None
         return WavefrontPart(found, world.group(), self.chunk, seen)
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:

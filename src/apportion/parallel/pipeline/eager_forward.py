@@ -24,10 +24,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import swap_tensors
 
 from apportion.core import tree
-from apportion.parallel.pipeline.eager_walk import NUMBER, WITHIN, Walk, another, into, writes
+from apportion.parallel.pipeline.eager_walk import NUMBER, WITHIN, Walk, into, writes
 from apportion.parallel.pipeline.meta_shapes import CannotRun, alike, fresh, leaves, on_meta, shapes_of
 
 END = 1 << 30
@@ -119,8 +120,6 @@ class OwnForward:
 
     def _walked(self, walk: Walk, inputs: Any) -> Any:
         self._walk = walk
-        for t in leaves(inputs):
-            vars(t).pop(NUMBER, None)
         try:
             with walk:
                 return tree.call(self.model, inputs)
@@ -136,6 +135,10 @@ def _intercepted(kind: type, call: Callable[..., Any]) -> type:
 
     names = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names)
+
+
+def _values(result: Any) -> tuple[Any, ...]:
+    return result if type(result) is tuple else (result,)
 
 
 @final
@@ -155,6 +158,11 @@ class _Recording(Walk):
         self.found.modules.append(module)
         given = list(leaves((args, kwargs)))
         result = super().call(module, run, args, kwargs)
+        if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values(), *_values(result))):
+            raise CannotRun(
+                f"{name} is given a PackedSequence, or gives one, whose sizes another stage would not have: pack and "
+                "unpack within one module that both layers are in, or use data_parallel"
+            )
         self.found.like.append(alike(result, given))
         return result
 
@@ -178,7 +186,7 @@ class _Recording(Walk):
         for t in given:
             if isinstance(t, nn.Parameter):
                 self.found.parameters.setdefault(id(t), set()).add(at)
-            elif (number := getattr(t, NUMBER, None)) is not None:
+            elif (number := self.number_of(t)) is not None:
                 self.found.used[number] = at
             else:
                 self.free("a layer or a function" if at != END else "the caller", [t])
@@ -228,7 +236,7 @@ class _Stretch(Walk):
         self.calls += 1
         given = list(leaves((args, kwargs)))
         with self.called():
-            result = another(shapes_of(module, self.own.names[module], args, kwargs, like), given)
+            result = self.another(shapes_of(module, self.own.names[module], args, kwargs, like), given)
         self.number(result, given)
         return result
 
@@ -241,7 +249,7 @@ class _Stretch(Walk):
             if tensor.shape != self._kept[number].shape:
                 raise self.other_way()
             swap_tensors(self._kept[number], tensor)
-            setattr(self._kept[number], NUMBER, number)
+            setattr(self._kept[number], NUMBER, (self, number))
         self._computes = True
 
     def handed_on(self) -> list[Any]:

@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from apportion.parallel.pipeline.meta_shapes import fresh, leaves, mapped
 
 NUMBER = "_apportion_number"
-"""The attribute that holds the number of a tensor which depends on a module or a parameter."""
+"""The attribute that holds the number of a tensor which depends on a module or a parameter, with the walk that gave it:
+a buffer that a forward writes to is there in the next walk too."""
 WITHIN = "_apportion_within"
 """The attribute that holds, in a recording, the name of the module within which a tensor was made."""
 _DEVICE: Any = Tensor.device.__get__
@@ -62,17 +63,19 @@ class Walk(TorchFunctionMode):
         if name in _ASKS:
             return func(*args, **kwargs)
         given = list(leaves((args, kwargs)))
-        if name not in _DRAWS and not any(hasattr(t, NUMBER) or isinstance(t, nn.Parameter) for t in given):
+        if name not in _DRAWS and not any(self.number_of(t) is not None or isinstance(t, nn.Parameter) for t in given):
             self.free(name, given)
             return func(*args, **kwargs)
         self.use(given, self.calls)
         result = self.compute(func, name, args, kwargs, given)
         if writes(name, kwargs):
-            given = [t for t in given if hasattr(t, NUMBER) or not any(t is one for one in into(args, kwargs))]
+            given = [
+                t for t in given if self.number_of(t) is not None or not any(t is one for one in into(args, kwargs))
+            ]
             self.number(into(args, kwargs), given)
             given = [*given, *into(args, kwargs)]
         else:
-            result = another(result, given)
+            result = self.another(result, given)
         self.number(result, given)
         return result
 
@@ -82,7 +85,7 @@ class Walk(TorchFunctionMode):
         for t in leaves(result):
             if id(t) not in known and not isinstance(t, nn.Parameter):
                 known.add(id(t))
-                setattr(t, NUMBER, self.values)
+                setattr(t, NUMBER, (self, self.values))
                 self.named(t)
                 self.values += 1
 
@@ -109,9 +112,27 @@ class Walk(TorchFunctionMode):
         given = list(leaves((args, kwargs)))
         self.use(given, self.calls)
         with self.called():
-            result = another(run(*args, **kwargs), given)
+            result = self.another(run(*args, **kwargs), given)
         self.number(result, given)
         return result
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number that this walk has given a tensor; None: none."""
+        walk, number = getattr(tensor, NUMBER, (None, None))
+        return number if walk is self else None
+
+    def another(self, result: Any, given: Sequence[Tensor]) -> Any:
+        """The result, in which another tensor of the same elements stands for each one that was given: whether
+        ``contiguous`` gives what it is given depends on strides, which differ for other rows and on the meta device,
+        and numbers may not."""
+
+        def one(t: Any) -> Any:
+            numbered = isinstance(t, Tensor) and self.number_of(t) is not None
+            if not numbered or t.layout != torch.strided or not any(t is g for g in given):
+                return t
+            return fresh(t, ()) if t.is_meta else torch.ops.aten.alias.default(t)
+
+        return mapped(result, one)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -128,19 +149,6 @@ class Walk(TorchFunctionMode):
             yield
         finally:
             self.inside, self._counts = False, True
-
-
-def another(result: Any, given: Sequence[Tensor]) -> Any:
-    """The result, in which another tensor of the same elements stands for each one that was given: whether
-    ``contiguous`` gives what it is given depends on strides, which differ for other rows and on the meta device, and
-    numbers may not."""
-
-    def one(t: Any) -> Any:
-        if not hasattr(t, NUMBER) or t.layout != torch.strided or not any(t is g for g in given):
-            return t
-        return fresh(t, ()) if t.is_meta else torch.ops.aten.alias.default(t)
-
-    return mapped(result, one)
 
 
 def writes(name: str, kwargs: Any) -> bool:

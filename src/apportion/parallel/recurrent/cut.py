@@ -69,8 +69,10 @@ class Cut:
         return held(self.model, nodes)
 
 
-def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
-    """Cut a model for these inputs (``carries``: and a recurrent state) around its one recurrent module."""
+def cut(model: nn.Module, inputs: Any, *, carry: Callable[[int], Any] | None) -> Cut:
+    """Cut a model for these inputs (``carry``: and the recurrent state of so many rows) around its one recurrent
+    module."""
+    carries = carry is not None
     path = _recurrent(model)
     net = model.get_submodule(path)
     where = path or type(net).__name__
@@ -86,16 +88,17 @@ def cut(model: nn.Module, inputs: Any, *, carries: bool) -> Cut:
     with evaluating(model.modules()):
         evaluation = graphs()
     made = Cut(model, path, training, evaluation, lambda inputs, *state: bind(inputs, *state)["known"])
-    _refuse_changing(made, inputs, where, carries=carries)
+    _refuse_changing(made, inputs, where, carry)
     return made
 
 
-def _refuse_changing(made: Cut, inputs: Any, where: str, *, carries: bool) -> None:
+def _refuse_changing(made: Cut, inputs: Any, where: str, carry: Callable[[int], Any] | None) -> None:
     """Refuse a forward that changes a tensor which is used before and after the recurrent layers: each side is on a
     rank of its own."""
     model = made.model
     with undisturbed(model) as changed:
-        tree.call(model, rows_of(inputs, slice(0, 2)), *((None,) if carries else ()))
+        few = rows_of(inputs, slice(0, 2))
+        tree.call(model, few, *(() if carry is None else (carry(tree.length(few)),)))
         names = changed()
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     before, after = (

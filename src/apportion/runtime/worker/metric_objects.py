@@ -39,7 +39,7 @@ class Predicts(Protocol):
         """Where outputs are, and what is sent."""
 
     def predict(self, batch: Batch) -> Any | None:
-        """Outputs for the rows of this rank; called by all ranks."""
+        """Outputs for the rows of this rank, in evaluation mode."""
 
 
 @final
