@@ -108,6 +108,65 @@ assert compiler_is_imported() and "torch._dynamo.eval_frame" in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
+def test_tensors_without_memory_need_its_settings_alone() -> None:
+    """What is set there before the compiler is imported holds after it."""
+    code = """
+import sys
+
+import torch
+from apportion.core.torch_private import compiler_is_imported, import_compiler_late, import_compiler_settings
+import_compiler_settings()
+assert "torch._dynamo.config" not in sys.modules
+import_compiler_late()
+import_compiler_settings()
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+with FakeTensorMode():
+    assert (torch.ones(3, 4) @ torch.ones(4, 5)).shape == (3, 5)
+assert not compiler_is_imported() and "torch._dynamo.eval_frame" not in sys.modules
+settings = sys.modules["torch._dynamo.config"]
+torch._dynamo.config.recompile_limit = 5
+compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
+assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin() + 1)
+assert compiler_is_imported() and torch._dynamo.config is settings and settings.recompile_limit == 5
+from torch._dynamo import config
+assert config is settings
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+def test_layers_are_spread_over_ranks_without_it() -> None:
+    """The driver, which only names the strategy, does not import what spreads them either."""
+    code = """
+import sys
+
+import torch
+from apportion.core.torch_private import compiler_is_imported, import_compiler_late
+import_compiler_late()
+from apportion.core.value import parse
+
+strategy = parse("fully_sharded(min_num_params=10)", "apportion.strategies")
+assert strategy.imports and not {*strategy.imports, "sympy", "torch.distributed.fsdp"} & sys.modules.keys()
+from torch.distributed.device_mesh import init_device_mesh
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+from apportion.parallel.replica.fsdp import fully_shard
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+torch.distributed.destroy_process_group()
+assert not compiler_is_imported() and "torch._dynamo.eval_frame" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+
+
 WATCHED = """
 
 

@@ -38,6 +38,7 @@ PRELOADED = (
     "apportion.api.check",
     "apportion.api.running",
     "apportion.cli.app",
+    "apportion.parallel.replica.fsdp",
     "apportion.reporting.html.run_page",
     "apportion.serving.offline_evaluation",
     "apportion.serving.pool.worker_main",
@@ -412,7 +413,7 @@ def main() -> None:
     """``python warm_python.py FD PARENT``: imports what the programs would, and forks."""
     from apportion.core.value import own_names
     from apportion.process import die_with_parent
-    from apportion.runtime.spawn import template
+    from apportion.runtime.spawn import fork_server, template
 
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -423,7 +424,7 @@ def main() -> None:
         importlib.import_module(module)
     for kept in weakref.finalize._registry.values():  # type: ignore[attr-defined]
         kept.atexit = False  # torch unregisters thousands of operators one by one, of a process that ends
-    template._freeze()
+    fork_server.freeze()
     _serve(socket.socket(fileno=int(sys.argv[1])))
 
 

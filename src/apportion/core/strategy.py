@@ -247,6 +247,8 @@ class Strategy(Value, AcrossHosts, ABC):
     """Does the strategy divide one network among its workers, so that ``of=`` can have replicas of them?"""
     divides_batches: ClassVar[bool] = True
     """Is the loss of a batch put together from those of its parts, each with the weight of its loss terms?"""
+    imports: ClassVar[tuple[str, ...]] = ()
+    """The modules of apportion or torch that take long to import, and that each of several ranks needs."""
     survives: ClassVar[bool] = False
     """Can a run go on after the loss of a worker, since the steps are ``Recoverable``? False: it ends, and resumes."""
 

@@ -8,11 +8,12 @@ it: without the name the run is slower and otherwise the same. ``missing`` lists
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -140,6 +141,21 @@ class _LateCompiler(ModuleType):
             raise AttributeError(name)
         return getattr(self.imported(), name)
 
+    def import_settings(self) -> None:
+        """Imports the module of the compiler's settings alone, which the compiler finds there when it is imported. Does
+        nothing where this torch keeps them otherwise: whoever asks for them then imports all of it."""
+        name = f"{_COMPILER}.config"
+        spec = importlib.util.spec_from_file_location(name, Path(torch.__file__).parent / "_dynamo" / "config.py")
+        if name in sys.modules or spec is None or spec.loader is None:
+            return
+        settings = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(settings)
+        except Exception:
+            sys.modules.pop(name, None)
+        else:
+            self.config = settings
+
     def imported(self) -> Any:
         """Imports the compiler, which is from now on in the place of this, and returns it."""
         with self._loading:
@@ -155,6 +171,14 @@ def import_compiler_late() -> None:
     if _COMPILER not in sys.modules:
         late: Any = _LateCompiler()
         sys.modules[_COMPILER] = torch._dynamo = late
+
+
+def import_compiler_settings() -> None:
+    """Has the settings of torch's compiler at hand where the compiler itself is imported late. Tensors without memory,
+    by which torch works out how tensors in shards are laid out, look at nothing else of it."""
+    late = sys.modules.get(_COMPILER)
+    if isinstance(late, _LateCompiler):
+        late.import_settings()
 
 
 def compiler_is_imported() -> bool:

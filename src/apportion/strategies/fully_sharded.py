@@ -57,8 +57,8 @@ from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_fun
 from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 from apportion.parallel.ops.sync_batch_norm import use_whole_batch
 from apportion.parallel.replica.forward_state import moved
-from apportion.parallel.replica.fsdp import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.parallel.replica.replica import called
+from apportion.parallel.replica.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.parallel.replica.single_process import reference
 from apportion.parallel.replica.step import ReplicaStep
 
@@ -77,6 +77,7 @@ class FullySharded(Strategy):
     """Each worker holds a share of the weights and computes a share of every batch."""
 
     exact = True
+    imports = ("apportion.parallel.replica.fsdp",)
 
     min_num_params: int = 100_000
     """The number of parameters that a layer has at least to be gathered by itself; smaller ones travel with what they
@@ -198,7 +199,7 @@ class FullyShardedStep(ReplicaStep):
         refuse_layers(model, self._settings.microbatches)
         functions = self._functions(model)
         if self._world.size > 1:
-            from apportion.parallel.replica.fsdp import Sharded  # FSDP takes over a second to import
+            from apportion.parallel.replica.fsdp import Sharded  # see ``imports``
 
             use_whole_batch(model, self._attendance)
             use_whole_functions(model, functions, self._attendance)

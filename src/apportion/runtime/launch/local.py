@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from apportion.core.value import Value
@@ -69,6 +69,10 @@ class Local(Value):
     def prepare(self) -> None:
         """Blocks until processes can be started at once. Raises ApportionError where they cannot."""
         template().wait_ready()
+
+    def import_ahead(self, modules: Sequence[str]) -> None:
+        """Has these modules imported once by what processes are forked from, and returns at once."""
+        template().import_ahead(modules)
 
     def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
         """Starts one process for each rank, which calls ``target`` with its channel and the payload."""

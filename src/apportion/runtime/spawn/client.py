@@ -122,6 +122,14 @@ class ForkServerClient:
             self._condition.wait_for(lambda: condition() or self.gone, seconds)
             return condition()
 
+    def import_ahead(self, modules: Sequence[str]) -> None:
+        """Has the process import these modules before it forks again. One that cannot be imported is left to those who
+        need it, who say why."""
+        try:
+            self._lines.send({"kind": "import", "modules": list(modules)})
+        except OSError:
+            pass  # it is gone: who has it fork finds out
+
     def spawn(self, task: SpawnTask, channel: socket.socket, seconds: float) -> ForkedProcess:
         """Forks a process that talks through the other end of ``channel``. Raises NotForked where the process that
         forks is gone, or the time is up; ApportionError where the system refuses."""

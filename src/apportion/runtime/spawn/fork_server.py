@@ -6,6 +6,7 @@ It is single-threaded, so a fork of it is safe: no other thread can hold a lock 
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import selectors
@@ -13,7 +14,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -23,6 +24,14 @@ from apportion.runtime.spawn.stacks import print_stacks_when_told
 
 _STRANGERS = 1000
 """The number of ended processes that are remembered though nothing has asked about them."""
+
+
+def freeze() -> None:
+    """Takes what has been imported out of the garbage collector's sight: in a forked process a collection would write
+    to every object of it, so that the process gets a copy of each page that it shares with this one, which takes longer
+    than to build most networks."""
+    gc.collect()
+    gc.freeze()
 
 
 @final
@@ -73,6 +82,8 @@ class ForkServer:
         for message in messages:
             if message["kind"] == "spawn":
                 self._spawn(message)
+            elif message["kind"] == "import":
+                _import(message["modules"])
             elif message["kind"] == "adopt":
                 self._adopt(message["pid"], message["worker"])
             else:
@@ -158,6 +169,15 @@ class ForkServer:
     def _ended(self, pid: int, worker: int, code: int) -> None:
         _kill_group(pid)
         self._tell({"kind": "exited", "worker": worker, "status": code})
+
+
+def _import(modules: Sequence[str]) -> None:
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        with suppress(Exception):  # whoever needs it imports it, and says why it cannot be
+            importlib.import_module(name)
+    if missing:
+        freeze()
 
 
 def _fork_away() -> int:

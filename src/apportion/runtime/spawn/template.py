@@ -7,7 +7,6 @@ the driver: the driver's death closes its socket and, on Linux, kills it; its ow
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import signal
@@ -15,14 +14,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent, in_slurm_job, take_orphans_in
 from apportion.runtime.spawn.client import ForkedProcess, ForkServerClient, NotForked, SpawnTask
-from apportion.runtime.spawn.fork_server import ForkServer
+from apportion.runtime.spawn.fork_server import ForkServer, freeze
 from apportion.runtime.spawn.streams import outlive_terminal
 
 START_SECONDS = 120.0
@@ -81,6 +80,10 @@ class Template:
         """Blocks until the template can fork at once. Raises ApportionError where it cannot start."""
         if not self.wait_for(lambda: self.forks.ready, START_SECONDS):
             raise self._died()
+
+    def import_ahead(self, modules: Sequence[str]) -> None:
+        """Has the template import these modules, and returns at once; workers that are forked later have them."""
+        self.forks.import_ahead(modules)
 
     def spawn(self, task: SpawnTask, channel: socket.socket) -> ForkedProcess:
         """Fork a worker that talks through the other end of ``channel``."""
@@ -155,14 +158,6 @@ def _warm_up() -> None:
     importlib.import_module("apportion.runtime.worker.training.loop")
 
 
-def _freeze() -> None:
-    """Takes what has been imported out of the garbage collector's sight: in a worker a collection would write to every
-    object of it, so that the worker gets a copy of each page that it shares with the template, which takes longer than
-    to build most networks."""
-    gc.collect()
-    gc.freeze()
-
-
 def main() -> None:
     """Runs a template: ``python -m apportion.runtime.spawn.template FD DRIVER_PID``."""
     descriptor, driver = int(sys.argv[1]), int(sys.argv[2])
@@ -174,7 +169,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     _warm_up()
-    _freeze()
+    freeze()
     ForkServer(socket.socket(fileno=descriptor)).serve()
 
 

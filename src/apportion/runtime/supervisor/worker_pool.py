@@ -49,6 +49,7 @@ class WorkerPool:
     def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int) -> None:
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
         self._replaceable = isinstance(job, Job) and job.replaceable
+        self._imports = job.strategy.imports if isinstance(job, Job) and ranks > 1 else ()
         self.ranks = ranks
         policy = job.policy if isinstance(job, Job) else Policy()
         self.history = PoolHistory(ranks, policy, survives=self._replaceable)
@@ -67,6 +68,8 @@ class WorkerPool:
         self._places, self._channels.slots = self.ranks, list(range(self.ranks))
         """The number of slots."""
         port = self.renew()
+        if self._imports:
+            self._launcher.import_ahead(self._imports)
         for slot, process in enumerate(self._launcher.start(self._target, self._payload, self.ranks, port)):
             self._channels.add(slot, process)
 
