@@ -71,6 +71,8 @@ class ContractChecks:
             return None
         expected = load_file(f"{path}-by-one")
         answers = pools.ask(pools.tried, {"kind": "predict", "path": path}, "predicted")
+        if any("why" in answer for answer in answers):
+            return None
         if all(answer["tensors"] is None for answer in answers):
             return "no rank has the outputs that one device predicts"
         for rank, answer in enumerate(answers):

@@ -88,7 +88,7 @@ class _Proving:
         asked = None if self._asked.then is None else self._asked.then(self._found(rounds))
         if asked is not None:
             with suppress(OutOfTimeError):
-                return _Proving(asked, self._ranks).proof_by(pools)
+                return _Proving(replace(asked, contract=False), self._ranks).proof_by(pools)
         return None
 
     def _found(self, rounds: Sequence[Round]) -> Proof:
@@ -238,6 +238,8 @@ class _Proving:
         gradients = wide.verdict != "different"
         wrong = self._gradients if gradients else wide
         assert wrong is not None
+        if wrong.worst.relative <= wrong.bound and wrong.disagreement is not None:
+            return None  # the states are the same, and so is all that leads to them
         before, folder = wrong.worst.step - 1, pools.folder
         try:
             pools.again("float64", gradients=gradients)

@@ -46,11 +46,14 @@ def unrepeatable(state: State | None, before: State | None, again: Iterator[Stat
     return {"unlike": name, "by": worst}
 
 
-def predicted(step: Step, shard: DataShard | None, path: str) -> dict[str, Any]:
-    """Writes what the step predicts for its rows of the first batch into the file; tells which rows these are, and how
-    many tensors the outputs have (None: another rank has them). Called by all ranks."""
-    assert shard is not None
-    batch = step.source.at(0, shard)
+def predicted(step: Step, rank: int, ranks: int, path: str) -> dict[str, Any]:
+    """Writes what the step predicts for this rank's rows of the first batch, as an evaluation deals them, into the
+    file; tells which rows these are, and how many tensors the outputs have (None: another rank has them). Called by all
+    ranks."""
+    assert step.data_shard is not None
+    if step.data_shard.parts is not None:  # whose rows are in no order
+        return {"why": "the data are in parts"}
+    batch = step.source.at(0, DataShard() if step.whole else DataShard(rank, ranks))
     outputs = step.predict(batch)
     step.looked()
     if outputs is None:

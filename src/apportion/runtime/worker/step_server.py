@@ -140,7 +140,8 @@ class _Serving:
             delivered = _deliver(state, order["path"] if rank in order["ranks"] else None)
             return {"kind": "reloaded", "digest": _digested(state), **delivered}
         if kind == "predict":
-            return {"kind": "predicted", **predicted(self._step, self._step.data_shard, f"{order['path']}{rank}")}
+            found = predicted(self._step, rank, self._world.size, f"{order['path']}{rank}")
+            return {"kind": "predicted", **found}
         if kind == "evaluate":
             return {"kind": "evaluated", "loss": self._loss(order["examples"])}
         if kind == "taps":
@@ -260,7 +261,7 @@ def _predicted_by_one_device(state: State | None, path: str) -> dict[str, Any]:
     if not isinstance(state, ReferenceState):
         return {"why": "the reference is a strategy's own"}
     try:
-        return predicted(state.maker, DataShard(), path)
+        return predicted(state.maker, 0, 1, path)
     except Exception as error:  # a network that is called by an update alone
         return {"why": f"{type(error).__name__}: {error}"}
 
