@@ -475,6 +475,27 @@ def test_a_killed_worker_never_loses_silently_what_ranks_have_of_their_own(tmp_p
     assert any("model.first" in cause for cause in heard)
 
 
+class Queueing(nn.Linear):
+    """A large tensor that is changed in place at every step."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.queue = torch.zeros(4_000_000, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.queue[:3] += self.weight.detach()[:, 0]
+        return super().forward(x) / (1 + self.queue[:3].abs())
+
+
+@pytest.mark.thorough
+def test_what_is_too_large_to_copy_at_every_step_is_named(tmp_path: Path) -> None:
+    work, heard = workload("plain", model=lambda: Queueing(10, 3)), list[str]()
+    trained(work, tmp_path / "left", "single_device", 1, leave=True, heard=heard)
+    assert any("model.queue is of 32 MB" in cause for cause in heard)
+    with pytest.raises(ValueError, match=r"model.queue"):
+        trained(work, tmp_path / "left", "single_device", 1, resume=True)
+
+
 @pytest.mark.thorough
 def test_what_training_does_not_depend_on_can_be_named(tmp_path: Path) -> None:
     work, heard = workload("plain", model=lambda: Noting(10, 3), caches=("Noting.first",)), list[str]()

@@ -31,10 +31,12 @@ COPIED = 4096
 class Leaf(ABC):
     """One object that is changed in place. ``name``: the first path by which it was found."""
 
-    __slots__ = ("moved", "name", "root", "target")
+    __slots__ = ("dropped", "moved", "name", "root", "target")
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target, self.root = name, target, ""
+        self.dropped = False
+        """True once it is no longer compared and kept."""
         self.moved = False
         """True once the object has been seen to differ from what it was when it was found."""
 

@@ -13,20 +13,27 @@ cannot be written so is ``lost``: it is named, and a process that would begin it
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 from torch import Tensor, nn
 
 from apportion.core.python_state.entries import Entries
-from apportion.core.python_state.leaves import DictLeaf, ExtraLeaf, Leaf, SetLeaf, TensorLeaf, leaf_of
+from apportion.core.python_state.leaves import ArrayLeaf, DictLeaf, ExtraLeaf, Leaf, SetLeaf, TensorLeaf, leaf_of
 from apportion.core.python_state.records import NotStorable, ValueReader, ValueWriter
 from apportion.core.python_state.scopes import MISSING, Scope
 from apportion.core.python_state.search import ATOMS, Search
 from apportion.core.replica_digest import tensor_digest
 from apportion.errors import StateLost
 
+FULL_DIGESTS, QUICK_BYTES = 3, 1 << 20
+"""How often what has changed is digested whatever its size, and the bytes up to which it always is."""
+COPY_RATE, COPY_SHARE, TIMED_STEPS = 4e9, 0.01, 8
+"""The bytes a second at which memory is taken to be copied, the share of a step that a copy may take, and the number of
+steps after which the fastest one is known."""
 Record = dict[str, Any]
 """The state as plain JSON: ``entries`` by scope and name, ``objects`` by name, and what is ``lost``, with reasons."""
 REMEDY = (
@@ -65,6 +72,9 @@ class PythonState:
         self._digests: dict[str, int] | None = None
         self._unrecorded: int | None = None
         self._moved = False
+        self._fastest, self._committed_at = float("inf"), 0.0
+        self._asked = 0
+        """How often a quick digest was asked for."""
         self._owner: dict[str, str] = {}
         """The entry, or the object, that each tensor of a record belongs to."""
 
@@ -105,9 +115,24 @@ class PythonState:
         """Take what is there now as the state after a step."""
         self._began = None
         self._steps += 1
-        self._keep(thorough=self._steps & (self._steps - 1) == 0)
+        now = time.perf_counter()
+        if self._steps > 1:
+            self._fastest = min(self._fastest, now - self._committed_at)
+        self._committed_at = now
+        thorough = self._steps & (self._steps - 1) == 0
+        self._keep(thorough=thorough)
+        if thorough and self._steps >= TIMED_STEPS:
+            self._drop_large()
         if self._unrecorded is not None:
             self._refuse_unrecorded()
+
+    def _drop_large(self) -> None:
+        """Stop copying after every step what takes too much of one: it is lost."""
+        for leaf in self._leaves:
+            nbytes = int(leaf.target.nbytes) if leaf.moved and isinstance(leaf, TensorLeaf | ArrayLeaf) else 0
+            if nbytes > QUICK_BYTES and nbytes / COPY_RATE > COPY_SHARE * self._fastest:
+                leaf.dropped = True
+                self.lose(leaf.name, f"of {nbytes / 1e6:.0f} MB, which take over {COPY_SHARE:.0%} of a step to copy")
 
     def settle(self) -> None:
         """Find all that has changed, between two steps and before the state is saved."""
@@ -118,6 +143,8 @@ class PythonState:
         for i in self._entries.changed(now):
             self._keep_entry(i, now[i])
         for j, leaf in enumerate(self._leaves):
+            if leaf.dropped:
+                continue
             closely = thorough or (leaf.moved and not isinstance(leaf, TensorLeaf))
             if not leaf.same(self._contents[j], thorough=closely):
                 self._digests, self._moved = None, True
@@ -252,7 +279,7 @@ class PythonState:
     put_back = roll_back
 
     def _put_leaf(self, leaf: Leaf, kept: Any) -> None:
-        if leaf.same(kept, thorough=True):
+        if leaf.dropped or leaf.same(kept, thorough=True):
             return
         if not leaf.can_put(kept) or (leaf.same(kept, thorough=False) and not leaf.moved):
             raise StateLost(f"{leaf.name} was changed for the first time as a rank was lost")
@@ -273,7 +300,8 @@ class PythonState:
             if one is not other and self._entries.of[i].root not in _BY_ROWS:
                 self._entries.set(i, other)
         for leaf, kept in zip(self._leaves, contents, strict=False):
-            if leaf.root not in _BY_ROWS and leaf.can_put(kept) and not leaf.same(kept, thorough=False):
+            stays = leaf.dropped or leaf.root in _BY_ROWS
+            if not stays and leaf.can_put(kept) and not leaf.same(kept, thorough=False):
                 leaf.put(kept)
         if self._began is None:
             for leaf, kept in (pair for found in self._under.values() for pair in found):
@@ -436,6 +464,18 @@ class PythonState:
                 found[owner] = zlib.crc32(f"{found[owner]} {tensor_digest(tensor)}".encode())
             self._digests = found
         return self._digests
+
+    def quick_digest(self) -> int:
+        """Return ``digest`` the first times, and as long as it is of little; 0 afterwards."""
+        self._asked += 1
+        return self.digest() if self._asked <= FULL_DIGESTS or self._nbytes() <= QUICK_BYTES else 0
+
+    def _nbytes(self) -> int:
+        """Return the bytes of the tensors and arrays that have changed."""
+        entries = zip(self._entries.kept, self._entries.built, strict=True)
+        values = [kept for kept, built in entries if kept is not built]
+        values += [leaf.target for leaf in self._leaves if leaf.moved]
+        return sum(int(value.nbytes) for value in values if isinstance(value, Tensor | np.ndarray))
 
     def digest(self) -> int:
         """Return one number of 32 bits for all of them; 0 where nothing has changed."""

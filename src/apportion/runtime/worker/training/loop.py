@@ -17,6 +17,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
 from apportion.comm.group import Alone
 from apportion.comm.world import World
 from apportion.core.event import Event
@@ -273,7 +275,7 @@ class _TrainingLoop:
     def _agree(self) -> Generator[Event, None, bool]:
         """Saves where the ranks agree to; returns whether they agree to stop."""
         python = self.step.python
-        mark = python.digest() if python is not None and not self.step.whole else 0
+        mark = python.quick_digest() if python is not None and not self.step.whole else 0
         stop, save = self.coordinator.poll(self.done, self.checkpoints.saver.seconds, mark)
         if self.coordinator.differ and python is not None:
             lose_what_differs(python, self.group, self.world.device)
@@ -284,6 +286,15 @@ class _TrainingLoop:
         yield from self._tell_checkpoints()
         yield from self.reporter.lost(python)
         return stop
+
+    def _compare_python(self) -> None:
+        """Finds what the training keeps in Python and ranks do not have alike, before a checkpoint has one rank's."""
+        python = self.step.python
+        if python is not None and not self.step.whole and self.group.size > 1:
+            python.settle()
+            marks = self.group.all_gather(torch.tensor([python.digest()], device=self.world.device))
+            if bool((marks != marks[0]).any()):
+                lose_what_differs(python, self.group, self.world.device)
 
     def _tell_checkpoints(self) -> Iterator[Event]:
         """Tells what was saved; of the copies on other hosts, what could not be."""
@@ -341,6 +352,7 @@ class _TrainingLoop:
 
     def _save(self, *, best: bool = False) -> None:
         if self.evaluates:
+            self._compare_python()
             self.checkpoints.save(self.world, best=best)
 
     def _end(self, reason: str) -> Iterator[Event]:
