@@ -150,12 +150,17 @@ class _Proving:
             found, seen = self._round(pools, steps, precision)
             rounds.append(found)
             if precision == precisions[0]:
+                self._limits.least_made()
                 self._named, self._drawn = [*_by_design(seen), named], [*seen["draws"], *seen["plain_draws"]]
+                if self._asked.least:
+                    self._left_out("the gradients by themselves were not compared, for want of time")
+                    return rounds
                 self._gradients = self._gradient_round(pools, found, precision)
         return rounds
 
     def _wide_then_own(self, pools: ProofWorkers, built: Message) -> list[Round]:
         wide, seen = self._round(pools, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
+        self._limits.least_made()
         self._named, self._drawn = _by_design(seen), [*seen["draws"], *seen["plain_draws"]]
         if self._asked.brief and wide.verdict == "different":
             with suppress(OutOfTimeError):
@@ -339,7 +344,11 @@ class _Proving:
             self._limits.step(time.monotonic() - began_step, share, ahead)
             comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
             made = number
-            if self._asked.least and number < steps and (time.monotonic() - began_step) / number > self._limits.left:
+            if (
+                self._asked.least
+                and number < steps
+                and (time.monotonic() - began_step) / number > self._limits.remaining
+            ):
                 self._left_out(f"{number} of {steps} steps were compared, for want of time")
                 break
         compared = comparison.round(precision, made, disagreement)

@@ -188,8 +188,7 @@ class SelfProof:
             settled = replace(self._settled(self._proof(began + seconds)), plain=self._job.plain)
             if settled.verdict != "different" or self._job.plain or self._surveyed.problem is not None:
                 return settled
-            plain = self._settled(self._proof(began + seconds, fast_paths.ALL))
-            return replace(plain, plain=fast_paths.ALL) if plain.proved else settled
+            return self._by_plain_paths(began + seconds) or settled
         except OutOfTimeError as error:
             share = max(seconds, time.monotonic() - began)
             return self._without_proof(f"{error}, and {share:.0f} s are its share")
@@ -197,6 +196,14 @@ class SelfProof:
             return self._without_proof(str(error))
         except (ApportionError, ValueError, OSError) as error:
             return self._without_proof(str(error).partition("\n")[0])
+
+    def _by_plain_paths(self, until: float) -> Settled | None:
+        """Returns the answer with every fast path switched off, where that trains the same network; else None: what was
+        found with them stands."""
+        with suppress(OutOfTimeError, OutOfMemoryError, ApportionError, ValueError, OSError):
+            plain = self._settled(self._proof(until, fast_paths.ALL))
+            return replace(plain, plain=fast_paths.ALL) if plain.proved else None
+        return None
 
     def _without_proof(self, why: str) -> Settled:
         return self.unproved(why) if self._surveyed.problem is None else self._of_loss(self._surveyed.problem)

@@ -34,7 +34,7 @@ class ProofLimits:
 
     def __init__(self, seconds: float | None, *, share: float, run_steps: int, least: bool = False) -> None:
         """``share``: the share of the run that the proof may take, where that is more than ``seconds``; ``run_steps``:
-        the steps of that run; ``least``: the first step is made whatever the time."""
+        the steps of that run; ``least``: what is made before ``least_made`` is made whatever the time."""
         self._began = time.monotonic()
         self._deadline = None if seconds is None else self._began + seconds
         self._share, self._run_steps, self._least = share, run_steps, least
@@ -46,9 +46,16 @@ class ProofLimits:
     @property
     def left(self) -> float:
         """The seconds that are left; infinite where the proof is not limited, or not yet."""
-        if self._deadline is None or (self._least and self._progress == 0.0):
-            return float("inf")
-        return self._deadline - time.monotonic()
+        return float("inf") if self._least else self.remaining
+
+    @property
+    def remaining(self) -> float:
+        """The seconds until the proof should be over, whether or not it may go on."""
+        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+
+    def least_made(self) -> None:
+        """Notes that what is made whatever the time has been made."""
+        self._least = False
 
     def lengthen(self, rows: int, seconds: float, times: float) -> None:
         """Gives the proof its share of the run, as far as its own steps tell how long the run will be: one of them took
