@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,18 @@ def _state(pid: int) -> str | None:
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+def seconds_with_core() -> float:
+    """Returns the seconds of a clock without those in which this thread could have gone on and had no core, because
+    other programs had them (known on Linux): what something takes here, however busy the machine is."""
+    waited = 0
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            waited = int(file.read().split()[1])
+    except (OSError, IndexError, ValueError):
+        pass
+    return time.perf_counter() - waited / 1e9
 
 
 # Memory of the C library

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 
@@ -144,7 +150,8 @@ class Project:
 
 
 def first_sentence(workload: Any, tmp_path: Path, **options: Any) -> str | None:
-    given = {"launcher": apportion.local(workers=2, threads=1), "run_dir": tmp_path / "run", **options}
+    run_dir = Path(tempfile.mkdtemp(dir=tmp_path), "run")
+    given = {"launcher": apportion.local(workers=2, threads=1), "run_dir": run_dir, **options}
     with closing(apportion.run(workload, "data_parallel", **given)) as events:
         event = next(iter(events))
     if event.kind == "proof":
@@ -292,3 +299,128 @@ def test_what_the_proof_does_not_rest_on_may_change(
         assert proved.reuses(tmp_path) is not None
     finally:
         proved.restore()
+
+
+# Workloads from Python
+
+
+class Counting:
+    """A loss that counts its calls, and weighs by them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, labels) * (1.0 + 0.1 * self.calls)
+
+
+def by_clock(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, labels) * (1.0 + 1e-9 * (time.monotonic_ns() % 1000))
+
+
+class RowFiles(Dataset[Any]):
+    """Rows that are read from a file each, as they are asked for, and take a while."""
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        self.folder, self.rows = folder, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> Any:
+        time.sleep(0.002)  # as the decoding of an image takes
+        values = torch.tensor(json.loads((self.folder / f"{row}.json").read_text()))
+        return values[:4], values[4].long()
+
+
+def classifier(data: Callable[[], Any], loss: Any = nn.functional.cross_entropy, **options: Any) -> apportion.Workload:
+    given: dict[str, Any] = {
+        "model": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "data": data,
+        "loss": loss,
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        "batch_size": 20,
+        "epochs": 2,
+    }
+    return apportion.Workload(**{**given, **options})
+
+
+def flowers() -> TensorDataset:
+    inputs = torch.randn(120, 4, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("no_cached_proofs")
+def test_a_proof_whose_update_reads_a_clock_is_not_reused_and_the_run_says_so(tmp_path: Path) -> None:
+    given = {"launcher": apportion.local(workers=2, threads=1), "steps": 2}
+    workload = classifier(flowers, by_clock, precision="float64")
+    for run in ("first", "second"):
+        proofs = []
+        with suppress(apportion.Disproved):  # where the clock shows in the proof, too
+            for event in apportion.run(workload, "data_parallel", run_dir=tmp_path / run, **given):
+                proofs += [event] if event.kind == "proof" else []
+        assert [proof.remembered for proof in proofs] == [False, False], "it is made anew"
+        if proofs[1].verdict in ("equal", "different"):
+            why = "a later run cannot reuse this proof: the same update on four rows gave other bits"
+            assert why in proofs[1].sentence
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("no_cached_proofs")
+def test_of_rows_that_are_read_from_files_a_sample_is_compared_and_the_sentence_names_it(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for row, (inputs, label) in enumerate(flowers()):
+        (folder / f"{row}.json").write_text(json.dumps([*inputs.tolist(), int(label)]))
+    workload = classifier(lambda: RowFiles(folder, 120))
+    prove(workload, tmp_path / "run0")
+    sentence = first_sentence(workload, tmp_path)
+    assert sentence is not None
+    found = re.search(r"reused; (\d+) of 120 rows were compared\)$", sentence)
+    assert found is not None, sentence
+    assert 4 <= int(found[1]) < 120
+    (folder / "119.json").write_text("[9.0, 0.0, 0.0, 0.0, 0]")
+    assert first_sentence(workload, tmp_path) is None
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("no_cached_proofs")
+def test_a_loss_that_counts_its_calls_begins_as_without_a_proof(trained: Any, furthest: Any, tmp_path: Path) -> None:
+    workload = classifier(flowers, Counting(), precision="float64")
+    plain = trained(workload, "data_parallel", 2, check=False)
+    proved = trained(workload, "data_parallel", 2)
+    assert first_sentence(workload, tmp_path) is not None
+    assert furthest(plain, proved) == 0.0
+    assert furthest(plain, trained(workload, "data_parallel", 2)) == 0.0
+
+
+@pytest.mark.thorough
+def test_reprove_makes_a_new_proof_and_the_command_lists_and_removes_them(
+    no_cached_proofs: Path, apportion_command: Any, tmp_path: Path
+) -> None:
+    workload = classifier(flowers)
+    prove(workload, tmp_path / "run0")
+    assert first_sentence(workload, tmp_path, seed=5) is not None
+    assert first_sentence(workload, tmp_path, reprove=True) is None
+    (listed,) = json.loads(apportion_command("proofs", "--json").stdout)
+    assert (listed["strategy"], listed["workers"], listed["verdict"]) == ("data_parallel", 2, "equal")
+    assert listed["bytes"] > 100
+    prove(workload, tmp_path / "run1", reprove=True)
+    (again,) = json.loads(apportion_command("proofs", "--json").stdout)
+    assert again["made"] >= listed["made"]
+    shown = apportion_command("proofs").stdout
+    assert listed["made"][:10] in shown
+    assert "data_parallel" in shown
+    refused = apportion_command("proofs", "--remove", "zzzzzzzz")
+    assert refused.returncode == 2
+    assert "no cached proof has this name" in refused.stderr
+    assert "removed 1 cached proof" in apportion_command("proofs", "--remove", again["name"][:8]).stdout
+    assert apportion_command("proofs").stdout == "no proofs are cached\n"
+    assert first_sentence(workload, tmp_path) is None
+
+
+def test_reprove_contradicts_a_run_without_a_proof() -> None:
+    with pytest.raises(ValueError, match=r"reprove=True .* contradict each other"):
+        apportion.run(classifier(flowers), "data_parallel", reprove=True, check=False)

@@ -128,6 +128,8 @@ class SelfProof:
         if why is None and key.seconds > settled.seconds:
             why = f"the update on four rows that tells this workload from others took {key.seconds:.2g} s, "
             why += f"longer than the proof ({settled.seconds:.2g} s)"
+        if why is None and key.made is not None and (path := key.made.basis.changed_since(key.at)) is not None:
+            why = f"{path} was written while the proof was made"
         if why is not None:
             return replace(settled, sentence=f"{settled.sentence}; a later run cannot reuse this proof: {why}")
         outdated = {self._name(one.key) for one in key.found}

@@ -61,13 +61,10 @@ def show_proofs(proofs: Sequence[Mapping[str, Any]]) -> None:
     if not proofs:
         console.print("no proofs are cached")
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("name", "made", "workload", "strategy", "workers", "verdict", "KB"):
-        table.add_column(name, justify="right" if name in ("workers", "KB") else "left", overflow="fold")
     for proof in proofs:
-        words = (proof["name"][:8], proof["made"], proof["workload"], proof["strategy"])
-        table.add_row(*words, str(proof["workers"]), proof["verdict"], f"{proof['bytes'] / 1000:.1f}")
-    console.print(table)
+        who = f"{proof['strategy']} on {proof['workers']} workers"
+        size = f"{proof['bytes'] / 1000:.1f} KB"
+        console.print(f"{proof['name'][:8]}  {proof['made']}  {proof['verdict']}  {who}  {proof['workload']}  {size}")
     console.print("remove some: apportion proofs --remove NAME, or --remove all")
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,11 +15,11 @@ from apportion.runtime.cached_proof.data_rows import Rows, rows_digest
 from apportion.runtime.cached_proof.read_recorder import LAUNCHED, OWN_VARIABLES, Reads
 from apportion.runtime.proof.value_digest import seal
 
-CONTENT_BYTES = 64 << 20
+CONTENT_BYTES = 32 << 20
 """The bytes of files that are digested whole, the smallest first; of a larger one count size, time and pieces."""
 MOST_FILES = 20_000
 """The number of files that are compared at most."""
-PIECES, PIECE = 64, 64 << 10
+PIECES, PIECE = 32, 64 << 10
 """The number of pieces of a large file, spread evenly over it, and the bytes of each."""
 
 
@@ -57,15 +58,27 @@ class Basis:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Makes the value that ``asdict`` has described. Raises TypeError where it is not one."""
+        """Makes the value that ``to_json`` has described. Raises TypeError where it is not one."""
         tuples = {name: tuple(told[name]) for name in ("files", "large_files", "folders", "variables")}
         return cls(**{**told, **tuples, "rows": None if told["rows"] is None else tuple(told["rows"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data, from which ``from_json`` makes the same value."""
+        return dict(vars(self))
 
     def digest(self, dataset: Any, environment: Mapping[str, str]) -> bytes:
         """Returns the digest of what is found under the names now. Raises what reading a row raises. ``environment``:
         the variables as they were when the process started."""
         found = rows_digest(dataset, None if self.rows is None else list(self.rows))
         return seal("basis", found, *self._files(), *self._folders(), *self._variables(environment))
+
+    def changed_since(self, at: float) -> str | None:
+        """Returns a file that has been written since this time, in seconds since the epoch; None where none has."""
+        for path in (*self.files, *self.large_files):
+            with suppress(OSError):
+                if Path(path).stat().st_ctime > at:
+                    return path
+        return None
 
     @property
     def sentence(self) -> str:
@@ -101,7 +114,7 @@ def file_digest(path: str, *, whole: bool) -> bytes:
     try:
         with open(path, "rb") as file:
             if whole:
-                return hashlib.file_digest(file, "blake2b").digest()
+                return hashlib.file_digest(file, "sha1").digest()  # twice as fast as the others
             found = os.fstat(file.fileno())
             parts: list[Any] = [found.st_size, found.st_mtime_ns]
             for piece in range(PIECES):

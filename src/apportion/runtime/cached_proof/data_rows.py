@@ -7,7 +7,6 @@ rows. Which ones these are is kept with the proof, so that a later run reads the
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from apportion.core.data.acted import ActedDataset
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.rng import seeded_rng
+from apportion.process import seconds_with_core
 from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
 
 ROWS_SECONDS = 0.1
@@ -26,6 +26,8 @@ SAMPLE_SECONDS = 0.05
 """The seconds that the digests of a sample may take."""
 LEAST, MOST = 4, 4096
 """The numbers of rows in a sample."""
+LOOK = 8
+"""The number of rows between two looks at the clock."""
 TRIED = 16
 """The number of rows that are read to see how long one takes."""
 PIECE = 4 << 20
@@ -101,17 +103,17 @@ def _digests(dataset: Any, rows: Iterable[int]) -> Iterator[bytes]:
 
 
 def _all_in_time(dataset: Any) -> bool:
-    began = time.perf_counter()
+    began = seconds_with_core()
     if type(dataset) is TensorDataset:
         first = [_head(t) for t in dataset.tensors]
         of, nbytes = Digester(), sum(t.nbytes for t in dataset.tensors)
         for tensor in first:
             of("the data", tensor)
         share = sum(t.nbytes for t in first) / max(1, nbytes)
-        return time.perf_counter() - began <= ROWS_SECONDS * share or nbytes <= PIECE
+        return seconds_with_core() - began <= ROWS_SECONDS * share or nbytes <= PIECE
     try:
-        for _ in _digests(dataset, range(length(dataset))):
-            if time.perf_counter() - began > ROWS_SECONDS:
+        for number, _ in enumerate(_digests(dataset, range(length(dataset)))):
+            if number % LOOK == 0 and seconds_with_core() - began > ROWS_SECONDS:
                 return False
     except UnhashableError:
         return False
@@ -127,12 +129,13 @@ def _affordable(dataset: Any) -> int:
     """Returns how many rows can be digested in SAMPLE_SECONDS, from the time that some of them take."""
     many = length(dataset)
     tried = sorted({i * (many - 1) // TRIED for i in range(TRIED)})
-    began = time.perf_counter()
+    began, done = seconds_with_core(), 0
     if type(dataset) is TensorDataset:
         rows_digest(dataset, tried)
+        done = len(tried)
     else:
-        for _ in _digests(dataset, tried):
-            if time.perf_counter() - began > SAMPLE_SECONDS:
+        for done, _ in enumerate(_digests(dataset, tried), start=1):  # noqa: B007 (counted)
+            if seconds_with_core() - began > SAMPLE_SECONDS:
                 break
-    each = (time.perf_counter() - began) / len(tried)
+    each = (seconds_with_core() - began) / done
     return max(LEAST, min(MOST, int(SAMPLE_SECONDS / max(each, 1e-9))))

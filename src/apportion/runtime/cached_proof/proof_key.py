@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -43,9 +43,13 @@ class Keyed:
     key: str
     basis: Basis
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data, from which ``from_json`` makes the same value."""
+        return {"key": self.key, "basis": self.basis.to_json()}
+
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Makes the value that ``asdict`` has described."""
+        """Makes the value that ``to_json`` has described."""
         return cls(key=told["key"], basis=Basis.from_json(told["basis"]))
 
 
@@ -61,12 +65,19 @@ class ProofKey:
     """What a proof holds for that is made now; None where nothing of it can be reused, or ``found`` has it."""
     seconds: float = 0.0
     """The seconds that the longest part of it takes at each start."""
+    at: float = 0.0
+    """The time at which ``made`` was made, in seconds since the epoch."""
     why: str | None = None
     """Why no proof is reused, nor kept for later; None where it can be."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data, from which ``from_json`` makes the same value."""
+        told = {"found": [one.to_json() for one in self.found], "made": self.made and self.made.to_json()}
+        return {**vars(self), **told}
+
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Self:
-        """Makes the value that ``asdict`` has described."""
+        """Makes the value that ``to_json`` has described."""
         found = tuple(Keyed.from_json(one) for one in told["found"])
         made = None if told["made"] is None else Keyed.from_json(told["made"])
         return cls(**{**told, "found": found, "made": made})
@@ -100,12 +111,13 @@ def _proof_key(maker: _KeyMaker, *, reprove: bool) -> ProofKey:
     if first["basis"] is None:
         return ProofKey(code=code, found=found)
     basis = Basis.from_json(first["basis"])
+    at = time.time()
     again = in_fork(lambda: maker.again(basis), SECONDS)
     if again["update"] != first["update"]:
         why = "the same update on four rows gave other bits when it was repeated"
         return ProofKey(why=f"{why}; a clock, or a generator that no seed sets, may be read")
     made = Keyed(key=_key(code, again["update"], basis, again["found"]), basis=basis)
-    return ProofKey(code=code, found=found, made=made, seconds=again["seconds"])
+    return ProofKey(code=code, found=found, made=made, seconds=again["seconds"], at=at)
 
 
 @dataclass(frozen=True)
@@ -134,11 +146,12 @@ class _KeyMaker:
             if proof.basis not in keys and len(keys) < MOST_BASES:
                 keys[proof.basis] = _key(code.digest, update, proof.basis, self._found(proof.basis, data))
             if keys.get(proof.basis) == proof.key:
-                found.append({"key": proof.key, "basis": asdict(proof.basis)})
+                found.append({"key": proof.key, "basis": proof.basis.to_json()})
         basis = None
         if reprove or not found:
             rows = choose_rows(data, code.digest)
-            basis = asdict(Basis.of(self.recorder.reads, rows, length(self.dataset)))
+            self.recorder.add_held_files()
+            basis = Basis.of(self.recorder.reads, rows, length(self.dataset)).to_json()
         return {"code": code.digest, "update": update, "found": found, "basis": basis}
 
     def again(self, basis: Basis) -> dict[str, Any]:
@@ -187,5 +200,5 @@ def _opened_again(workload: Workload, dataset: Any) -> Any:
 
 
 def _key(code: str, update: str, basis: Basis, found: str) -> str:
-    names = json.dumps(asdict(basis), sort_keys=True)
+    names = json.dumps(basis.to_json(), sort_keys=True)
     return seal("proof", code, update, names, found).hex()

@@ -31,6 +31,8 @@ OWN_VARIABLES = frozenset(("_", "OLDPWD", "SHLVL"))
 """The variables that a shell changes from command to command; they count where they are asked for by name."""
 ELSEWHERE = ("/proc/", "/sys/", "/dev/")
 """The folders whose files are the system's and not the user's."""
+_SYSTEM = ("/lib", "/usr/lib", "/usr/share/locale", str(Path(sys.base_prefix).resolve()))
+"""The folders of what every process has mapped."""
 FRAMES = 200
 """The number of callers that are looked at, from the innermost, to find whose code reads."""
 _SOURCE_READERS = frozenset(("linecache.py", "tokenize.py", "inspect.py", "traceback.py"))
@@ -96,6 +98,18 @@ class ReadRecorder:
     def holds_files(self) -> bool:
         """Tells whether this process has opened files or connections since the start, and keeps them open."""
         return bool(_descriptors() - self._descriptors)
+
+    def add_held_files(self) -> None:
+        """Notes the files that this process holds open or has mapped into its memory, which may have been opened by
+        libraries written in C (Linux)."""
+        held = {target for _, target in _descriptors() - self._descriptors}
+        with suppress(OSError):
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                held.add(line[73:] if line[73:].startswith("/") else "")
+        for path in held:
+            is_data = path.startswith("/") and not path.startswith(_SYSTEM) and ".so" not in Path(path).name
+            if is_data and _counts(path) and Path(path).is_file():
+                self.reads.files.add(path)
 
     def file(self, path: Any, mode: Any, flags: Any, frame: FrameType) -> None:
         """Notes a file that is opened, unless it is only written."""

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def now() -> str:
 def keep_proof(code: str, name: str, about: Mapping[str, Any], basis: Basis, settled: Mapping[str, Any]) -> None:
     """Keeps a proof for the next run; where nothing can be written, the next run makes its own."""
     try:
-        keep(_folder() / code / f"{name}.json", {**about, "basis": asdict(basis), "settled": settled})
+        keep(_folder() / code / f"{name}.json", {**about, "basis": basis.to_json(), "settled": settled})
     except RuntimeError:  # there is no home
         pass
 

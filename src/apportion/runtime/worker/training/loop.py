@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class _TrainingLoop:
             made = proof_key(
                 self.workload, self.source.dataset, reads, parameters=self.step.parameters, reprove=self.job.reprove
             )
-            key = asdict(made)
+            key = made.to_json()
         lengths = self.source.dataset.lengths if isinstance(self.source.dataset, PartedDataset) else ()
         return self.control.settle(
             {
