@@ -53,7 +53,8 @@ class Evaluation:
     """An evaluation of the network on data that it is not trained on.
 
     Each metric is a function ``(outputs, targets) -> mean over the batch``, averaged over the examples; or a class (any
-    callable without arguments) whose instances have ``update(outputs, targets)`` and ``compute()``.
+    callable without arguments) whose instances have ``update(outputs, targets)`` and ``compute()``. Their ``update`` is
+    called once for each batch, in order, or several times where the ranks' outputs have shapes of their own.
     """
 
     data: Callable[[], Dataset[Any]]
@@ -117,7 +118,7 @@ class Workload:
     clip_grad_norm: float | None = None
     """The largest 2-norm of the whole gradient."""
     collate: Callable[[list[Any]], Any] = default_collate
-    """A function from samples to (inputs, targets)."""
+    """A function from samples to (inputs, targets). It may leave samples out or pack them: what it returns counts."""
     parts: int | None = None
     """The number of parts that the data set is in, so that each host opens its own alone: ``data(0)`` to
     ``data(parts - 1)``. Each batch has rows of all parts, in proportion to their lengths, in an order that is a
