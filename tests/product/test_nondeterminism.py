@@ -72,6 +72,7 @@ def test_what_is_not_the_same_twice_is_named_and_never_equal(which: str, steps: 
     assert proof.verdict != "equal"
     assert proof.rounds[0].bound <= 1e-10
     assert "the workload changes by itself" in proof.sentence
+    assert not any("by rounding" in line for line in proof.by_design)
 
 
 class Anneals(nn.Module):

@@ -106,8 +106,13 @@ class _Proving:
             causes=self._causes(rounds),
             first=None if self._first is None else str(self._first),
             unrepeatable=self._unrepeatable,
-            by_design=(*self._named, *(_open_question(r) for r in rounds if r.verdict == "undecided")),
+            by_design=(*self._named, *self._left_open(rounds)),
         )
+
+    def _left_open(self, rounds: Sequence[Round]) -> list[str]:
+        if self._unrepeatable is not None:  # what was measured is not of rounding
+            return [self._unrepeatable]
+        return [_open_question(r) for r in rounds if r.verdict == "undecided"]
 
     def _causes(self, rounds: Sequence[Round]) -> tuple[str, ...]:
         shown, workers = [*rounds, *filter(None, [self._gradients])], self._chosen.launcher.workers or 1
