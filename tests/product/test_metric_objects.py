@@ -224,6 +224,7 @@ class Confusion:
         return float((self.table * torch.tensor([[1, 3, 5], [7, 11, 13], [17, 19, 23]])).sum()) + self.updates / 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("many", [2, 3])
 def test_rows_that_were_left_out(many: int, tmp_path: Path) -> None:
     workload = apportion.Workload(
