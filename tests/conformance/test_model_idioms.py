@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
+from apportion.core.modes import evaluating
 from apportion.parallel.pipeline.cut_points import Places, balanced, calls, named
 from apportion.parallel.pipeline.stage_graph import trained_alone
-from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import follow
 
 SIZE, CLASSES, ROWS, BATCH = 8, 5, 13, 6

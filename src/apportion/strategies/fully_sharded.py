@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from apportion.comm.world import World
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
+from apportion.core.modes import refuse_making
 from apportion.core.replica_digest import Replicated
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy
@@ -201,6 +202,7 @@ class FullyShardedStep(ReplicaStep):
         if self._world.size > 1:
             from apportion.parallel.replica.fsdp import Sharded  # see ``imports``
 
+            refuse_making(model, "no rank has whole weights")
             use_whole_batch(model, self._attendance)
             use_whole_functions(model, functions, self._attendance)
             # A forward that moves a teacher writes to gathered weights, which are let go: every rank keeps those whole.

@@ -40,6 +40,7 @@ from apportion.comm.world import World
 from apportion.core.data.rows import rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import examples
+from apportion.core.modes import evaluating
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase, ConvBase
 from apportion.core.workload import Workload
@@ -59,7 +60,6 @@ from apportion.parallel.tensor.hybrid_model import HybridModel, HybridParts, cut
 from apportion.parallel.tensor.patterns import trace
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, plan
 from apportion.parallel.tracing.forward_signature import opened
-from apportion.parallel.tracing.network import evaluating
 
 _SLICED = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase)
 _CONVOLUTIONS = tuple(f"{kind}{n}d" for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3))

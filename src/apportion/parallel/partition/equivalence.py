@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from apportion.comm.group import Group, collective
 from apportion.core import tree
-from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.core.modes import evaluating
+from apportion.parallel.tracing.network import undisturbed
 
 FACTOR = 1.0625
 """The factor that parameters are multiplied by for the comparison."""

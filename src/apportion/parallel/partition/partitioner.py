@@ -25,6 +25,7 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
 from apportion.core.data.source import BatchSource
+from apportion.core.modes import refuse_making
 from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.workload import Workload
@@ -78,6 +79,7 @@ class Partitioner:
         self._settle(plain, sample)
         if world.size > 1:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
+            refuse_making(plain, "no rank has all of the weights")
         full = FullModel(plain, workload, self._source.deal)
         made = workload.optimizer(list(plain.named_parameters()))
         hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
@@ -89,6 +91,8 @@ class Partitioner:
         expected = equivalence.outputs_of(plain, outputs) if compares else None
         refused = self._refused(plain) if not world.under_way else None
         part = self._part(plain, make, sample, refused=refused)
+        if part.model is not plain:
+            refuse_making(plain, f"the layers are called without {type(plain).__name__}")
         del plain, outputs
         replica = self._replica(full, made, part, world)
         pieces, group = full.pieces(replica.model, part.pieces), world.group()

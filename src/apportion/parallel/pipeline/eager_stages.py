@@ -15,6 +15,7 @@ from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
+from apportion.core.modes import evaluating
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.equivalence import copied, same_outputs
@@ -28,7 +29,7 @@ from apportion.parallel.pipeline.stage_part import StagePart
 from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.initial_model import memory_of
-from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.network import undisturbed
 
 Cut = Callable[[Sequence[str], Callable[[], Places]], Sequence[int]]
 """A function (the calls, a function that measures them) -> the calls that the stages after the first begin with, the

@@ -26,6 +26,7 @@ from apportion.comm.world import World
 from apportion.core import torch_private, tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
+from apportion.core.modes import evaluating
 from apportion.core.workload import Workload
 from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.autograd_use import asked, refuse_untraceable
@@ -60,7 +61,6 @@ from apportion.parallel.pipeline.whole_batch import (
     refuse_coupled_stage,
     rows_at,
 )
-from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import Unfollowed, Whole, follow, names, of_torch
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
+from apportion.core.modes import evaluating
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.part import Part
 from apportion.parallel.pipeline.microbatch import MicrobatchPasses, StageLinks
 from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.staging import Staging
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.tracing.network import evaluating
 
 
 class StagePart(Part):

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.core import tree
+from apportion.core.modes import evaluating
 from apportion.core.torch_private import BatchNormBase, DropoutBase, pytree
 from apportion.parallel.partition.equivalence import difference
 from apportion.parallel.pipeline.cut_points import calls
 from apportion.parallel.pipeline.stage_graph import StageGraph
-from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.nodes import used_tensors
 
 SAMPLE = 2, 3

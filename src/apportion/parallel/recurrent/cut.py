@@ -17,9 +17,10 @@ from torch.fx.node import map_arg
 
 from apportion.core import torch_private, tree
 from apportion.core.data.rows import rows_of
+from apportion.core.modes import evaluating
 from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, held, packed, parts
 from apportion.parallel.replica.initial_model import memory_of
-from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.nodes import attribute, called
 from apportion.parallel.tracing.tracer import Unfollowed, follow, of_torch
 

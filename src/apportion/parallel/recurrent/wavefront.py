@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from apportion.comm.group import Group, Work
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.modes import evaluating
 from apportion.core.torch_private import buffers_of, parameters_of
 from apportion.parallel.partition.part import Part
 from apportion.parallel.partition.tensor_shards import TensorShard
@@ -32,7 +33,6 @@ from apportion.parallel.recurrent.graph import Graphs
 from apportion.parallel.recurrent.layer import LSTMLayer, RecurrentLayer, chunk_length, chunks, layer
 from apportion.parallel.replica.carried_state import Carry
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.tracing.network import evaluating
 
 
 @dataclass

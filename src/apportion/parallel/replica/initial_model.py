@@ -11,15 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from apportion.core.modes import begin_training
 from apportion.core.workload import Workload
 
 
 def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """The model, on the device; its floating and complex tensors in the dtype (None: as they are)."""
+    """The model, on the device, in training mode; its floating and complex tensors in the dtype (None: as they are)."""
     model = workload.model()
     _refuse_lazy(model)
     workload.must_know(type(module) for module in model.modules())
-    return in_precision(model.to(device=device), dtype)
+    model = in_precision(model.to(device=device), dtype)
+    begin_training(model)
+    return model
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from apportion.comm.group import Alone, Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
+from apportion.core.modes import evaluating, evaluating_as_written, made_by_modes
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.rng import seed_everything
@@ -156,19 +157,20 @@ class Replica:
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
         """The outputs in evaluation mode. A carried state of its own follows the rows of the evaluation set."""
-        for module in self._training:
-            module.training = False
-        try:
-            with self.autocast():
-                if self._seen is None:
-                    return tree.call(self.model, batch.inputs)
-                outputs, state = tree.call(self.model, batch.inputs, self._seen.take(batch))
-                self._seen.put(state)
-                self._seen.commit()
-                return outputs
-        finally:
-            for module in self._training:
-                module.training = True
+        if made_by_modes(self.model) is None:
+            with evaluating(self._training):
+                return self._predicted(batch)
+        with self.settled, evaluating_as_written(self.model):  # whoever copies the state copies what is trained
+            return self._predicted(batch)
+
+    def _predicted(self, batch: Batch) -> Any:
+        with self.autocast():
+            if self._seen is None:
+                return tree.call(self.model, batch.inputs)
+            outputs, state = tree.call(self.model, batch.inputs, self._seen.take(batch))
+            self._seen.put(state)
+            self._seen.commit()
+            return outputs
 
     # Update
 

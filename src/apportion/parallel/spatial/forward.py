@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 from apportion.comm.group import Group, collective
 from apportion.core import torch_private, tree
 from apportion.core.data.rows import rows_of
+from apportion.core.modes import evaluating
 from apportion.core.torch_private import ConvBase
 from apportion.cost_model.constraints import nothing_to_divide
 from apportion.errors import ApportionError
@@ -33,7 +34,7 @@ from apportion.parallel.spatial.norm import ask_all_ranks
 from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard, gathered
 from apportion.parallel.spatial.windows import Layer, divides
-from apportion.parallel.tracing.network import evaluating, undisturbed
+from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.nodes import attribute, target_name
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 from apportion.parallel.tracing.untraceable import said_here

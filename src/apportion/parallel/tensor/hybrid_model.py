@@ -28,6 +28,7 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
 from apportion.core.loss_terms import examples
+from apportion.core.modes import evaluating
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling import sync_batch_functions
@@ -38,7 +39,6 @@ from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.tensor.linear import OwnDraws
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel
-from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.nodes import attribute
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 

@@ -17,10 +17,10 @@ from torch import fx, nn
 from torch.nn import functional
 
 from apportion.core import torch_private
+from apportion.core.modes import evaluating
 from apportion.cost_model.elementwise import ACTIVATIONS
 from apportion.parallel.tensor.usage import Look
 from apportion.parallel.tracing.forward_signature import opened
-from apportion.parallel.tracing.network import evaluating
 from apportion.parallel.tracing.tracer import Tracer, Unfollowed, not_given, of_torch
 
 _LAYERS = frozenset((nn.Identity, nn.Dropout, *(getattr(nn, name) for name in ACTIVATIONS.values())))

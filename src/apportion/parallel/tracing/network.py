@@ -8,7 +8,7 @@ that is such a module itself is followed by hooks: then its layers are known, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,19 +181,6 @@ def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
     if kept.version is not None and (version_of(now) != kept.version or now.data_ptr() != kept.pointer):
         return True
     return now.shape != kept.value.shape or not torch.equal(now, kept.value)
-
-
-@contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put those of the modules that train into evaluation mode meanwhile."""
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:

@@ -228,11 +228,13 @@ class _Snapshot:
     def metrics(self, asked: Mapping[str, Mapping[str, Any]], beat: Callable[[], None]) -> Mapping[str, float]:
         """The metrics of this state."""
         buffers = dict(self.model.named_buffers())
+        self.model.train()  # the evaluated network may have been made of the weights that were there before
         load_tensors(self.model, asked["model"])  # in place: whatever acts has seen these tensors
         with torch.no_grad():
             for name, values in asked["buffers"].items():
                 buffers[name].copy_(values)
         self._python.show(dict(asked["record"]), asked["python"])
+        self.model.eval()
         if isinstance(dataset := self._source.dataset, ActedDataset):
             dataset.beat = beat
         return evaluate(self, self._evaluation, self._source, Alone(), beat)
