@@ -6,12 +6,14 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -280,3 +282,43 @@ def test_a_thread_is_not_forced_to_end_where_the_program_is_not_the_command() ->
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS)
     assert out.stdout == "late\n"
     assert threading.main_thread().is_alive()
+
+
+IN_A_SET = """
+class Heads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in {"age", "mood", "place", "kind"}})
+    def forward(self, x): return sum(head(x) for head in self.heads.values())
+
+class Stack(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in {"first", "inner", "outer", "last"}:
+            self.register_module(name, torch.nn.Linear(4, 4))
+    def forward(self, x): return self.last(self.outer(self.inner(self.first(x))))
+
+heads, stack = work(Heads), work(Stack)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "layer"), [("heads", "heads."), ("stack", "er.")])
+def test_layers_in_the_order_of_a_set_are_named(name: str, layer: str, tmp_path: Path) -> None:
+    """The order of a set of texts is another one in each process, and so are the weights that a seed gives."""
+    folder = written(tmp_path, more=IN_A_SET)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [*train("--no-check", name=name)[:6], "--strategy", "data_parallel", "--launcher", "env"]
+
+    def rank(number: int) -> Any:
+        own = {"RANK": str(number), "LOCAL_RANK": str(number), "PYTHONHASHSEED": str(number + 1)}
+        return started(command, folder, env={**world, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    with rank(0) as first, rank(1) as second:
+        told = [process.communicate(timeout=SECONDS)[1].decode() for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 2), told
+    assert "of the model=" in told[0]
+    assert layer in told[0]
+    assert "shapes=" not in told[0]

@@ -17,6 +17,7 @@ OF_TORCH = frozenset((
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_version", "_is_view", "_opt_called",
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks",
 ))  # fmt: skip
 """Attributes of torch's modules, tensors and optimizers."""
 

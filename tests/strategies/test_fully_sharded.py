@@ -362,7 +362,7 @@ def test_what_cannot_be_spread_is_refused_with_the_rule_and_the_cure() -> None:
     refused(networks.cases["sparse_embeddings"](61), EACH, "embed has sparse gradients.*use sparse=False")
     refused(replace(mlp, compile=True), EACH, "compile=True would compile.*use compile=False, or data_parallel")
     refused(replace(mlp, precision="float16"), EACH, 'float16" scales the loss.*use "bfloat16", or data_parallel')
-    refused(replace(mlp, optimizer=lbfgs), EACH, "LBFGS is not known to update each weight by itself.*or map_reduce")
+    refused(replace(mlp, optimizer=lbfgs), EACH, "LBFGS evaluates the loss several times.*map_reduce")
     refused(replace(mlp, optimizer=adafactor), EACH, "Adafactor is not known to update each.*or data_parallel")
     refused(replace(mlp, model=single_number), EACH, r"scale is a single number.*shape \(1,\)")
     refused(replace(mlp, model=hooked), EACH, "0.weight has a hook, which its shards would lose")

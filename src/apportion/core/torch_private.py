@@ -286,11 +286,23 @@ def gradient_hooked(tensor: Tensor) -> bool:
 
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OPTIMIZERS = importlib.import_module("torch.optim.optimizer")  # torch.optim takes the name away
+_GLOBAL_STEP_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def step_hooked(optimizer: Optimizer, *, before_only: bool = False) -> bool:
-    """Whether an optimizer has hooks around its steps."""
-    return any(getattr(optimizer, name, None) for name in (_STEP_HOOKS[:1] if before_only else _STEP_HOOKS))
+    """Whether there are hooks around an optimizer's steps: its own, or those of all optimizers."""
+    count = 1 if before_only else 2
+    return any(getattr(optimizer, name, None) for name in _STEP_HOOKS[:count]) or any(
+        getattr(_OPTIMIZERS, name, None) for name in _GLOBAL_STEP_HOOKS[:count]
+    )
+
+
+def step_hooks_of(optimizer: Optimizer) -> list[Any]:
+    """The functions that are called around an optimizer's steps: its own hooks, and those of all optimizers."""
+    tables = [getattr(optimizer, name, None) for name in _STEP_HOOKS]
+    tables += [getattr(_OPTIMIZERS, name, None) for name in _GLOBAL_STEP_HOOKS]
+    return [hook for table in tables if table for hook in table.values()]
 
 
 def gradient_hooks_of(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -58,6 +58,7 @@ from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_fun
 from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
 from apportion.parallel.ops.sync_batch_norm import use_whole_batch
 from apportion.parallel.replica.forward_state import moved
+from apportion.parallel.replica.initial_model import refuse_written
 from apportion.parallel.replica.replica import called
 from apportion.parallel.replica.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.parallel.replica.single_process import reference
@@ -188,8 +189,8 @@ class FullyShardedStep(ReplicaStep):
         super().__init__(workload if world.size == 1 else replace(workload, clip_grad_norm=None), world)
         if settings.microbatches > 1:
             self._replica.begin(first=True)
-        for name, optimizer in self.optimizers.items():
-            refuse_optimizer(optimizer, searches=name in self._replica.optimizers.searching, alone=world.size == 1)
+        for optimizer in self.optimizers.values():
+            refuse_optimizer(optimizer, alone=world.size == 1)
 
     def prepare(self, model: nn.Module) -> None:
         if isinstance(self.source.dataset, ActedDataset) and self._world.size > 1:
@@ -209,6 +210,7 @@ class FullyShardedStep(ReplicaStep):
             batch = self.source.at(0, DataShard())
             trained = [p for p in model.parameters() if p.requires_grad]
             found = moved(model, trained, lambda: called(self._workload, model, batch, self.device))
+            refuse_written(model, lambda: called(self._workload, model, batch, self.device))
             whole = [place.tensor for place in found if place.parameter]
             self._sharded = Sharded(model, self._world, self._settings.min_num_params, whole)
 

@@ -6,38 +6,76 @@ parameter. Tensors are named by their place (``old_dirs.3``); the rest is plain,
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from apportion.core.sampling.rng import fork_rng
+from apportion.core.torch_private import version_of
 
 _TENSOR = "tensor"
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's ``step`` must be given a function that evaluates the loss and the gradient
-    anew."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    anew: it says so, as L-BFGS, or it is not torch's own and fails without one, as sharpness-aware minimization does.
+    That is tried on a copy."""
+    step = type(optimizer).step
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is None or closure.default is inspect.Parameter.empty:
+        return closure is not None
+    return not step.__module__.startswith("torch.optim.") and not _steps(optimizer) and _steps(optimizer, closure=True)
+
+
+def _steps(optimizer: Optimizer, *, closure: bool = False) -> bool:
+    """Return whether a copy of the optimizer makes a step with a gradient of zeros, with or without a closure."""
+    try:
+        with fork_rng(), torch.enable_grad():
+            tried: Any = object.__new__(type(optimizer))
+            tried.__dict__.update(copy.deepcopy(optimizer.__dict__))  # torch's own copy leaves attributes out
+            parameters = [p for group in tried.param_groups for p in group["params"]]
+
+            def evaluated() -> Tensor:
+                for p in parameters:
+                    p.grad = torch.zeros_like(p)
+                return torch.zeros((), requires_grad=True).sum()
+
+            evaluated()
+            tried.step(evaluated) if closure else tried.step()
+    except Exception:
+        return False
+    return True
 
 
 class Closure:
-    """A closure that returns the loss, with its gradient in ``p.grad``: at first the one that was just computed, then
-    computed again."""
+    """A closure that returns the loss, with its gradient in ``p.grad``: the one that was just computed, for as long as
+    the optimizer has left weights and gradients as they were, and then computed again."""
 
-    def __init__(self, loss: Tensor, parameters: list[Any], again: Callable[[], Tensor]) -> None:
+    def __init__(self, loss: Tensor, parameters: list[Any], again: Callable[[], Tensor], *, torchs: bool) -> None:
+        """``torchs``: the optimizer is one of torch's, which ask for the loss before they change anything."""
         self._loss: Tensor | None = loss
         self._parameters, self._again = parameters, again
+        self._before = None if torchs else self._now()
 
     def __call__(self) -> Tensor:
-        if self._loss is not None:
-            loss, self._loss = self._loss, None
+        loss, self._loss = self._loss, None
+        if loss is not None and (self._before is None or self._before == self._now()):
             return loss
         for p in self._parameters:
             p.grad = None
         return self._again()
+
+    def _now(self) -> list[Any]:
+        """What tells whether weights or gradients were written to; through ``.data`` torch does not count it."""
+        gradients = [p.grad for p in self._parameters]
+        norms = [torch.linalg.vector_norm(p.detach()).item() for p in self._parameters]
+        versions = [(id(g), None if g is None else version_of(g)) for g in gradients]
+        return [versions, [version_of(p) for p in self._parameters], norms]
 
 
 def can_be_kept(value: Any) -> bool:

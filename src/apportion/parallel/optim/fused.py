@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from apportion.core import fast_paths
 from apportion.core.workload import Parameters, Workload
+from apportion.parallel.optim.step_hooks import OURS
 
 _KINDS = (SGD, Adam, AdamW, Adagrad)
 _WHOLE = (SGD, Adagrad)
@@ -47,8 +48,19 @@ def _run_fused(optimizer: Optimizer) -> None:
     Between steps the groups are as they were written: how a step is computed does not belong to a state."""
     if type(optimizer) in _KINDS:
         chosen: list[dict[str, Any]] = []
-        optimizer.register_step_pre_hook(lambda *_: _choose(optimizer, chosen))
-        optimizer.register_step_post_hook(lambda *_: _restore(chosen))
+
+        def choose(*_: Any) -> None:
+            _choose(optimizer, chosen)
+
+        def restore(*_: Any) -> None:
+            _restore(chosen)
+
+        for hook, register in (
+            (choose, optimizer.register_step_pre_hook),
+            (restore, optimizer.register_step_post_hook),
+        ):
+            setattr(hook, OURS, True)
+            register(hook)
 
 
 def _choose(optimizer: Optimizer, chosen: list[dict[str, Any]]) -> None:

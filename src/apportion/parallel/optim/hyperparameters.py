@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from apportion.core.value import Value, parse_as
+from apportion.parallel.optim.step_hooks import refuse_step_hooks
 
 Hyper = Sequence[float]
 """The hyperparameters of a group as numbers, in the order of the rule's ``hyper``."""
@@ -199,6 +200,7 @@ def rule_of(optimizer: Optimizer) -> StoreRule:
             for group in optimizer.param_groups:
                 if group.get("differentiable"):
                     raise ValueError("differentiable=True: a parameter store's updates have no gradient")
+            refuse_step_hooks(optimizer, "the parameter store updates any stretch of the weights by itself")
             return rule(optimizer.param_groups)
     known = ", ".join(rule.optimizer.__name__ for rule in RULES)
     raise ValueError(

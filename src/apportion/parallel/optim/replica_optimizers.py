@@ -66,6 +66,14 @@ class ReplicaOptimizers(dict[str, Optimizer]):
                 if given:
                     raise ValueError(f"{what} does not go with {kind}, which evaluates the loss itself")
 
+    def refuse_searching(self, name: str | None = None) -> None:
+        """Raise ValueError where an optimizer (of this name, or any) evaluates the loss itself."""
+        for one in self.searching if name is None else self.searching & {name}:
+            raise ValueError(
+                f"{type(self[one]).__name__} evaluates the loss several times an update, which this strategy does not: "
+                "use map_reduce or single_device"
+            )
+
     def start_schedules(self, total_steps: int) -> None:
         """Make the learning-rate schedules, now that the number of updates is known."""
         schedule = self._workload.schedule

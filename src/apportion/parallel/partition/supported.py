@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from apportion.core.workload import Workload
 from apportion.parallel.optim.elementwise import BY_PARAMETER, ELEMENTWISE
+from apportion.parallel.optim.step_hooks import refuse_step_hooks
 from apportion.parallel.partition.tensor_shards import ShardLayout
 
 
@@ -36,9 +37,15 @@ def refuse_optimizers(
     for name, optimizer in optimizers.items():
         kind = type(optimizer)
         if name in searching:
-            raise ValueError(f"{kind.__name__} evaluates the loss several times an update: use map_reduce")
+            raise ValueError(
+                f"{kind.__name__} evaluates the loss several times an update: use map_reduce or single_device"
+            )
         if spread and kind not in known:
             raise ValueError(
                 f"{kind.__name__} is not known to update each {'weight' if cut else 'parameter'} by itself, and no "
                 f"rank has all of them: use one of {', '.join(k.__name__ for k in known)}, or data_parallel"
+            )
+        if spread:
+            refuse_step_hooks(
+                optimizer, f"on each rank it would see a part of the {'weights' if cut else 'parameters'}"
             )

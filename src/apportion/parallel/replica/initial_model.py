@@ -4,14 +4,17 @@ with, refused by name."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from apportion.core import tree
 from apportion.core.modes import begin_training
+from apportion.core.torch_private import DispatchMode
 from apportion.core.workload import Workload
 
 
@@ -136,6 +139,51 @@ def refuse_renormalising(model: nn.Module, why: str) -> None:
                 f"forward runs, and {why}: leave max_norm out and rescale what the layer gives, or use layer_placement "
                 "or single_device"
             )
+
+
+def refuse_written(model: nn.Module, look: Callable[[], object]) -> None:
+    """Raise ValueError where a training pass writes to weights that are trained, as a critic does that clamps them:
+    what is written to gathered weights is lost. ``look`` makes a pass, of which nothing stays. A write under a
+    condition that does not hold yet is not seen."""
+    from apportion.parallel.tracing.network import undisturbed  # what it counts FLOPs with takes long to import
+
+    trained = {memory_of(p): name for name, p in model.named_parameters() if p.requires_grad}
+    values = [(p, p.detach().clone()) for p in model.parameters() if p.requires_grad]
+    writes = _Writes(trained)
+    try:
+        with undisturbed(model), writes:
+            look()
+    except Exception:  # with update= a model need not have a forward; any other mistake is raised by the first step
+        pass
+    finally:
+        for p, before in values:
+            p.data.copy_(before)
+    for name in writes.found:
+        raise ValueError(
+            f"the forward of {type(model).__name__} writes to {name}, of which each rank has a shard, and what is "
+            "written to the gathered weight is lost: compute with a value, as in F.linear(x, weight.clamp(-1, 1)), or "
+            "use data_parallel or single_device"
+        )
+
+
+class _Writes(DispatchMode):
+    """Finds the operations that write to tensors which lie in these memories, by the names of the memories."""
+
+    def __init__(self, memories: Mapping[int, str]) -> None:
+        super().__init__()
+        self._memories = memories
+        self.found: dict[str, None] = {}
+        """The names of the tensors that were written to, in order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = zip(func._schema.arguments, args, strict=False)
+        written = [
+            value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        for tensor in tree.tensors(written):
+            if (name := self._memories.get(memory_of(tensor))) is not None:
+                self.found[name] = None
+        return func(*args, **(kwargs or {}))
 
 
 def _is_cast(tensor: Tensor) -> bool:

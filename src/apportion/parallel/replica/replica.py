@@ -27,6 +27,7 @@ from apportion.parallel.optim.trained_parameters import TrainedParameters
 from apportion.parallel.replica.carried_state import Carry
 from apportion.parallel.replica.forward_state import ForwardState
 from apportion.parallel.replica.initial_model import fresh_model
+from apportion.parallel.replica.trained_loss import refuse_trained_loss
 
 SETTLE_SECONDS = 2.0
 """The seconds that a request for the state in the middle of an update waits for the update to end."""
@@ -57,6 +58,7 @@ class Replica:
         self.python = PythonState(workload.caches)
         """What the training keeps in Python, beside the tensors of the network."""
         self.python.watch(model=self.model, data=data, **{name: getattr(workload, name) for name in _CALLED})
+        refuse_trained_loss(workload.loss, self.model)
         prepare(self.model)
         self.names = {p: name for name, p in self.model.named_parameters()}
         self.optimizers = ReplicaOptimizers(workload, self.model, self.names, device)
@@ -176,11 +178,7 @@ class Replica:
 
     def apply(self, optimizer: str) -> None:
         """Make one update by this optimizer with the gradients in ``p.grad``, and then remove them."""
-        if optimizer in self.optimizers.searching:
-            kind = type(self.optimizers[optimizer]).__name__
-            raise ValueError(
-                f"{kind} evaluates the loss several times an update, which this strategy does not: use map_reduce"
-            )
+        self.optimizers.refuse_searching(optimizer)
         began = time.perf_counter()
         optimizers, parameters = self.optimizers, self.trained.of(optimizer)
         optimizers.unscale_and_clip(optimizer, parameters)

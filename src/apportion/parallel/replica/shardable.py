@@ -13,6 +13,7 @@ from apportion.core import torch_private
 from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.optim.elementwise import ELEMENTWISE
 from apportion.parallel.optim.fused import needs_whole_weights
+from apportion.parallel.optim.step_hooks import refuse_step_hooks
 from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
 
 ON_SHARDS = tuple(kind for kind in ELEMENTWISE if kind is not Rprop)
@@ -27,12 +28,13 @@ WHOLE_KERNEL = (
 )
 
 
-def refuse_optimizer(optimizer: Optimizer, *, searches: bool, alone: bool) -> None:
-    """Raise ValueError where an optimizer cannot update shards. ``searches``: it evaluates the loss as often as it
-    likes. ``alone``: the one rank has all of every weight."""
+def refuse_optimizer(optimizer: Optimizer, *, alone: bool) -> None:
+    """Raise ValueError where an optimizer cannot update shards. ``alone``: the one rank has all of every weight."""
     kind = type(optimizer)
     if kind not in ON_SHARDS:
-        raise ValueError(f"{kind.__name__} is {NOT_ELEMENTWISE}, or {'map_reduce' if searches else 'data_parallel'}")
+        raise ValueError(f"{kind.__name__} is {NOT_ELEMENTWISE}, or data_parallel")
+    if not alone:
+        refuse_step_hooks(optimizer, "on each rank it would see a shard of every weight")
     if needs_whole_weights(optimizer) and not alone:
         raise ValueError(f"{kind.__name__} has {WHOLE_KERNEL}")
 

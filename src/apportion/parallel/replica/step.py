@@ -61,6 +61,8 @@ class ReplicaStep(Step):
             workload, rank=world.rank, device=world.device, data=self.source.dataset, prepare=self.prepare
         )
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        if not self.repeats:
+            self.optimizers.refuse_searching()
         self.source.acts(self.model)
         self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
@@ -99,7 +101,9 @@ class ReplicaStep(Step):
         loss = self.reduce_gradients(loss)
         for name in self.optimizers:
             if self.repeats and name in replica.optimizers.searching:
-                replica.search(name, Closure(loss, replica.trainable(name), self._backward_again))
+                torchs = type(self.optimizers[name]).__module__.startswith("torch.optim.")
+                given = Closure(loss, replica.trainable(name), self._backward_again, torchs=torchs)
+                replica.search(name, given)
             else:
                 replica.apply(name)
         replica.commit()

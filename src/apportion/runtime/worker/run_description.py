@@ -51,6 +51,8 @@ EXAMPLES = 16
 """The number of examples, spread evenly over the data, that are compared."""
 ROWS = 4
 """The number of rows in the update that is made to compare numbers."""
+MOST_TENSORS = 2000
+"""The number of tensors up to which those of a model are compared one by one."""
 MOST_PARAMETERS = 20_000_000
 """The number of parameters up to which an update is made: a larger network would take longer than the start may."""
 
@@ -72,13 +74,24 @@ def describe_run(job: Job, workload: Workload) -> dict[str, Any]:
         **{name: _plain(getattr(workload, name)) for name in SETTINGS},
         **_evaluation(workload),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "shapes": _digest(of, [(n, str(t.dtype), tuple(t.shape), t.requires_grad) for n, t in _tensors(model)]),
+        **_layout(model, of),
         **_optimizers(workload, model),
     }
     return {
         "settings": settings,
         "numbers of the initial weights": {"sum of squares of the initial weights": _squares(_tensors(model))},
     }
+
+
+def _layout(model: nn.Module, of: Digester) -> dict[str, str | None]:
+    """Returns the tensors of a model in their order, by name and shape; of a model with very many a digest of that."""
+    kinds = [
+        f"{name} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{'' if t.requires_grad else ' without gradient'}"
+        for name, t in _tensors(model)
+    ]
+    if len(kinds) > MOST_TENSORS:
+        return {"tensors of the model": str(len(kinds)), "digest of their names and shapes": _digest(of, kinds)}
+    return {f"tensor {number} of the model": kind for number, kind in enumerate(kinds)}
 
 
 def describe_data(job: Job, workload: Workload, step: Step, rows: Sequence[Any] | None = None) -> dict[str, Any]:
