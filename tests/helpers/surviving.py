@@ -304,6 +304,7 @@ workload = Workload(
     steps=300,
     precision="float64",
     evaluation=Evaluation(data=lambda: data(48), metrics={"accuracy": accuracy}, every=10, best="max accuracy"),
+    caches=("Network.seen_by",),
 )
 crashing = replace(workload, model=lambda: ctypes.string_at(0))
 poisoned = replace(workload, model=lambda: Network(crash_on_poison), data=poisoned_data)
