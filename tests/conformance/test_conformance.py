@@ -214,10 +214,10 @@ def test_the_runs_own_precision_differs_by_its_own_rounding(name: str, precision
     proof = prove(in_float32(name, precision=precision), "data_parallel", 2)
     wide, own = proof.rounds
     assert wide.holds
-    assert wide.bound == EXACT
+    assert wide.worst.relative <= EXACT, wide
     assert own.precision == precision
     assert own.verdict == "equal" or (own.verdict == "undecided" and precision != "float32"), own
-    assert own.worst.relative < {"float32": 1e-4, "bfloat16": 3e-1, "float16": 1e-1}[precision]  # of the change
+    assert own.share < {"float32": 1e-4, "bfloat16": 3e-1, "float16": 1e-1}[precision]  # of the largest change
 
 
 @pytest.mark.slow

@@ -143,6 +143,16 @@ def test_a_tensor_that_is_missing_or_foreign_differs_without_bound() -> None:
         assert told.worst.absolute == float("inf")
 
 
+def test_a_slot_that_rounding_may_add_is_undecided_except_in_float64() -> None:
+    start = {"model/w": torch.zeros(2), "optimizer/w/old_dirs.1": torch.zeros(2)}
+    after = {"model/w": torch.ones(2), "optimizer/w/old_dirs.1": torch.ones(2)}
+    without = {"model/w": torch.ones(2)}
+    for precision, verdict in (("float32", "undecided"), ("float64", "different")):
+        comparison = Comparison(start, {"w"}, eps=torch.finfo(getattr(torch, precision)).eps)
+        comparison.take(1, without, after, after)
+        assert comparison.round(precision, 1, None).verdict == verdict
+
+
 def test_noise_allows_a_hundred_times_itself_and_never_more_than_a_thousandth() -> None:
     expected = state(weight=1.0 + 1e-3)
     for noise, difference, verdict in ((1e-9, 0.9e-7, "equal"), (1e-9, 1.1e-7, "different"), (1e-4, 2e-3, "undecided")):
