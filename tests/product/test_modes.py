@@ -181,7 +181,7 @@ def test_normalisation_that_train_freezes_is_frozen_from_the_first_step(tmp_path
     assert torch.equal(network.norm.running_mean, torch.zeros(40))  # type: ignore[union-attr, arg-type]
 
 
-@pytest.mark.parametrize("model", [pytest.param(Branches, marks=pytest.mark.thorough), low_rank])
+@pytest.mark.parametrize("model", [Branches, pytest.param(low_rank, marks=pytest.mark.thorough)])
 def test_one_device_evaluates_what_eval_has_made(model: Callable[[], nn.Module], tmp_path: Any) -> None:
     reported, network = ended(tmp_path, model, "single_device", 1)
     assert reported == pytest.approx(accuracy(network), abs=1e-12)
