@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,18 +168,15 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def drifting(named: Any, who: int) -> torch.optim.Optimizer:
-    """torch's own, which strategies that cut the network take."""
-    named = list(named)
-    made, optimizer = [0], sgd(named)
+def drifting(optimizer: torch.optim.Optimizer, total: int, *, who: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Returns a schedule of torch's, which strategies that cut the network take, that changes a weight on one rank."""
 
-    def drift(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        made[0] += 1
-        if made[0] == STEP and rank() == who:
+    def rate(step: int) -> float:
+        if step == STEP and rank() == who:
             optimizer.param_groups[0]["params"][0].data[1] += 1e-6
+        return 1.0
 
-    optimizer.register_step_post_hook(drift)
-    return optimizer
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
 @pytest.mark.processes
@@ -189,8 +187,9 @@ def drifting(named: Any, who: int) -> torch.optim.Optimizer:
 def test_a_layer_that_ranks_of_a_divided_network_hold_alike_is_compared(
     strategy: str, who: int, workers: int, tmp_path: Path
 ) -> None:
+    workload = training(normalised, sgd, schedule=partial(drifting, who=who))
     with pytest.raises(RanksDiffer, match=rf"after step {STEP} model/0.weight on rank [02{who}]"):
-        run(training(normalised, lambda named: drifting(named, who)), strategy, tmp_path / "run", workers=workers)
+        run(workload, strategy, tmp_path / "run", workers=workers)
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 _GONE = frozenset((errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF, errno.ECONNRESET))
@@ -63,9 +64,10 @@ def _lasting(stream: Any, number: int) -> Any:
     try:
         if stream.fileno() != number:
             return stream
+    except OSError:  # it has none: what is printed stays in memory
+        return stream
+    with suppress(OSError):
         stream.flush()
-    except OSError:
-        pass
     raw = _Lasting(number, "wb", closefd=False)
     buffer: Any = raw if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(raw)
     return io.TextIOWrapper(
