@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from apportion.runtime.proof.proof import CAP, FLOOR, Comparison, Difference, Proof, Round, Verdict
+from apportion.runtime.proof.surveyed import Surveyed
 
 Tensors = Mapping[str, Tensor]
 WEIGHT, BIAS, MEAN, SLOT = "model/w", "model/b", "model/mean", "optimizer/w/exp_avg"
@@ -183,6 +185,37 @@ def test_the_verdict_is_one_sentence() -> None:
     wrong = proof(shown("different", step=3))
     assert not wrong.holds
     assert "model/w differs after step 3 by 0.5, which is 0.25 of the largest change, in float64" in wrong.sentence
+
+
+def test_a_loss_that_is_wrong_by_itself_is_the_evidence_and_the_cause() -> None:
+    found = replace(proof(shown("equal")), causes=("a guess",)).with_survey(Surveyed(problem="the loss couples rows"))
+    assert found.verdict == "different"
+    assert not found.holds
+    assert found.evidence == "the loss couples rows"
+    assert found.causes == ("the loss couples rows",)
+    assert found.sentence == "mine on 2 workers does not train the same network as one device: the loss couples rows"
+
+
+def test_a_difference_on_rare_rows_alone_is_one_and_says_where_it_was() -> None:
+    found = proof(shown("equal")).with_rare_rows(replace(proof(shown("different")), first="0.weight"))
+    assert found.verdict == "different"
+    assert "with rare rows of the data in a batch, model/w differs after step 1" in found.sentence
+    assert found.sentence.endswith("0.weight")
+    assert proof(shown("equal")).with_rare_rows(proof(shown("undecided"))).verdict == "equal"
+
+
+def test_the_sentence_says_what_the_survey_has_covered() -> None:
+    found = proof(shown("equal")).with_rare_rows(proof(shown("equal")))
+    said = found.with_survey(Surveyed(rare=(7,), read=30, of=3000, left="it draws random numbers")).sentence
+    assert "rare rows were looked for among the targets of 1 % of 3,000" in said
+    assert "the loss was not tried by itself: it draws random numbers" in said
+    assert said.endswith("; 4 further steps had the rarest rows among theirs")
+    assert "rare rows were not looked for" in proof(shown("equal")).with_survey(Surveyed()).sentence
+
+
+def test_a_proof_with_its_survey_is_the_same_from_json() -> None:
+    found = proof(shown("equal")).with_rare_rows(proof(shown("equal"))).with_survey(Surveyed(rare=(7, 2), read=9, of=9))
+    assert Proof.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_gradients_have_a_say() -> None:

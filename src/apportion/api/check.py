@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from apportion.api.proof_workers import ProofRequest
-from apportion.api.prover import prove
+from apportion.api.surveyed_proof import prove_with_survey
 from apportion.core.address import check_place
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse
@@ -37,6 +37,11 @@ def check(
     Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make so many steps
     with nobody waiting, and one process makes the same updates again: to the last bit, in both precisions.
 
+    Meanwhile the loss is tried by itself on made-up outputs, where the strategy divides batches, and the targets of the
+    data are read. A loss that is wrong where a batch is divided makes the answer "different". Then steps are made on
+    rows that have the rare ones among them, unless the steps before have had all rows (``Proof.survey``,
+    ``Proof.rare``).
+
     Under ``launcher=env()`` every rank calls it, in the same way: the strategy runs on the CPUs of these very ranks,
     over the connections that they have, the reference in processes of rank 0, and all ranks return the same proof or
     raise the same error. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts for it, and do the
@@ -60,4 +65,4 @@ def check(
 
         return check_launched(workload, value, launcher, steps=steps)
     chosen = candidate(value, launcher if workers is None else replace(launcher, workers=workers))
-    return prove(ProofRequest(workload=workload, chosen=chosen, steps=steps))
+    return prove_with_survey(ProofRequest(workload=workload, chosen=chosen, steps=steps))

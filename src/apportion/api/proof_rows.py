@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from apportion.api.run_proof import FEW_EACH, ROWS_EACH, STEPS
+from apportion.api.proof_passes import FEW_EACH, ROWS_EACH, STEPS
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World

@@ -72,6 +72,9 @@ class ProofRequest:
     then: Callable[[Proof], ProofRequest | None] | None = None
     """What is to be proved by the same processes afterwards, given what was found; it has to be of the same workload.
     Where there is no time for it, what was found stands."""
+    added: bool = False
+    """True where the answer is added to that of the proof which this one follows, as that of its rare rows; False
+    where it takes its place."""
     cuts: tuple[str, ...] = ()
     """The layers before which ranks that are running already cut their stages, as the run does."""
 

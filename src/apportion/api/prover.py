@@ -85,11 +85,21 @@ class _Proving:
 
     def _then(self, pools: ProofWorkers, rounds: Sequence[Round]) -> Proof | None:
         """Makes the proof that follows this one, by the same processes; None where none does, or for want of time."""
-        asked = None if self._asked.then is None else self._asked.then(self._found(rounds))
-        if asked is not None:
-            with suppress(OutOfTimeError):
-                return _Proving(replace(asked, contract=False), self._ranks).proof_by(pools)
-        return None
+        if self._asked.then is None:
+            return None
+        found = self._found(rounds)
+        asked = self._asked.then(found)
+        if asked is None:
+            return None
+        try:
+            further = _Proving(replace(asked, contract=False), self._ranks).proof_by(pools)
+        except OutOfTimeError:
+            return None
+        except ValueError as error:
+            if not asked.added:
+                raise
+            return replace(found, cuts=(*found.cuts, f"no steps were made on rare rows: {error}"))
+        return found.with_rare_rows(further) if asked.added else further
 
     def _found(self, rounds: Sequence[Round]) -> Proof:
         strategy = self._chosen.strategy

@@ -17,9 +17,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from apportion.api.proof_passes import STEPS, on_few_rows, on_rare_rows
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.prover import prove
-from apportion.api.workload_survey import Surveyed, WorkloadSurvey
+from apportion.api.workload_survey import WorkloadSurvey
 from apportion.core import fast_paths
 from apportion.core.parts.sent_rows import SentRows
 from apportion.core.strategy import cut_at
@@ -32,20 +33,15 @@ from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.budget import BUDGET_SHARE, budget
 from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
 from apportion.runtime.proof.proof import Proof, Settled
+from apportion.runtime.proof.surveyed import Surveyed
 from apportion.runtime.worker.job import Job
 
 LEAST_SECONDS = 3.0
 """The seconds that a proof is given at least, where choosing the strategy has taken the rest."""
-FEW_EACH, ROWS_EACH = 3, 16
-"""The numbers of rows that the proof gives each rank, with one more for the first. Where the smaller number was quick
-it is made once more on the larger one, so that terms which do not count, or classes, fall unevenly on the ranks."""
-READING_SHARE, READING_SECONDS = 0.2, 5.0
-"""The share of the time of a proof in which the targets of the data are read, and the seconds at most: a long run gives
-its proof more than a few rows take."""
+READING_SHARE = 0.2
+"""The share of the time of a proof in which the targets of the data are read."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
 """A first proof within QUICK_SHARE of the time was quick, and a second may take MANY_SHARE of it."""
-STEPS = 4
-"""The number of steps that a proof makes: two epochs of a whole batch and a short one."""
 MOST_STEPS = 17
 """The number of steps up to which the proof goes on until ranks that average now and then have done so."""
 
@@ -208,43 +204,39 @@ class SelfProof:
         return None
 
     def _without_proof(self, why: str) -> Settled:
-        return self.unproved(why) if self._surveyed.problem is None else self._of_loss(self._surveyed.problem)
+        return self.unproved(why) if self._surveyed.problem is None else self._of_loss()
 
-    def _of_loss(self, problem: str) -> Settled:
-        hosts = f" of {len(self._hosts)} hosts" if len(self._hosts) > 1 else ""
-        who = f"{self._chosen.strategy} on {self._chosen.ranks} workers{hosts}"
-        sentence = f"{who} does not train the same network as one device: {problem}"
-        return Settled(verdict="different", sentence=sentence, seconds=0.0)
+    def _of_loss(self) -> Settled:
+        """Returns the answer where the loss by itself has shown what the steps did not come to."""
+        strategy = self._chosen.strategy
+        return self._settled(
+            Proof(
+                strategy=str(strategy),
+                workers=self._chosen.ranks,
+                hosts=max(1, len(self._hosts)),
+                exact=strategy.exact,
+                rounds=(),
+                by_design=(),
+            )
+        )
 
     def _settled(self, proof: Proof) -> Settled:
-        """Returns the answer of a proof, in a sentence that says what it covers; or what the loss by itself has
-        shown."""
-        if self._surveyed.problem is not None:
-            return self._of_loss(self._surveyed.problem)
-        covered = ""
-        if proof.verdict == "equal":
-            rows = f", with up to {proof.rows} row{'s' if proof.rows != 1 else ''} per rank" if proof.rows else ""
-            covered = rows + self._surveyed.scope + "".join(f"; {cut}" for cut in proof.cuts)
-        return Settled(verdict=proof.verdict, sentence=proof.sentence + covered, seconds=0.0)
+        """Returns the answer of a proof, and of the loss by itself."""
+        found = proof.with_survey(self._surveyed)
+        return Settled(verdict=found.verdict, sentence=found.sentence, seconds=0.0)
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
         """Makes the proof while another process looks for rare rows, and at the loss."""
         if plain is not None:
-            return self._proof_on_rows(until, plain, self._surveyed)
-        strategy, left = self._chosen.strategy, until - time.monotonic()
-        survey = WorkloadSurvey.begun(
-            self._job,
-            threads=1,
-            seconds=min(READING_SHARE * left, READING_SECONDS),
-            tries_loss=strategy.exact and strategy.divides_batches and self._chosen.ranks > 1,
-            ranks=self._ranks,
-        )
-        with survey as looking:
-            return self._proof_on_rows(until, self._job.plain, looking)
+            return self._proof_on_rows(until, self._asked(plain), self._surveyed)
+        asked = self._asked(self._job.plain)
+        seconds = READING_SHARE * (until - time.monotonic())
+        with WorkloadSurvey.begun(asked, seconds=seconds, ranks=self._ranks) as looking:
+            return self._proof_on_rows(until, asked, looking)
 
-    def _proof_on_rows(self, until: float, plain: tuple[str, ...], looking: WorkloadSurvey | Surveyed) -> Proof:
-        """Makes the proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
-        asked = ProofRequest(
+    def _asked(self, plain: tuple[str, ...]) -> ProofRequest:
+        """Returns the request for a proof on whole batches. ``plain``: the fast paths that are switched off."""
+        return ProofRequest(
             workload=self._job.workload,
             chosen=self._proved,
             steps=self._steps(),
@@ -259,6 +251,9 @@ class SelfProof:
             hosts=max(1, len(self._hosts)),
             cuts=self._cuts,
         )
+
+    def _proof_on_rows(self, until: float, asked: ProofRequest, looking: WorkloadSurvey | Surveyed) -> Proof:
+        """Makes the proof on a few rows, and on more where that was quick; on whole batches where a few say nothing."""
         began, given = time.monotonic(), until - time.monotonic()
 
         def more(proof: Proof) -> ProofRequest | None:
@@ -267,11 +262,9 @@ class SelfProof:
             self._look(looking, READING_SHARE * given)
             if not quick or self._surveyed.problem is not None:
                 return None
-            rows = ROWS_EACH * self._chosen.ranks + 1
-            rare, seconds = self._surveyed.rare, MANY_SHARE * given
-            return replace(asked, rows=rows, rare=rare, many=True, run_steps=0, seconds=seconds)
+            return replace(on_rare_rows(asked, self._surveyed), many=True, seconds=MANY_SHARE * given)
 
-        few = replace(asked, rows=FEW_EACH * self._chosen.ranks + 1, seconds=given, then=more)
+        few = replace(on_few_rows(asked), seconds=given, then=more)
         proof = None
         try:
             proof = prove(few, self._ranks)

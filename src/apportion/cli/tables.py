@@ -31,6 +31,11 @@ def show_proof(proof: Proof) -> None:
         console.print(f"  by design: {line}")
     if proof.gradients is not None:
         console.print(_round_line(proof.gradients, "gradients in "))
+    if proof.rare is not None:
+        for found in proof.rare.rounds:
+            console.print(_round_line(found, "rare rows in "))
+        if proof.rare.gradients is not None:
+            console.print(_round_line(proof.rare.gradients, "gradients of rare rows in "))
     if proof.first is not None:
         console.print(f"  {proof.first}")
     for line in proof.causes:

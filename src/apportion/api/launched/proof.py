@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from apportion.api.proof_workers import ProofRequest
-from apportion.api.prover import prove
+from apportion.api.surveyed_proof import prove_with_survey
 from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
@@ -46,13 +46,13 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env |
             )
         asked = ProofRequest(workload=workload, chosen=chosen, steps=steps, hosts=hosts)
         if world.size == 1:
-            return prove(asked)
+            return prove_with_survey(asked)
         if opened.parts is not None and hosts > 1:
             from apportion.api.proof_rows import rows_of_check  # few data are in parts
 
             sent, lengths = rows_of_check(opened, world, steps)
             asked, job = replace(asked, sent=sent, lengths=lengths), replace(job, lengths=lengths)
-        told = driven([job], world, lambda ranks: prove(asked, ranks).to_json(), cut_at)
+        told = driven([job], world, lambda ranks: prove_with_survey(asked, ranks).to_json(), cut_at)
         return Proof.from_json(told)
     finally:
         world.close()

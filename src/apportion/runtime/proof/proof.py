@@ -15,6 +15,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from apportion.runtime.proof.surveyed import Surveyed
+
 FLOOR = 1e-10
 """Differences below this share of the change are rounding in float64, whatever the noise measured."""
 NOISE_FACTOR = 100.0
@@ -148,11 +150,17 @@ class Proof:
     """The likely origins of a difference, in whole sentences."""
     unrepeatable: str | None = None
     """What of one device's state is another when its step is repeated, in words."""
+    survey: Surveyed | None = None
+    """The rare rows of the data, and what the loss has shown by itself; None: they were not looked for."""
+    rare: Proof | None = None
+    """The proof on rows that have the rare ones among them, where it was made beside the others."""
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of all rounds: the first and the gradients have to show it; the run's own precision may leave it
-        open."""
+        """The verdict of all rounds, and of the loss by itself: the first round and the gradients have to show it; the
+        run's own precision may leave it open."""
+        if self._problem is not None or (self.rare is not None and self.rare.verdict == "different"):
+            return "different"
         shown = self.rounds if self.gradients is None else (*self.rounds, self.gradients)
         if any(r.verdict == "different" for r in (*shown, *filter(None, [self.many]))):
             return "different"
@@ -174,13 +182,42 @@ class Proof:
             left = [r.arithmetic for r in self.rounds[1:] if not r.holds]
             own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
             shown = f"in its first steps, shown in {self.rounds[0].precision}{self.rounds[0].scales}{own}"
-            return f"{what} trains the same network as {whose} {shown}"
+            return f"{what} trains the same network as {whose} {shown}{self._scope}"
         if self.verdict == "undecided":
             why = self.unrepeatable or "rounding hides the answer, or too little moves"
             return f"it is not shown that {what} trains the same network as {whose} in its first steps: {why}"
+        if self._problem is not None:
+            return f"{what} does not train the same network as {whose}: {self._problem}"
         first = "" if self.first is None else f"; {self.first}"
         likely = first + "".join(f"; likely, {cause}" for cause in self.causes)
         return f"{what} does not train the same network as {whose}: {self.evidence}{likely}"
+
+    @property
+    def _problem(self) -> str | None:
+        """What is wrong with the loss where a batch is divided."""
+        return None if self.survey is None else self.survey.problem
+
+    @property
+    def _scope(self) -> str:
+        """What the proof covers and what was left out, as the end of a sentence."""
+        rows = f", with up to {self.rows} row{'s' if self.rows != 1 else ''} per rank" if self.rows else ""
+        surveyed = "" if self.survey is None else self.survey.scope
+        if self.rare is not None and self.rare.verdict == "equal":
+            surveyed += f"; {self.rare.rounds[0].steps} further steps had the rarest rows among theirs"
+        elif self.rare is not None:
+            surveyed += "; further steps with the rarest rows among theirs leave it open"
+        return rows + surveyed + "".join(f"; {cut}" for cut in self.cuts)
+
+    def with_survey(self, survey: Surveyed) -> Self:
+        """Returns the proof with what a survey of the workload has found: a loss that is wrong where a batch is divided
+        is the cause of whatever else differs."""
+        causes = self.causes if survey.problem is None else (survey.problem,)
+        return replace(self, survey=survey, causes=causes)
+
+    def with_rare_rows(self, rare: Proof) -> Self:
+        """Returns the proof with that on rare rows beside it, which says where a difference comes from that it alone
+        shows."""
+        return replace(self, rare=rare, first=self.first or rare.first, causes=self.causes or rare.causes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, from which ``from_json`` makes the same value."""
@@ -192,13 +229,20 @@ class Proof:
         rounds = tuple(_round(found) for found in told["rounds"])
         gradients, many = (None if told[name] is None else _round(told[name]) for name in ("gradients", "many"))
         words = {name: tuple(told[name]) for name in ("by_design", "causes", "cuts")}
-        return cls(**{**told, **words, "rounds": rounds, "gradients": gradients, "many": many})
+        survey = None if told["survey"] is None else Surveyed.from_json(told["survey"])
+        rare = None if told["rare"] is None else cls.from_json(told["rare"])
+        found = {"rounds": rounds, "gradients": gradients, "many": many, "survey": survey, "rare": rare}
+        return cls(**{**told, **words, **found})
 
     @property
     def evidence(self) -> str:
-        """The evidence of a difference: what differs, where, and by how much."""
+        """The evidence of a difference: what is wrong with the loss; or what differs, where, and by how much."""
+        if self._problem is not None:
+            return self._problem
         shown = (*self.rounds, *filter(None, [self.gradients, self.many]))
         found = next((r for r in shown if r.verdict == "different"), self.rounds[0])
+        if found.verdict != "different" and self.rare is not None and self.rare.verdict == "different":
+            return f"with rare rows of the data in a batch, {self.rare.evidence}"
         if found.disagreement is not None:
             return found.disagreement
         worst = found.worst
