@@ -157,8 +157,10 @@ class Reference:
         if self._at is not None and order is not None:
             self._at = self._at.after.setdefault(_words(order), Answer())
         if self._at is not None:
-            written = Path(order["path"]) if order is not None and kind in ("state", "started") else None
-            if kind not in ("built", "state", "started") or (written and written.stat().st_size > LARGE):
+            written = Path(order["path"]) if order is not None and "path" in order else None
+            if written is not None and not written.exists():  # what cannot be predicted is not written
+                written = None
+            if kind not in _REMEMBERED or (written and written.stat().st_size > LARGE):
                 self._at = None
             else:
                 self._at.written = written.read_bytes() if written else None
@@ -166,8 +168,16 @@ class Reference:
         return message
 
 
-_KINDS = {"again": "built", "next": "state", "start": "started", "taps": "tapped"}
+_KINDS = {
+    "again": "built",
+    "next": "state",
+    "start": "started",
+    "taps": "tapped",
+    "predict": "predicted",
+    "reload": "reloaded",
+}
 """What answers which order."""
+_REMEMBERED = ("built", "state", "started", "predicted", "reloaded")
 
 
 def _words(order: Mapping[str, Any]) -> str:
