@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 import time
@@ -118,6 +119,7 @@ class Project:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[Path, bytes] = {}
+        self._second = int(time.time()) - 100_000
         (folder / "extra").mkdir()
         (folder / "mine.py").write_text(SOURCE)
         (folder / "helper.py").write_text(HELPER)
@@ -129,7 +131,14 @@ class Project:
         """Writes a file, which ``restore`` puts back."""
         path = self.folder / name
         self._files.setdefault(path, path.read_bytes() if path.exists() else b"")
+        self._put(path, content)
+
+    def _put(self, path: Path, content: bytes) -> None:
+        """Writes a file with a second of its own: Python takes what it has compiled for that of a file of the same size
+        and second."""
         path.write_bytes(content)
+        self._second += 1
+        os.utime(path, (self._second, self._second))
 
     def edit(self, name: str, old: str, new: str) -> None:
         """Replaces a text that the file has once."""
@@ -140,7 +149,10 @@ class Project:
     def restore(self) -> None:
         """Puts everything back."""
         for path, content in self._files.items():
-            path.write_bytes(content) if content else path.unlink()
+            if content:
+                self._put(path, content)
+            else:
+                path.unlink()
         self._files.clear()
 
     def reuses(self, tmp_path: Path, **options: Any) -> str | None:
@@ -178,7 +190,8 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
         project = Project(tmp_path_factory.mktemp("project"))
-        prove(f"{project.folder / 'mine.py'}:workload", tmp_path_factory.mktemp("first") / "run")
+        start = prove(f"{project.folder / 'mine.py'}:workload", tmp_path_factory.mktemp("first") / "run")
+        assert "cannot reuse this proof" not in start.proof["sentence"], start.proof["sentence"]
         yield project
 
 

@@ -122,13 +122,15 @@ def _apart(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rows: Sequence[int], every: Sequence[int]
 ) -> float:
     """Returns the largest difference of a rank's outputs from one device's for the same rows, as a share of the largest
-    output; of those that have a shape which tells what they are."""
+    output. Outputs that are not by row (the loss, where the model computes it) are compared where the rank had the
+    whole batch."""
     worst = 0.0
     for name, whole in expected.items():
         own, many = found[name], every[1] - every[0]
-        if whole.ndim and len(whole) == many and own.shape[1:] == whole.shape[1:] and len(own) == rows[1] - rows[0]:
+        by_row = whole.ndim > 0 and len(whole) == many and own.ndim == whole.ndim and len(own) == rows[1] - rows[0]
+        if by_row:
             whole = whole[rows[0] - every[0] : rows[1] - every[0]]
-        if own.shape == whole.shape and own.numel():
+        if (by_row or rows == every) and own.shape == whole.shape and own.numel():
             scale = float(expected[name].abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
             apart = torch.where((own == whole) | (own.isnan() & whole.isnan()), 0.0, (own - whole).abs())
             worst = max(worst, float(apart.nan_to_num(nan=float("inf")).max()) / scale)

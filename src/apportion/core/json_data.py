@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -121,7 +122,8 @@ def _without_home() -> Path:
             return folder
     except OSError:
         pass
-    own = Path(tempfile.mkdtemp(prefix="apportion-"))
+    # Made by the first that keeps something there: a process that only reads, and ends at once, leaves nothing.
+    own = Path(tempfile.gettempdir()) / f"apportion-{secrets.token_hex(16)}"
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return own
 
