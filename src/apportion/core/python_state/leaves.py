@@ -262,8 +262,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load the tensors of a model's ``state_dict()``; what is no tensor in it stays as it is."""
-    others = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
-    model.load_state_dict({**others, **tensors})
+    own = model.state_dict()
+    coming = OrderedDict({name: value for name, value in own.items() if not isinstance(value, Tensor)} | dict(tensors))
+    # The versions of the layers: without them a normalisation whose buffers another rank has looks for its own.
+    coming._metadata = own._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(coming)
 
 
 def refuse_other_extra_state(model: nn.Module, strategy: str) -> None:

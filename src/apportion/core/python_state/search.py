@@ -12,6 +12,7 @@ import functools
 import io
 import sys
 import types
+import weakref
 from collections import UserDict, UserList
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -61,8 +62,13 @@ class Search:
         self._root = ""
 
     def known(self, tensors: Iterator[torch.Tensor]) -> None:
-        """Leave these tensors to those who keep them."""
-        self.seen |= {id(tensor): tensor for tensor in tensors}
+        """Leave these tensors to those who keep them. These may give them up: where weights are spread over ranks, no
+        rank keeps the whole ones."""
+        for tensor in tensors:
+            self.seen[id(tensor)] = weakref.ref(tensor, functools.partial(self._forget, id(tensor)))
+
+    def _forget(self, number: int, _: object) -> None:
+        self.seen.pop(number, None)
 
     def visit(self, name: str, value: Any) -> None:
         """Find all that can be reached from a value."""

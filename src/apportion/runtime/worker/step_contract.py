@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from apportion.comm.group import collective
 from apportion.core import tree
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step
 from apportion.parallel.replica.single_process import ReferenceState
 
 
+@collective
 def made_again(step: Step, before: State) -> State:
     """Loads the state before the last step and makes that step once more; returns the state after it. Called by all
     ranks."""
@@ -46,6 +48,7 @@ def unrepeatable(state: State | None, before: State | None, again: Iterator[Stat
     return {"unlike": name, "by": worst}
 
 
+@collective
 def predicted(step: Step, rank: int, ranks: int, path: str) -> dict[str, Any]:
     """Writes what the step predicts for this rank's rows of the first batch, as an evaluation deals them, into the
     file; tells which rows these are, and how many tensors the outputs have (None: another rank has them). Called by all
