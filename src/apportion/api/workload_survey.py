@@ -64,9 +64,9 @@ class WorkloadSurvey:
         """Returns what was found, for which it waits at most so many seconds, and WAIT_SECONDS at the least."""
         if self._pool is not None and self._found is None:
             try:
-                (told,) = self._pool.answers("surveyed", max(WAIT_SECONDS, seconds))
+                (answer,) = self._pool.answers("surveyed", max(WAIT_SECONDS, seconds))
             except (ApportionError, ValueError, OSError):
                 self._pool = None
             else:
-                self._found = Surveyed.from_json({name: told[name] for name in Surveyed.__dataclass_fields__})
+                self._found = Surveyed.from_json({name: answer[name] for name in Surveyed.__dataclass_fields__})
         return self._found or Surveyed(left="its process has not answered" if self._tries_loss else None)

@@ -46,7 +46,7 @@ def row_count(inputs: Any, targets: Any, examples: int) -> int:
         return examples if _lies_elsewhere((inputs, targets), examples) else sizes[0]
     raise ValueError(
         f"collate made {misfit} of {examples} examples, and {sizes[0]} rows elsewhere in {name}: the number of loss "
-        "terms cannot be told from it; state it with count=lambda targets: ..., or return a row for each example"
+        "terms cannot be derived from it; state it with count=lambda targets: ..., or return a row for each example"
     )
 
 

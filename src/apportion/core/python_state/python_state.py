@@ -318,9 +318,9 @@ class PythonState:
         by_rows: str | None = None
         for leaf, kept in zip(self._leaves, self._contents, strict=True):
             if leaf.moved and leaf.name not in self.lost:
-                told = self._told(writer, leaf.value(kept), leaf.name, whole=True)
-                if told is not _NOT:
-                    objects[leaf.name] = told
+                stored = self._stored(writer, leaf.value(kept), leaf.name, whole=True)
+                if stored is not _NOT:
+                    objects[leaf.name] = stored
                     by_rows = leaf.name if leaf.root in _BY_ROWS else by_rows
         for i, (value, built) in enumerate(zip(self._entries.kept, self._entries.built, strict=True)):
             if value is built or _equal(value, built) or (i in self._opened and value is self._opened[i]):
@@ -328,9 +328,9 @@ class PythonState:
             name, scope = self._entries.name(i), self._entries.of[i]
             if name in self.lost:
                 continue
-            told = {"gone": True} if value is MISSING else self._told(writer, value, name, whole=False)
-            if told is not _NOT:
-                entries.setdefault(scope.name, {})[self._entries.keys[i]] = told
+            stored = {"gone": True} if value is MISSING else self._stored(writer, value, name, whole=False)
+            if stored is not _NOT:
+                entries.setdefault(scope.name, {})[self._entries.keys[i]] = stored
                 by_rows = name if scope.root in _BY_ROWS else by_rows
         found: Record = {"entries": entries, "objects": objects}
         if self.lost:
@@ -339,16 +339,16 @@ class PythonState:
             found["by rows"] = {"name": by_rows, "shares": self.shares}
         return found, writer.tensors
 
-    def _told(self, writer: ValueWriter, value: Any, name: str, *, whole: bool) -> Any:
+    def _stored(self, writer: ValueWriter, value: Any, name: str, *, whole: bool) -> Any:
         before = len(writer.tensors)
         try:
-            told = writer.contents(value, name) if whole else writer.value(value, name)
+            stored = writer.contents(value, name) if whole else writer.value(value, name)
         except NotStorable as error:
             self.lose(name, str(error))
             return _NOT
         if len(writer.tensors) > before:
             self._owner |= dict.fromkeys([*writer.tensors][before:], name)
-        return told
+        return stored
 
     def load(self, record: Record, tensors: Mapping[str, Tensor], *, partly: bool = False) -> None:
         """Go on from what another process has recorded. ``partly``: this process has a part of the network, and what
@@ -358,12 +358,12 @@ class PythonState:
         leaves = {leaf.name: leaf for leaf in self._leaves}
         reader = ValueReader({name: leaf.target for name, leaf in leaves.items()}, tensors)
         self._begin_anew(record)
-        for name, told in record.get("objects", {}).items():
+        for name, stored in record.get("objects", {}).items():
             if name not in leaves:
                 if partly:
                     continue
                 raise _no_place(name)
-            self._load_leaf(leaves[name], reader, told)
+            self._load_leaf(leaves[name], reader, stored)
         scopes = {scope.name: scope for scope in self._entries.scopes}
         for scope_name, values in record.get("entries", {}).items():
             if scope_name not in scopes:
@@ -371,11 +371,11 @@ class PythonState:
                     continue
                 raise _no_place(f"{scope_name}.{next(iter(values))}")
             scope = scopes[scope_name]
-            for key, told in values.items():
-                if told == {"gone": True}:
+            for key, stored in values.items():
+                if stored == {"gone": True}:
                     scope.remove(key)
                 else:
-                    scope.set(key, reader.value(told, scope.mapping.get(key)))
+                    scope.set(key, reader.value(stored, scope.mapping.get(key)))
         self._loaded()
 
     def show(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
@@ -390,23 +390,23 @@ class PythonState:
             if kept is not built and i not in self._opened and not recorded:
                 self._entries.set(i, built)
 
-    def _load_leaf(self, leaf: Leaf, reader: ValueReader, told: Any) -> None:
+    def _load_leaf(self, leaf: Leaf, reader: ValueReader, stored: Any) -> None:
         leaf.moved = True
         target = leaf.target
         if isinstance(leaf, ExtraLeaf):
-            target.set_extra_state(reader.value(told))
+            target.set_extra_state(reader.value(stored))
         elif isinstance(leaf, DictLeaf | SetLeaf):
-            found = reader.value(told, target)
+            found = reader.value(stored, target)
             target.clear()
             target.update(found)
-        elif isinstance(told, dict) and "generator" in told:
-            leaf.put(reader.state(told["generator"]))
+        elif isinstance(stored, dict) and "generator" in stored:
+            leaf.put(reader.state(stored["generator"]))
         elif isinstance(leaf, TensorLeaf):
-            leaf.put([reader.value(told), 0])
-        elif isinstance(told, dict) and "array" in told:
-            target[...] = reader.value(told)
+            leaf.put([reader.value(stored), 0])
+        elif isinstance(stored, dict) and "array" in stored:
+            target[...] = reader.value(stored)
         else:
-            found = reader.value(told)
+            found = reader.value(stored)
             target.clear()
             target.extend(found)
 
@@ -456,9 +456,11 @@ class PythonState:
         """Return a number for each thing that has changed, by name, which is equal for equal values."""
         if self._digests is None:
             record, tensors = self.record()
-            told = {f"{scope}.{key}": value for scope, keys in record["entries"].items() for key, value in keys.items()}
-            told |= record["objects"]
-            found = {name: zlib.crc32(json.dumps(value).encode()) for name, value in told.items()}
+            stored = {
+                f"{scope}.{key}": value for scope, keys in record["entries"].items() for key, value in keys.items()
+            }
+            stored |= record["objects"]
+            found = {name: zlib.crc32(json.dumps(value).encode()) for name, value in stored.items()}
             for name, tensor in tensors.items():
                 owner = self._owner[name]
                 found[owner] = zlib.crc32(f"{found[owner]} {tensor_digest(tensor)}".encode())
@@ -490,18 +492,18 @@ def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record
     tensors: dict[str, Tensor] = {}
     lost: dict[str, str] = {}
 
-    def add(place: dict[str, Any], key: str, told: Any, name: str) -> None:
-        if place.setdefault(key, told) != told:
+    def add(place: dict[str, Any], key: str, stored: Any, name: str) -> None:
+        if place.setdefault(key, stored) != stored:
             lost[name] = _DIFFERS
 
     for record, values in parts:
         lost |= record.get("lost", {})
         found |= {"by rows": record["by rows"]} if "by rows" in record else {}
-        for name, told in record.get("objects", {}).items():
-            add(found["objects"], name, told, name)
+        for name, stored in record.get("objects", {}).items():
+            add(found["objects"], name, stored, name)
         for scope, entries in record.get("entries", {}).items():
-            for key, told in entries.items():
-                add(found["entries"].setdefault(scope, {}), key, told, f"{scope}.{key}")
+            for key, stored in entries.items():
+                add(found["entries"].setdefault(scope, {}), key, stored, f"{scope}.{key}")
         for name, tensor in values.items():
             if tensor_digest(tensors.setdefault(name, tensor)) != tensor_digest(tensor):
                 lost[name] = _DIFFERS

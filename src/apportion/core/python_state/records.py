@@ -47,8 +47,8 @@ class ValueWriter:
         if id(value) in self._written:
             return {"same": self._written[id(value)][0]}
         self._written[id(value)] = number, _ = len(self._written), value
-        told = self.contents(self._kept.get(id(value), value), name, depth)
-        return {**told, "number": number}
+        stored = self.contents(self._kept.get(id(value), value), name, depth)
+        return {**stored, "number": number}
 
     def contents(self, value: Any, name: str, depth: int = 0) -> Any:
         """Return the JSON of a value, written out also where every process has the object."""
@@ -120,28 +120,28 @@ class ValueReader:
         self._at, self._tensors = at, tensors
         self._numbered: dict[int, Any] = {}
 
-    def value(self, told: Any, now: Any = None) -> Any:
+    def value(self, stored: Any, now: Any = None) -> Any:
         """Return the value that JSON stands for. ``now``: what is in its place, which says of which class an object is,
         or a member of an enumeration. ValueError where it is not what is written there."""
-        if not isinstance(told, dict):
-            return told
+        if not isinstance(stored, dict):
+            return stored
         try:
-            if "same" in told:
-                return self._numbered[told["same"]]
-            found = self._value(told, now)
-            if "number" in told:
-                self._numbered[told["number"]] = found
+            if "same" in stored:
+                return self._numbered[stored["same"]]
+            found = self._value(stored, now)
+            if "number" in stored:
+                self._numbered[stored["number"]] = found
             return found
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{str(told)[:80]} is no value that was kept here ({error})") from None
+            raise ValueError(f"{str(stored)[:80]} is no value that was kept here ({error})") from None
 
-    def _value(self, told: Mapping[str, Any], now: Any) -> Any:
-        kind, inner = next(iter(told.items()))
+    def _value(self, stored: Mapping[str, Any], now: Any) -> Any:
+        kind, inner = next(iter(stored.items()))
         if kind == "at":
             return self._at[inner]
         if kind in _SEQUENCES or kind == "deque":
             items = [self.value(item) for item in inner]
-            return deque(items, maxlen=told["most"]) if kind == "deque" else _SEQUENCES[kind](items)
+            return deque(items, maxlen=stored["most"]) if kind == "deque" else _SEQUENCES[kind](items)
         if kind in _DICTS:
             return _DICTS[kind](self.pairs(inner))
         if kind == "filled":
@@ -149,10 +149,10 @@ class ValueReader:
         if kind in ("tensor", "array", "number"):
             tensor = self._tensors[inner].clone()
             return tensor if kind == "tensor" else tensor.numpy() if kind == "array" else tensor.numpy()[()]
-        return self._plain(kind, told, now)
+        return self._plain(kind, stored, now)
 
-    def _plain(self, kind: str, told: Mapping[str, Any], now: Any) -> Any:
-        inner = told[kind]
+    def _plain(self, kind: str, stored: Mapping[str, Any], now: Any) -> Any:
+        inner = stored[kind]
         if kind == "size":
             return torch.Size(inner)
         if kind == "complex":
@@ -161,30 +161,30 @@ class ValueReader:
             return bytes.fromhex(inner)
         if kind == "generator":
             return new_generator(self.state(inner))
-        return self._made(kind, told, now)
+        return self._made(kind, stored, now)
 
-    def _made(self, kind: str, told: Mapping[str, Any], now: Any) -> Any:
+    def _made(self, kind: str, stored: Mapping[str, Any], now: Any) -> Any:
         if kind == "dtype":
-            found = getattr(torch, told["dtype"])
+            found = getattr(torch, stored["dtype"])
             if isinstance(found, torch.dtype):
                 return found
-        named = told.get("of") if kind == "member" else told.get("object")
+        named = stored.get("of") if kind == "member" else stored.get("object")
         if type(now).__qualname__ != named:
             raise ValueError(f"{named} is not the class of what is in its place, {type(now).__qualname__}")
         if kind == "member" and isinstance(now, enum.Enum):
-            return type(now)[told["member"]]
+            return type(now)[stored["member"]]
         made = object.__new__(type(now))
         before = vars(now)
-        for key, value in told["fields"]:
+        for key, value in stored["fields"]:
             made.__dict__[key] = self.value(value, before.get(key))
         return made
 
-    def pairs(self, told: Any) -> list[tuple[Any, Any]]:
+    def pairs(self, stored: Any) -> list[tuple[Any, Any]]:
         """Return the pairs of a dict."""
-        return [(self.value(key), self.value(value)) for key, value in told]
+        return [(self.value(key), self.value(value)) for key, value in stored]
 
-    def state(self, told: Any) -> Any:
+    def state(self, stored: Any) -> Any:
         """Return the state of a generator."""
-        if isinstance(told, list):
-            return tuple(self.state(part) for part in told)
-        return bytes.fromhex(told["bytes"]) if isinstance(told, dict) else told
+        if isinstance(stored, list):
+            return tuple(self.state(part) for part in stored)
+        return bytes.fromhex(stored["bytes"]) if isinstance(stored, dict) else stored

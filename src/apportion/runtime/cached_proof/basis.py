@@ -57,10 +57,10 @@ class Basis:
         )
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Makes the value that ``to_json`` has described. Raises TypeError where it is not one."""
-        tuples = {name: tuple(told[name]) for name in ("files", "large_files", "folders", "variables")}
-        return cls(**{**told, **tuples, "rows": None if told["rows"] is None else tuple(told["rows"])})
+        tuples = {name: tuple(stored[name]) for name in ("files", "large_files", "folders", "variables")}
+        return cls(**{**stored, **tuples, "rows": None if stored["rows"] is None else tuple(stored["rows"])})
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, from which ``from_json`` makes the same value."""

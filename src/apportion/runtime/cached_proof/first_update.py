@@ -22,7 +22,7 @@ ROWS = 4
 SEED = 0
 """The seed of the weights, which is not the run's: another seed is another training of the same network."""
 STEPS = 1000
-"""The number of steps that a schedule is told, whatever the run's."""
+"""The number of steps that a schedule is given, whatever the run's."""
 LARGE = 1 << 20
 """The bytes from which a tensor is digested by sums of its bits, which takes a quarter of the time."""
 COLUMNS = 4096

@@ -37,7 +37,7 @@ def in_fork(function: Callable[[], Any], seconds: float) -> Any:
     os.close(writes)
     try:
         answer = _read(reads, time.monotonic() + seconds)
-        told = json.loads(answer) if answer else {"raised": "it ended without an answer"}
+        answered = json.loads(answer) if answer else {"raised": "it ended without an answer"}
     except TimeoutError:
         raise ForkedCallError(f"it takes more than {seconds:.3g} s") from None
     finally:
@@ -47,9 +47,9 @@ def in_fork(function: Callable[[], Any], seconds: float) -> Any:
         with suppress(ChildProcessError):
             os.waitpid(child, 0)
         _restore(offsets)
-    if "raised" in told:
-        raise ForkedCallError(told["raised"])
-    return told["returned"]
+    if "raised" in answered:
+        raise ForkedCallError(answered["raised"])
+    return answered["returned"]
 
 
 def _answer(function: Callable[[], Any], writes: int, parent: int) -> None:
@@ -63,11 +63,11 @@ def _answer(function: Callable[[], Any], writes: int, parent: int) -> None:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         torch.set_num_threads(1)  # the threads of a pool are not copied
-        told: dict[str, Any] = {"returned": function()}
-    except BaseException as error:  # whatever it is, the other process is told
-        told = {"raised": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")}
+        answered: dict[str, Any] = {"returned": function()}
+    except BaseException as error:  # whatever it is, it is reported to the other process
+        answered = {"raised": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": ")}
     try:
-        data = json.dumps(told).encode()
+        data = json.dumps(answered).encode()
         while data:
             data = data[os.write(writes, data) :]
     finally:

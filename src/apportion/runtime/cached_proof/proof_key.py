@@ -48,9 +48,9 @@ class Keyed:
         return {"key": self.key, "basis": self.basis.to_json()}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Makes the value that ``to_json`` has described."""
-        return cls(key=told["key"], basis=Basis.from_json(told["basis"]))
+        return cls(key=stored["key"], basis=Basis.from_json(stored["basis"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,15 @@ class ProofKey:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, from which ``from_json`` makes the same value."""
-        told = {"found": [one.to_json() for one in self.found], "made": self.made and self.made.to_json()}
-        return {**vars(self), **told}
+        stored = {"found": [one.to_json() for one in self.found], "made": self.made and self.made.to_json()}
+        return {**vars(self), **stored}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Makes the value that ``to_json`` has described."""
-        found = tuple(Keyed.from_json(one) for one in told["found"])
-        made = None if told["made"] is None else Keyed.from_json(told["made"])
-        return cls(**{**told, "found": found, "made": made})
+        found = tuple(Keyed.from_json(one) for one in stored["found"])
+        made = None if stored["made"] is None else Keyed.from_json(stored["made"])
+        return cls(**{**stored, "found": found, "made": made})
 
 
 def proof_key(

@@ -41,7 +41,7 @@ class CachedProof:
 
 
 def now() -> str:
-    """Returns the time that a proof which is made now is told to be of."""
+    """Returns the time that a proof which is made now is recorded with."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -83,10 +83,10 @@ def _read(folder: Path) -> Iterator[CachedProof]:
     """Yields the proofs in a folder; what is none, as the files of another version, counts as absent."""
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            told = json.loads(path.read_text())
-            about = {name: told[name] for name in ("key", "workload", "strategy", "workers", "verdict", "made")}
-            basis = Basis.from_json(told["basis"])
-            yield CachedProof(name=path.stem, path=path, basis=basis, settled=told["settled"], **about)
+            stored = json.loads(path.read_text())
+            about = {name: stored[name] for name in ("key", "workload", "strategy", "workers", "verdict", "made")}
+            basis = Basis.from_json(stored["basis"])
+            yield CachedProof(name=path.stem, path=path, basis=basis, settled=stored["settled"], **about)
 
 
 def _folder() -> Path:

@@ -25,7 +25,7 @@ MOST = 256
 VALUES = 4096
 """The number of values of a label up to which each has a row."""
 MOST_ELEMENTS = 1 << 22
-"""The number of labels, of which a row has several, up to which their values are told apart."""
+"""The number of labels, of which a row has several, up to which their values are distinguished."""
 LEAST = 32
 """The number of rows that are read whatever the time."""
 _AGREE = 4

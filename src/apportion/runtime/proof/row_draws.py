@@ -1,8 +1,8 @@
 """Random numbers of a proof that are a function of the row that they are drawn for, so that every number of ranks
 draws the same for the same row.
 
-The rows of a layer's inputs are told apart by what they hold, up to rounding. A draw that has the rows of the inputs in
-its first dimension is then made row by row, each from a seed of its own. A layer whose draws the user has accepted
+The rows of a layer's inputs are distinguished by what they hold, up to rounding. A draw that has the rows of the inputs
+in its first dimension is then made row by row, each from a seed of its own. A layer whose draws the user has accepted
 (``Workload.per_rank_draws``) draws one number for all rows instead, since its draws may have any shape.
 """
 
@@ -20,7 +20,7 @@ from apportion.core import tree
 from apportion.core.sampling.sampler import mix
 
 GRID = 1e4
-"""The number of steps to 1 at which a projection of a row is told from another: far above rounding."""
+"""The number of steps to 1 at which a projection of a row is distinguished from another: far above rounding."""
 MOST_PAIRS = 4096
 """The most places of two dimensions that are drawn for one by one."""
 TOGETHER = ("multinomial",)
@@ -196,7 +196,7 @@ def _joined(parts: list[Tensor], found: _Division) -> Tensor:
 
 
 def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """Returns the shape of what is drawn; None where that cannot be told before."""
+    """Returns the shape of what is drawn; None where that cannot be known before."""
     names = [argument.name for argument in func._schema.arguments]
     if "size" in names[: len(args)]:
         return tuple(args[names.index("size")])

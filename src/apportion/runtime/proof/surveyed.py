@@ -42,6 +42,6 @@ class Surveyed:
         return "".join(f"; {text}" for text in said)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Makes the value from its fields as plain data."""
-        return cls(**{**told, "rare": tuple(told["rare"])})
+        return cls(**{**stored, "rare": tuple(stored["rare"])})

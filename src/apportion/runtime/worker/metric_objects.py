@@ -68,12 +68,12 @@ class MetricObjects:
             return
         mark = 0 if pair is None else _mark(pair)
         header = torch.tensor([int(pair is not None), mark], dtype=torch.int64, device=self._step.device)
-        told = self._group.all_gather(header).tolist()
-        marks = [mark for has_rows, mark in told if has_rows]
-        if len(marks) == 1 and told[0][0]:
+        gathered = self._group.all_gather(header).tolist()
+        marks = [mark for has_rows, mark in gathered if has_rows]
+        if len(marks) == 1 and gathered[0][0]:
             self._show(self.made, pair)
         elif marks[0] and len(set(marks)) == 1:
-            self._feed_joined(pair, [bool(has_rows) for has_rows, _ in told])
+            self._feed_joined(pair, [bool(has_rows) for has_rows, _ in gathered])
         else:
             self._feed_apart(number, pair)
 
@@ -132,12 +132,12 @@ class MetricObjects:
             data = None
         unsent = torch.tensor([int(data is None and pair is not None)], device=self._step.device)
         sends = torch.tensor([int(data is not None)], device=self._step.device)
-        told = self._group.all_gather(torch.cat([unsent, sends])).tolist()
-        sent = not any(unsent for unsent, _ in told)
+        gathered = self._group.all_gather(torch.cat([unsent, sends])).tolist()
+        sent = not any(unsent for unsent, _ in gathered)
         apart = {name: m for name, m in self.made.items() if sent and self._divisible[name]}
         if apart:
             self._show(apart, pair)
-            for received in self._received(data, [bool(sends) for _, sends in told]):
+            for received in self._received(data, [bool(sends) for _, sends in gathered]):
                 own: Any = tree.cast(decode(received)[0], self._step.device, None)
                 self._show(apart, own)
         if len(apart) < len(self.made):
