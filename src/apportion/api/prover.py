@@ -177,7 +177,7 @@ class _Proving:
         wide, seen = self._round(pools, _many(self._chosen, self._asked.steps, built["steps"]), "float64")
         self._limits.least_made()
         self._named, self._drawn = _by_design(seen), [*seen["draws"], *seen["plain_draws"]]
-        if self._asked.brief and wide.verdict == "different":
+        if self._asked.brief and wide.verdict == "different" and not seen["narrow"]:
             with suppress(OutOfTimeError):
                 self._gradients = self._gradient_round(pools, wide, "float64")  # they show what it comes from
             self._first = self._first_difference(pools, wide)
