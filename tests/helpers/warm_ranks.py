@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
+import psutil
 import torch
 
 from apportion.comm.channel import Channel, Message
@@ -44,6 +45,10 @@ class _Pool(WorkerPool):
         port = self.renew()
         data = base64.b64encode(cloudpickle.dumps(job)).decode()
         self.send({"kind": "job", "target": target, "port": port, "data": data})
+
+    def lives(self) -> bool:
+        """Tells whether all ranks are there: a test that fails, or kills what it finds, may have ended one at rest."""
+        return all(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in self.pids())
 
     def rest(self) -> None:
         """Lets go of what the job had."""
@@ -86,6 +91,9 @@ class Kept:
 def kept(launcher: Local, target: str, job: Job, ranks: int) -> Kept:
     """Returns a pool that has been used before and fits, or a new one."""
     key = surroundings(launcher, ranks)
+    for dead in [pool for pool in idle if not pool.lives()]:
+        idle.remove(dead)
+        dead.close()
     pool = next((pool for pool in reversed(idle) if pool.key == key), None)
     if pool is None:
         pool = _Pool(launcher, ranks, key)
