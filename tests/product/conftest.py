@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def caches_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Proofs and measurements of other runs are not reused, and temporary files go into a folder of this session."""
+    """Proofs and measurements of other runs are not reused, and temporary files go into a folder of this test run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("APPORTION_DATA", str(DATA))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
