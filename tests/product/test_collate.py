@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -90,6 +90,20 @@ def test_rows_that_collate_leaves_out_do_not_count(
     one = trained(workload)
     for workers in (2, 3):
         assert furthest(one, trained(workload, strategy, workers)) < 1e-9
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("workload", "rows"), [(BROKEN, 40), (GAPS, 9)], ids=["readings", "windows"])
+def test_an_average_of_replicas_weighs_the_rows_that_are_there(
+    workload: apportion.Workload, rows: int, trained: Any, furthest: Any
+) -> None:
+    """One step of SGD on two batches, of which unlike numbers of rows are left out, is averaged to one on both."""
+    few = replace(
+        workload, data=lambda: workload.data()[: 2 * rows], order="sequential", epochs=1, evaluation=None,
+        batch_size=rows,
+    )  # fmt: skip
+    one = trained(replace(few, batch_size=2 * rows))
+    assert furthest(one, trained(few, "local_sgd(every=1)", 2)) < 1e-9
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -157,3 +157,36 @@ def test_cuts_that_the_user_names_win(tmp_path: Path) -> None:
     named = next(name for name in ("layers.1", "layers.2") if name not in stages(tmp_path / "run"))
     ended(work(Guarded), f"layer_placement(cuts=('{named}',))", tmp_path / "run", resume=True)
     assert stages(tmp_path / "run") == [named]
+
+
+class Renamed(nn.Module):
+    """The network with its layers under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Layer(i) for i in range(6)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x)
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+class Traced(nn.Module):
+    """Another network, which a tracer follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.middle, self.outer = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.middle(self.inner(x).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("began", "now"), [(Guarded, Renamed), (Shared, Traced), (Traced, Guarded)])
+def test_a_network_that_has_changed_is_named_and_not_the_cut(began: Any, now: Any, tmp_path: Path) -> None:
+    left(work(began), "pipeline_parallel(microbatches=2)", tmp_path / "run")
+    with pytest.raises(Exception, match="the run was started with another workload: parameters") as raised:
+        ended(work(now), "pipeline_parallel(microbatches=2)", tmp_path / "run", resume=True)
+    assert "cuts=" not in str(raised.value)

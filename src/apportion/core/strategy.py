@@ -290,12 +290,17 @@ class Strategy(Value, AcrossHosts, ABC):
         a run that is to be done again; then the one state that it must have ended with."""
 
 
+class RecordedCuts(tuple[str, ...]):
+    """Layers before which an earlier start of a run has cut its network. Unlike those that the user names they are
+    left aside where the network has no such layers: it is another one by then, which its fingerprint shows."""
+
+
 def cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
-    """Returns the same strategy with its stages cut before these layers, unless the user has cut it."""
+    """Returns the same strategy with its stages cut before these recorded layers, unless the user has cut it."""
     own: Any = strategy
     changes: dict[str, Any] = {}
     if cuts and getattr(own, "cuts", ()) is None:
-        changes = {"cuts": tuple(cuts)}
+        changes = {"cuts": RecordedCuts(cuts)}
     elif (of := getattr(own, "of", None)) is not None:
         changes = {"of": cut_at(of, cuts)}
     found: Strategy = replace(own, **changes) if changes else strategy

@@ -142,6 +142,17 @@ class Batch:
             self._rows_found = row_count(*self._load(), len(self.index))
         return self._rows_found
 
+    @property
+    def averaged_rows(self) -> int:
+        """The number of rows by which an average of replicas weighs what one has learnt from this batch: those that
+        collate made, or the examples where a workload that states its loss terms has leaves that disagree on them."""
+        try:
+            return self.row_count
+        except ValueError:
+            if self._source.count is examples:  # the loss terms cannot be derived either
+                raise
+            return len(self.index)
+
     def _load(self) -> tuple[Any, Any]:
         if self._loaded is None:
             if not len(self.index):

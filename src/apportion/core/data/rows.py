@@ -59,9 +59,10 @@ def rows_of(value: Any, part: slice, rows: int | None = None, name: str = "input
     if many is None:
         many = next(_sizes(value), 0)
     if misfit := misfit_of(value, many, name):
+        parts = f"parts of {many} rows" if many else "parts"
         raise ValueError(
-            f"{misfit}, which cannot be cut into parts of {many} rows: where a batch is divided, dimension 0 of every "
-            "tensor that collate returns must be the example"
+            f"{misfit}, which cannot be cut into {parts}: where a batch is divided, dimension 0 of every tensor that "
+            "collate returns must be the example"
         )
     return _cut(value, part, many)
 

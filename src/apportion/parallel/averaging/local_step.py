@@ -214,7 +214,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     # A step
 
     def backward(self, batch: Batch) -> Tensor:
-        self._rows = len(batch)
+        self._rows = batch.averaged_rows
         return super().backward(batch)
 
     def update(self) -> Mapping[str, Tensor]:
@@ -223,7 +223,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         return values
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
-        self._rows = len(batch)
+        self._rows = batch.averaged_rows
         values = super().__call__(batch)
         if self._workload.update is not None:  # else ``update`` has counted
             self._count()

@@ -52,7 +52,7 @@ def simulated(
         for rank, step in enumerate(steps[: total - first]):
             batch = step.source.at(first + rank)
             step(batch)
-            seen[rank] += len(batch)
+            seen[rank] += batch.averaged_rows
             for schedule in step.replica.optimizers.schedules.values():
                 for _ in range(min(total, first + replicas) - first - 1):
                     schedule.step()

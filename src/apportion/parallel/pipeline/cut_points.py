@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.core import tree
+from apportion.core.strategy import RecordedCuts
 from apportion.core.torch_private import pytree
 from apportion.cost_model import partitioning
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
@@ -47,6 +48,19 @@ def balanced(places: Places, stages: int) -> list[int]:
     """The calls that the stages after the first begin with: the longest stage is as short as can be, what it sends and
     receives included."""
     return partitioning.balanced(places.seconds, places.crossing, stages)
+
+
+def cut_places(places: Places, cuts: Sequence[str] | None, stages: int) -> list[int]:
+    """The calls that the stages after the first begin with: those that are named, or recorded of an earlier start, or
+    those that make the longest stage as short as can be. ValueError where no stage can begin where the user says."""
+    if cuts is None:
+        return balanced(places, stages)
+    try:
+        return named(places, cuts)
+    except ValueError:
+        if isinstance(cuts, RecordedCuts):
+            return balanced(places, stages)
+        raise
 
 
 def named(places: Places, cuts: Sequence[str]) -> list[int]:

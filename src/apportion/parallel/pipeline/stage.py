@@ -33,11 +33,10 @@ from apportion.parallel.partition.autograd_use import asked, refuse_untraceable
 from apportion.parallel.partition.part import Part
 from apportion.parallel.pipeline.cut_points import (
     Places,
-    balanced,
     calls,
     changing_buffers,
+    cut_places,
     measured,
-    named,
     names_of,
 )
 from apportion.parallel.pipeline.eager_stages import OwnStages, has_lists
@@ -213,7 +212,7 @@ def _agreed(
         if at is None:
             try:
                 places = measure()
-                told["at"] = named(places, cuts) if cuts is not None else balanced(places, world.size)
+                told["at"] = cut_places(places, cuts, world.size)
                 known.write(told["at"])
             except ValueError as refusal:
                 told["refusal"] = str(refusal)
