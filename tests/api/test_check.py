@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 import apportion
 from apportion import Workload
 from apportion.cli.app import app
-from apportion.runtime.proof.proof import CAP, FLOOR, Proof, verdict_of
+from apportion.runtime.proof.comparison import CAP, FLOOR, verdict_of
+from apportion.runtime.proof.proof import Proof
 
 pytestmark = pytest.mark.processes
 

@@ -21,7 +21,7 @@ import apportion
 from apportion import Workload
 from apportion.core.value import find, names
 from apportion.errors import ApportionError
-from apportion.runtime.proof.proof import FLOOR
+from apportion.runtime.proof.comparison import FLOOR
 from apportion.runtime.spawn.template import Template, close_template
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from apportion.runtime.proof.proof import CAP, FLOOR, Comparison, Difference, Proof, Round, Verdict
+from apportion.runtime.proof.comparison import CAP, FLOOR, Comparison
+from apportion.runtime.proof.proof import Difference, Proof, Round, Verdict
 from apportion.runtime.proof.surveyed import Surveyed
 
 Tensors = Mapping[str, Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apportion.api.proof_workers import ProofWorkers
 from apportion.comm.channel import Message
-from apportion.runtime.proof.proof import NOISE_FACTOR, largest
+from apportion.runtime.proof.comparison import NOISE_FACTOR, largest
 
 PREDICTED = 1e-6
 """The share of the largest output by which what ranks predict may differ in float64 from what one device does."""

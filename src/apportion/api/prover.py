@@ -21,9 +21,10 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.planner.trials.trial import Candidate
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.coarse_rounding import eps_of
+from apportion.runtime.proof.comparison import FLOOR, Comparison, largest
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
 from apportion.runtime.proof.module_taps import Taps
-from apportion.runtime.proof.proof import FLOOR, Comparison, Proof, Round, largest
+from apportion.runtime.proof.proof import Proof, Round
 from apportion.runtime.proof.tap_differences import TapDifference, first_difference
 
 HALF = ("bfloat16", "float16")
