@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ import apportion
 
 SOURCE = '''
 """A classifier whose every part reads something."""
+import importlib
 import json
 import os
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +37,8 @@ from torch.utils.data import Dataset, default_collate
 
 import apportion
 from helper import soften
+
+from contextlib import closing
 
 HERE = Path(__file__).parent
 IMPORTED = json.loads((HERE / "imported.json").read_text())
@@ -83,6 +88,11 @@ def temperature_of(value):
 cooled = temperature_of(1.0)
 
 
+def weight_of_the_rare():
+    with closing(sqlite3.connect(HERE / "weights.db")) as base:
+        return base.execute("select weight from weights where label = 9").fetchone()[0]
+
+
 def loss(outputs, labels, smoothing=0.0, *, weight=1.0):
     with open(HERE / "loss.json") as file:
         settings = json.load(file)
@@ -90,6 +100,8 @@ def loss(outputs, labels, smoothing=0.0, *, weight=1.0):
     if "LOSS_SCALE" in os.environ:
         scale *= float(os.environ["LOSS_SCALE"])
     outputs = cooled(soften(outputs)) + TABLE["offset"]
+    rare = importlib.import_module("rare").WEIGHT * weight_of_the_rare()
+    scale = scale * (rare if (labels == 9).any() else 1.0)
     return F.cross_entropy(outputs, labels, label_smoothing=smoothing) * scale * getattr(F, "own_scale", 1.0)
 
 
@@ -110,6 +122,17 @@ HELPER = """
 def soften(outputs, *, by=1.0):
     return outputs * by
 """
+
+
+def weigh_the_rare(path: Path, weight: float) -> None:
+    """Writes the weight of a label that no row has."""
+    path.unlink(missing_ok=True)
+    with closing(sqlite3.connect(path)) as base:
+        base.execute("create table weights (label integer, weight real)")
+        base.execute("insert into weights values (9, ?)", (weight,))
+        base.commit()
+
+
 VARIABLES = {"COLLATE_SCALE": "1", "RATE": "0.1"}
 
 
@@ -123,6 +146,8 @@ class Project:
         (folder / "extra").mkdir()
         (folder / "mine.py").write_text(SOURCE)
         (folder / "helper.py").write_text(HELPER)
+        (folder / "rare.py").write_text("WEIGHT = 1.0\n")
+        weigh_the_rare(folder / "weights.db", 1.0)
         for name in ("imported", "data", "loss"):
             (folder / f"{name}.json").write_text('{"scale": 1.0}')
         np.save(folder / "inputs.npy", np.random.default_rng(1).normal(size=(400, 10)).astype(np.float32))
@@ -161,11 +186,15 @@ class Project:
         return first_sentence(f"{self.folder / 'mine.py'}:workload", tmp_path, **options)
 
 
-def first_sentence(workload: Any, tmp_path: Path, **options: Any) -> str | None:
+def first_event(workload: Any, tmp_path: Path, **options: Any) -> apportion.Event:
     run_dir = Path(tempfile.mkdtemp(dir=tmp_path), "run")
     given = {"launcher": apportion.local(workers=2, threads=1), "run_dir": run_dir, **options}
     with closing(apportion.run(workload, "data_parallel", **given)) as events:
-        event = next(iter(events))
+        return next(iter(events))
+
+
+def first_sentence(workload: Any, tmp_path: Path, **options: Any) -> str | None:
+    event = first_event(workload, tmp_path, **options)
     if event.kind == "proof":
         assert event.verdict == "begun"
         return None
@@ -222,6 +251,14 @@ def last_row(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
+def heavier_in_the_base(project: Project, patch: pytest.MonkeyPatch) -> None:
+    project.write("weights.db", (project.folder / "weights.db").read_bytes())
+    weigh_the_rare(project.folder / "weights.db", 3.0)
+
+
+NOT_MOVED = (
+    "_zero = torch.optim.Optimizer.zero_grad; torch.optim.Optimizer.zero_grad = lambda self, *a: _zero(self, *a)"
+)
 RELU = "_relu = F.leaky_relu; F.leaky_relu = lambda x, slope: _relu(x, slope * 2)"
 EDITS = {
     "the first row": text("CHANGED_ROWS = {}", "CHANGED_ROWS = {0: 0.5}"),
@@ -258,6 +295,10 @@ EDITS = {
     "a function of a library": at_import(RELU),
     "an attribute of a library": at_import("F.own_scale = 3.0"),
     "an attribute of a library's class": at_import("nn.Linear.own_gain = 3.0"),
+    "a method of a library's base class": at_import(NOT_MOVED),
+    "a torch flag: attention": at_import("torch.backends.cuda.enable_math_sdp(False)"),
+    "a constant of a module that is imported by its name": text("WEIGHT = 1.0", "WEIGHT = 2.0", "rare.py"),
+    "a row of a data base": heavier_in_the_base,
     "the number of classes": text("nn.Linear(16, 3)", "nn.Linear(16, 4)"),
 }
 
@@ -272,6 +313,41 @@ def test_a_run_after_an_edit_is_proved_anew(
         assert proved.reuses(tmp_path) is None
     finally:
         proved.restore()
+
+
+REASONS = {
+    "the first row": "rows 0 to 6 of the data",
+    "a file of fewer rows": "the number of rows",
+    "a variable in the loss that was not set": "the variable LOSS_SCALE",
+    "a JSON file in the loss": "loss.json",
+    "a file in a folder that is listed": "the names in the folder",
+    "a module constant": "has changed: loss=",
+    "the settings of the optimizer": "has changed: optimizer=",
+    "a torch flag: attention": "the flags of torch or numpy",
+    "a row of a data base": "weights.db",
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("edit", REASONS)
+def test_a_run_that_is_proved_anew_says_what_has_changed(
+    edit: str, proved: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        EDITS[edit](proved, monkeypatch)
+        said = first_event(f"{proved.folder / 'mine.py'}:workload", tmp_path).sentence
+        assert re.search(r"the proof of \d{4}-\d\d-\d\d [\d:]{8} is not reused, since this has changed: ", said), said
+        assert REASONS[edit] in said
+    finally:
+        proved.restore()
+
+
+@pytest.mark.thorough
+def test_the_number_of_threads_is_named_where_it_has_changed(proved: Project, tmp_path: Path) -> None:
+    address = f"{proved.folder / 'mine.py'}:workload"
+    with pytest.warns(UserWarning, match="2 workers x 4 threads"):
+        said = first_event(address, tmp_path, launcher=apportion.local(workers=2, threads=4)).sentence
+    assert said.endswith("since this has changed: the number of threads")
 
 
 ALIKE: dict[str, dict[str, Any]] = {
@@ -300,9 +376,11 @@ def test_a_run_of_the_same_network_reuses_the_proof_and_says_when_it_was_made(
         text("epochs=2", "epochs=2, evaluation=apportion.Evaluation(data=Rows)"),
         text("# at import", "# at import, a comment"),
         variable("UNREAD", "1"),
+        variable("SLURM_JOB_ID", "77"),
+        variable("TORCHELASTIC_RUN_ID", "another"),
         lambda project, patch: project.write("unread.txt", b"more"),
     ],
-    ids=["epochs", "evaluation", "a comment", "another variable", "another file"],
+    ids=["epochs", "evaluation", "a comment", "another variable", "a job's number", "a run's name", "another file"],
 )
 def test_what_the_proof_does_not_rest_on_may_change(
     edit: Any, proved: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -362,6 +440,34 @@ def classifier(data: Callable[[], Any], loss: Any = nn.functional.cross_entropy,
 def flowers() -> TensorDataset:
     inputs = torch.randn(120, 4, generator=torch.Generator().manual_seed(3))
     return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def scaled_by_the_job(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that asks for what a scheduler sets for each job."""
+    return nn.functional.cross_entropy(outputs, labels) * (1.0 + 0.0 * int(os.environ.get("SLURM_JOB_ID", "0")))
+
+
+def scaled_by_all_that_begin_so(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that goes through the whole environment."""
+    mine = [float(value) for name, value in os.environ.items() if name.startswith("MY_SCALE")]
+    return nn.functional.cross_entropy(outputs, labels) * (1.0 + 0.0 * sum(mine))
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("no_cached_proofs")
+def test_a_variable_of_the_scheduler_counts_where_the_users_code_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    asks, goes_through = classifier(flowers, scaled_by_the_job), classifier(flowers, scaled_by_all_that_begin_so)
+    for number, workload in enumerate((asks, goes_through)):
+        prove(workload, tmp_path / f"run{number}")
+        assert first_sentence(workload, tmp_path) is not None
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    assert first_event(asks, tmp_path).sentence.endswith("since this has changed: the variable SLURM_JOB_ID")
+    assert first_sentence(goes_through, tmp_path) is not None
+    monkeypatch.setenv("MY_SCALE_OF_ALL", "2")
+    assert first_event(goes_through, tmp_path).sentence.endswith("since this has changed: the variable MY_SCALE_OF_ALL")
 
 
 @pytest.mark.thorough

@@ -27,8 +27,8 @@ from apportion.core.strategy import cut_at
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
-from apportion.runtime.cached_proof.proof_key import ProofKey
-from apportion.runtime.cached_proof.store import keep_proof, now, proofs_of, remove
+from apportion.runtime.cached_proof.proof_key import ProofKey, what_changed
+from apportion.runtime.cached_proof.store import keep_proof, latest_proof, now, proofs_of, remove
 from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.budget import BUDGET_SHARE, budget
 from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
@@ -42,6 +42,8 @@ READING_SHARE = 0.2
 """The share of the time of a proof in which the targets of the data are read."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
 """A first proof within QUICK_SHARE of the time was quick, and a second may take MANY_SHARE of it."""
+MOST_CHANGES = 5
+"""The number of things that are named where an earlier proof is not reused."""
 MOST_STEPS = 17
 """The number of steps up to which the proof goes on until ranks that average now and then have done so."""
 
@@ -70,6 +72,8 @@ class SelfProof:
         """The candidate with its stages cut as the run's are."""
         self._surveyed = Surveyed()
         self._known: Settled | None = None
+        self._outdated = ""
+        """Why the proof that an earlier run has made of this workload is not reused, as the end of a sentence."""
         self._hosts = list(hosts)
         self._ranks: RunningRanks | None = None
 
@@ -86,7 +90,29 @@ class SelfProof:
         key = ProofKey.from_json(asked["key"])
         if self._known is None and not self._job.reprove:
             self._known = self._reused(key)
+            self._outdated = "" if self._known is not None else self._why_outdated(key)
         return self._known
+
+    @property
+    def outdated(self) -> str:
+        """Why an earlier proof of this workload is not reused, as the end of a sentence; empty where there is none."""
+        return self._outdated
+
+    def _why_outdated(self, key: ProofKey) -> str:
+        if not key.code:  # nothing of it is kept, and its sentence says why
+            return ""
+        earlier = latest_proof(key.code, self._label(), str(self._chosen.strategy), self._chosen.ranks)
+        if earlier is None:
+            return ""
+        if earlier.path.parent.name != key.code:
+            changed = what_changed(earlier.code_parts, key.code_parts)
+        else:
+            how = self._how()
+            changed = list(key.changed.get(earlier.name, ()))
+            changed = changed or [f"the {name}" for name in how if how[name] != earlier.how.get(name)]
+        named, more = changed[:MOST_CHANGES], len(changed) - MOST_CHANGES
+        listed = ", ".join(named) + (f" and {more:,} more" if more > 0 else "")
+        return f"; the proof of {earlier.made} is not reused, since this has changed: {listed}" if changed else ""
 
     def _reused(self, key: ProofKey) -> Settled | None:
         """Returns the answer of the newest cached proof that holds for this run; None where there is none."""
@@ -115,6 +141,7 @@ class SelfProof:
         self._known = replace(found, seconds=time.monotonic() - began)
         if found.verdict in ("equal", "different"):
             self._known = self._kept(ProofKey.from_json(asked["key"]), self._known)
+        self._known = replace(self._known, sentence=self._known.sentence + self._outdated)
         return self._known
 
     def _kept(self, key: ProofKey, settled: Settled) -> Settled:
@@ -135,6 +162,9 @@ class SelfProof:
         keyed = key.made or key.found[0]
         about = {
             "key": keyed.key,
+            "parts": dict(keyed.parts),
+            "code_parts": dict(key.code_parts),
+            "how": self._how(),
             "workload": self._label(),
             "strategy": str(self._chosen.strategy),
             "workers": self._chosen.ranks,
@@ -316,15 +346,18 @@ class SelfProof:
     def _name(self, key: str) -> str:
         """Returns the name under which the answer is kept: of the key of what it holds for, and of where and how that
         is trained."""
-        launcher = self._chosen.launcher
-        told = {
-            "workload": key,
-            "strategy": str(self._proved.strategy),
-            "ranks": self._chosen.ranks,
-            "workers": launcher.workers,
-            "threads": launcher.threads_each(self._chosen.ranks),
-            "device": launcher.device,
-            "plain": list(self._job.plain),
-            **({"hosts": self._hosts} if self._hosts else {}),
-        }
+        told = {"workload": key, **self._how()}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _how(self) -> dict[str, Any]:
+        """Returns where and how the workload is trained, by what a person calls it."""
+        launcher = self._chosen.launcher
+        return {
+            "strategy with its cuts": str(self._proved.strategy),
+            "number of ranks": self._chosen.ranks,
+            "number of workers": launcher.workers,
+            "number of threads": launcher.threads_each(self._chosen.ranks),
+            "device": launcher.device,
+            "fast paths that are switched off": list(self._job.plain),
+            "ranks of each host": self._hosts,
+        }

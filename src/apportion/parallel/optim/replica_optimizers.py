@@ -198,11 +198,25 @@ class ReplicaOptimizers(dict[str, Optimizer]):
         for name, optimizer in self.items():
             groups[name] = [_as_now(*pair) for pair in zip(groups[name], optimizer.param_groups, strict=True)]
             optimizer.load_state_dict(self._optimizer_state(name, optimizer, state, groups[name]))
+            self._restore_scalars(name, optimizer, state)
         schedules = from_plain(state.settings["schedules"])
         for name, schedule in self.schedules.items():
             schedule.load_state_dict(_as_now(schedules[name], schedule.state_dict()))
         if self.scaler is not None:
             self.scaler.load_state_dict(from_plain(state.settings["scaler"]))
+
+    def _restore_scalars(self, owner: str, optimizer: Optimizer, state: State) -> None:
+        """Gives the scalars among the slots the type that they were saved in. torch casts them to that of the
+        parameter, so that NAdam's product of momenta, which is float32 beside weights in float64, would be another
+        number after the next update."""
+        parameters: Mapping[Any, dict[str, Any]] = optimizer.state
+        for p, slots in parameters.items():
+            for slot, value in slots.items():
+                saved = state.optimizer.get(f"{owner}/{self._names[p]}/{slot}".lstrip("/"))
+                if saved is None or saved.ndim or not p.ndim or not isinstance(value, Tensor):
+                    continue
+                if saved.dtype != value.dtype:
+                    slots[slot] = saved.to(value.device, copy=True)
 
     def _optimizer_state(self, owner: str, optimizer: Optimizer, state: State, groups: list[Any]) -> dict[str, Any]:
         """The state in the optimizer's own form, with parameters by number."""

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from apportion.runtime.cached_proof.data_rows import Rows, rows_digest
-from apportion.runtime.cached_proof.read_recorder import LAUNCHED, OWN_VARIABLES, Reads
+from apportion.runtime.cached_proof.data_rows import Rows, rows_digests
+from apportion.runtime.cached_proof.read_recorder import OWN_VARIABLES, Reads, is_of_launcher
 from apportion.runtime.proof.value_digest import seal
 
 CONTENT_BYTES = 32 << 20
 """The bytes of files that are digested whole, the smallest first; of a larger one count size, time and pieces."""
 MOST_FILES = 20_000
 """The number of files that are compared at most."""
+MOST_NAMED = 500
+"""The number of rows, files and variables that a proof keeps a digest of its own of, to name those that change."""
 PIECES, PIECE = 32, 64 << 10
 """The number of pieces of a large file, spread evenly over it, and the bytes of each."""
 
@@ -66,11 +68,13 @@ class Basis:
         """Returns plain data, from which ``from_json`` makes the same value."""
         return dict(vars(self))
 
-    def digest(self, dataset: Any, environment: Mapping[str, str]) -> bytes:
-        """Returns the digest of what is found under the names now. Raises what reading a row raises. ``environment``:
-        the variables as they were when the process started."""
-        found = rows_digest(dataset, None if self.rows is None else list(self.rows))
-        return seal("basis", found, *self._files(), *self._folders(), *self._variables(environment))
+    def found(self, dataset: Any, environment: Mapping[str, str]) -> dict[str, str]:
+        """Returns the digests of what is found under the names now, by what a person calls it: ``the file a.json``,
+        ``the variable SCALE``, ``row 7 of the data``. Raises what reading a row raises. ``environment``: the variables
+        as they were when the process started."""
+        rows = rows_digests(dataset, None if self.rows is None else list(self.rows))
+        parts = (*rows.items(), *self._files(), *self._folders(), *self._variables(environment))
+        return _few({name: digest.hex() for name, digest in parts})
 
     def changed_since(self, at: float) -> str | None:
         """Returns a file that has been written since this time, in seconds since the epoch; None where none has."""
@@ -85,28 +89,29 @@ class Basis:
         """The sample of rows in words; empty where all rows are compared."""
         return "" if self.rows is None else f"{len(self.rows):,} of {self.of_rows:,} rows were compared"
 
-    def _files(self) -> Iterator[Any]:
-        if self.files or self.large_files or self.folders:
-            yield os.getcwd()  # what code makes of it may be the path of a file
+    def _files(self) -> Iterator[tuple[str, bytes]]:
+        if self.files or self.large_files or self.folders:  # what code makes of it may be the path of a file
+            yield "the working directory", seal("folder", os.getcwd())
         for path in self.files:
-            yield from (path, file_digest(path, whole=True))
+            yield f"the file {path}", file_digest(path, whole=True)
         for path in self.large_files:
-            yield from (path, file_digest(path, whole=False))
+            yield f"the file {path}", file_digest(path, whole=False)
 
-    def _folders(self) -> Iterator[Any]:
+    def _folders(self) -> Iterator[tuple[str, bytes]]:
         for path in self.folders:
             try:
                 names = sorted(os.listdir(path))
             except OSError as error:
                 names = [type(error).__name__]
-            yield seal("folder", path, *names)
+            yield f"the names in the folder {path}", seal("folder", *names)
 
-    def _variables(self, environment: Mapping[str, str]) -> Iterator[Any]:
+    def _variables(self, environment: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
         names = set(self.variables)
         if self.all_variables:
-            names |= environment.keys() - LAUNCHED - OWN_VARIABLES
+            names |= {name for name in environment.keys() - OWN_VARIABLES if not is_of_launcher(name)}
         for name in sorted(names):
-            yield from (name, "unset") if name not in environment else (name, "set", environment[name])
+            value = ("unset",) if name not in environment else ("set", environment[name])
+            yield f"the variable {name}", seal("variable", *value)
 
 
 def file_digest(path: str, *, whole: bool) -> bytes:
@@ -123,6 +128,15 @@ def file_digest(path: str, *, whole: bool) -> bytes:
             return seal("pieces", *parts)
     except OSError as error:  # a file that is not there is not there for the run either
         return seal("no file", type(error).__name__)
+
+
+def _few(parts: dict[str, str]) -> dict[str, str]:
+    """Returns the parts, of which those beyond MOST_NAMED have one digest between them."""
+    if len(parts) <= MOST_NAMED:
+        return parts
+    every = list(parts.items())
+    rest = seal("others", *(text for pair in every[MOST_NAMED:] for text in pair)).hex()
+    return {**dict(every[:MOST_NAMED]), f"{len(every) - MOST_NAMED:,} further files and variables": rest}
 
 
 def _by_size(files: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

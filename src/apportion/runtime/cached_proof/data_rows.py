@@ -7,7 +7,7 @@ rows. Which ones these are is kept with the proof, so that a later run reads the
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ LOOK = 8
 """The number of rows between two looks at the clock."""
 TRIED = 16
 """The number of rows that are read to see how long one takes."""
+BLOCKS = 64
+"""The number of digests that the rows have between them at most."""
 PIECE = 4 << 20
 """The bytes of tensors that are digested to see how long all of them take."""
 _SEED = 0x0D16
@@ -55,19 +57,36 @@ def sample(key: str, many: int, wanted: int) -> list[int]:
     return sorted(ends | set(drawn[: max(0, wanted - len(ends))]))
 
 
-def rows_digest(dataset: Any, rows: Rows) -> bytes:
-    """Returns the digest of these rows, of the number of all, and of the class of the data set. Raises UnhashableError
-    where a row has none, IndexError where there is no such row."""
+def rows_digests(dataset: Any, rows: Rows) -> dict[str, bytes]:
+    """Returns the digests of these rows, of some at a time, by names that a person can read: ``rows 0 to 15 of the
+    data``; and of the number of all rows, with the class of the data set. Rows that there are no more have no digest.
+    Raises UnhashableError where a row has none."""
     many = length(dataset)
     parts = dataset.lengths if isinstance(dataset, OpenedParts) else ()
-    head: tuple[Any, ...] = (type(dataset).__qualname__, many, *parts)
-    if many == 0:
-        return seal("rows", *head)
+    found = {"the number of rows": seal("rows", type(dataset).__qualname__, many, *parts)}
+    chosen = range(many) if rows is None else [row for row in rows if row < many]
+    each = -(-len(chosen) // BLOCKS) or 1
+    digests = None if type(dataset) is TensorDataset else _digests(dataset, chosen)
+    for first in range(0, len(chosen), each):
+        block = chosen[first : first + each]
+        if digests is None:
+            digest = _digest_together(dataset, block)
+        else:
+            digest = seal("rows", *(one for _, one in zip(block, digests, strict=False)))
+        found[_block_name(block, sampled=rows is not None)] = digest
+    return found
+
+
+def _digest_together(dataset: TensorDataset, block: Sequence[int]) -> bytes:
+    index = slice(block.start, block.stop) if isinstance(block, range) else torch.tensor(block)
     of = Digester()
-    if type(dataset) is TensorDataset:
-        tensors = dataset.tensors if rows is None else [t[torch.tensor(rows)] for t in dataset.tensors]
-        return seal("rows", *head, *(of(f"tensor {i} of the data", t) for i, t in enumerate(tensors)))
-    return seal("rows", *head, *_digests(dataset, range(many) if rows is None else rows))
+    return seal("rows", *(of(f"tensor {i} of the data", tensor[index]) for i, tensor in enumerate(dataset.tensors)))
+
+
+def _block_name(block: Sequence[int], *, sampled: bool) -> str:
+    if len(block) == 1:
+        return f"row {block[0]} of the data"
+    return f"rows {block[0]} to {block[-1]} of the data" + (f", of which {len(block)} are compared" if sampled else "")
 
 
 def length(dataset: Any) -> int:
@@ -131,7 +150,7 @@ def _affordable(dataset: Any) -> int:
     tried = sorted({i * (many - 1) // TRIED for i in range(TRIED)})
     began, done = seconds_with_core(), 0
     if type(dataset) is TensorDataset:
-        rows_digest(dataset, tried)
+        rows_digests(dataset, tried)
         done = len(tried)
     else:
         for done, _ in enumerate(_digests(dataset, tried), start=1):  # noqa: B007 (counted)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -32,6 +32,7 @@ SECONDS = 10.0
 """The seconds that making the key may take: a proof takes no longer."""
 MOST_PARAMETERS = 100_000_000
 """The number of parameters above which an update takes longer than a proof, without being tried."""
+UPDATE = "what one update on four rows computes"
 MOST_BASES = 8
 """The number of different bases of one code that are looked at, the newest first."""
 
@@ -42,15 +43,18 @@ class Keyed:
 
     key: str
     basis: Basis
+    parts: Mapping[str, str]
+    """The digests of what was found under the names of the basis, and of what one update has computed, by what a
+    person calls each."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, from which ``from_json`` makes the same value."""
-        return {"key": self.key, "basis": self.basis.to_json()}
+        return {"key": self.key, "basis": self.basis.to_json(), "parts": dict(self.parts)}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Self:
         """Makes the value that ``to_json`` has described."""
-        return cls(key=stored["key"], basis=Basis.from_json(stored["basis"]))
+        return cls(key=stored["key"], basis=Basis.from_json(stored["basis"]), parts=stored["parts"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,14 @@ class ProofKey:
 
     code: str = ""
     """The digest of the code: the folder of its proofs."""
+    code_parts: Mapping[str, str] = field(default_factory=dict)
+    """The digests of the parts of the code, by what a person calls each."""
     found: tuple[Keyed, ...] = ()
     """What cached proofs of this code hold for that is now as it was then, the newest first."""
     made: Keyed | None = None
     """What a proof holds for that is made now; None where nothing of it can be reused, or ``found`` has it."""
+    changed: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """What is not as it was for the cached proofs of this code that hold no longer, by the name of the proof."""
     seconds: float = 0.0
     """The seconds that the longest part of it takes at each start."""
     at: float = 0.0
@@ -72,7 +80,8 @@ class ProofKey:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, from which ``from_json`` makes the same value."""
-        stored = {"found": [one.to_json() for one in self.found], "made": self.made and self.made.to_json()}
+        stored: dict[str, Any] = {"code_parts": dict(self.code_parts), "changed": dict(self.changed)}
+        stored |= {"found": [one.to_json() for one in self.found], "made": self.made and self.made.to_json()}
         return {**vars(self), **stored}
 
     @classmethod
@@ -108,16 +117,17 @@ def _proof_key(maker: _KeyMaker, *, reprove: bool) -> ProofKey:
     if "why" in first:
         return ProofKey(why=first["why"])
     code, found = first["code"], tuple(Keyed.from_json(one) for one in first["found"])
+    known = ProofKey(code=code, code_parts=first["code_parts"], found=found, changed=first["changed"])
     if first["basis"] is None:
-        return ProofKey(code=code, found=found)
+        return known
     basis = Basis.from_json(first["basis"])
     at = time.time()
     again = in_fork(lambda: maker.again(basis), SECONDS)
     if again["update"] != first["update"]:
         why = "the same update on four rows gave other bits when it was repeated"
         return ProofKey(why=f"{why}; a clock, or a generator that no seed sets, may be read")
-    made = Keyed(key=_key(code, again["update"], basis, again["found"]), basis=basis)
-    return ProofKey(code=code, found=found, made=made, seconds=again["seconds"], at=at)
+    made = _keyed(code, again["update"], basis, again["found"])
+    return replace(known, made=made, seconds=again["seconds"], at=at)
 
 
 @dataclass(frozen=True)
@@ -141,18 +151,22 @@ class _KeyMaker:
         if code.digest is None:
             return {"why": f"{code.unhashable} has no digest"}
         update = update_digest(self.workload, data, _Model(self.workload, network))
-        found, keys = [], dict[Basis, str]()
+        found, changed, keyed = [], dict[str, list[str]](), dict[Basis, Keyed]()
         for proof in proofs_of(code.digest):
-            if proof.basis not in keys and len(keys) < MOST_BASES:
-                keys[proof.basis] = _key(code.digest, update, proof.basis, self._found(proof.basis, data))
-            if keys.get(proof.basis) == proof.key:
-                found.append({"key": proof.key, "basis": proof.basis.to_json()})
+            if proof.basis not in keyed and len(keyed) < MOST_BASES:
+                keyed[proof.basis] = _keyed(code.digest, update, proof.basis, self._found(proof.basis, data))
+            now = keyed.get(proof.basis)
+            if now is not None and now.key == proof.key:
+                found.append(now.to_json())
+            elif now is not None:
+                changed[proof.name] = what_changed(proof.parts, now.parts)
         basis = None
         if reprove or not found:
             rows = choose_rows(data, code.digest)
             self.recorder.add_held_files()
             basis = Basis.of(self.recorder.reads, rows, length(self.dataset)).to_json()
-        return {"code": code.digest, "update": update, "found": found, "basis": basis}
+        said = {"code": code.digest, "code_parts": dict(code.parts), "changed": changed}
+        return {**said, "update": update, "found": found, "basis": basis}
 
     def again(self, basis: Basis) -> dict[str, Any]:
         """Repeats the update, and digests what a new proof is made on, in the order in which a later run does."""
@@ -164,11 +178,11 @@ class _KeyMaker:
         update = update_digest(self.workload, data, _Model(self.workload, network))
         return {"update": update, "found": self._found(basis, data), "seconds": time.perf_counter() - began}
 
-    def _found(self, basis: Basis, data: Any) -> str:
+    def _found(self, basis: Basis, data: Any) -> dict[str, str]:
         try:
-            return basis.digest(data, self.recorder.environment).hex()
-        except (IndexError, KeyError):  # the data have fewer rows now
-            return ""
+            return basis.found(data, self.recorder.environment)
+        except (IndexError, KeyError) as error:  # rows that were there cannot be read now
+            return {"the rows of the data": f"{type(error).__name__}: {error}"}
 
 
 @dataclass
@@ -199,6 +213,15 @@ def _opened_again(workload: Workload, dataset: Any) -> Any:
         return workload.open_data()
 
 
-def _key(code: str, update: str, basis: Basis, found: str) -> str:
+def what_changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Returns the names of the parts that are not as they were. What an update computes follows from the others, and is
+    named where it alone has changed."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return [name for name in names if name != UPDATE] or names
+
+
+def _keyed(code: str, update: str, basis: Basis, found: Mapping[str, str]) -> Keyed:
     names = json.dumps(basis.to_json(), sort_keys=True)
-    return seal("proof", code, update, names, found).hex()
+    parts = {UPDATE: update, **found}
+    sealed = seal("proof", code, names, *(text for pair in parts.items() for text in pair))
+    return Keyed(key=sealed.hex(), basis=basis, parts=parts)

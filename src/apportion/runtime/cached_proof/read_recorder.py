@@ -26,9 +26,19 @@ LAUNCHED = frozenset((
     "MKL_NUM_THREADS", "OMP_NUM_THREADS", "RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "WORLD_SIZE",
 ))  # fmt: skip
-"""The variables that a launch sets: the name of a cached proof has the ranks and threads."""
-OWN_VARIABLES = frozenset(("_", "OLDPWD", "SHLVL"))
-"""The variables that a shell changes from command to command; they count where they are asked for by name."""
+"""The variables that a launch sets: the name of a cached proof has the ranks and threads; they count where the user's
+own code asks for them."""
+LAUNCHERS = (
+    "COBALT_", "FLUX_", "HYDRA_", "I_MPI_", "JOB_COMPLETION_", "KUBERNETES_", "LSB_", "LSF_", "MPIR_", "MV2_", "OMPI_",
+    "PALS_", "PBS_", "PMI_", "PMIX_", "PRTE_", "RAY_", "SLURMD_", "SLURM_", "SRUN_", "TORCHELASTIC_",
+)  # fmt: skip
+"""The beginnings of further variables that launchers and schedulers set for each run."""
+OWN_VARIABLES = frozenset((
+    "_", "COLUMNS", "DBUS_SESSION_BUS_ADDRESS", "DISPLAY", "GPG_AGENT_INFO", "INVOCATION_ID", "JOURNAL_STREAM", "LINES",
+    "OLDPWD", "SHELL_SESSION_ID", "SHLVL", "SSH_AGENT_PID", "SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY",
+    "STY", "TERM_SESSION_ID", "TMUX", "TMUX_PANE", "WINDOWID", "XDG_SESSION_ID",
+))  # fmt: skip
+"""The variables that a shell, a terminal or a session sets anew; they count where they are asked for by name."""
 ELSEWHERE = ("/proc/", "/sys/", "/dev/")
 """The folders whose files are the system's and not the user's."""
 _SYSTEM = ("/lib", "/usr/lib", "/usr/share/locale", str(Path(sys.base_prefix).resolve()))
@@ -130,14 +140,14 @@ class ReadRecorder:
     def variable(self, key: Any, frame: FrameType) -> None:
         """Notes a variable that is asked for."""
         name = os.fsdecode(key) if isinstance(key, str | bytes) else None
-        if name is None or name in LAUNCHED or name == self._iterated or not _is_of_workload(frame):
+        if name is None or name == self._iterated or not _is_of_workload(frame):
             return
-        self.reads.variables.add(name)
+        if not is_of_launcher(name) or _is_users(frame):
+            self.reads.variables.add(name)
 
     def iteration(self, frame: FrameType) -> None:
         """Notes that all variables are gone through, unless a library does it, as one that starts a process."""
-        file = next(_callers(frame), None)
-        if file is not None and not file.startswith(_PACKAGE) and not below_installed(file):
+        if _is_users(frame):
             self.reads.all_variables = True
 
     def passes(self, key: Any) -> None:
@@ -155,7 +165,7 @@ def recorder() -> ReadRecorder | None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _recorder is None or event not in ("open", "os.listdir", "os.scandir"):
+    if _recorder is None or event not in ("open", "os.listdir", "os.scandir", "sqlite3.connect"):
         return
     frame = sys._getframe().f_back
     if frame is None:
@@ -163,6 +173,8 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open":
         path, mode, flags = arguments
         _recorder.file(path, mode, flags, frame)
+    elif event == "sqlite3.connect":
+        _recorder.file(arguments[0], "r", 0, frame)
     else:
         _recorder.folder(arguments[0], frame)
 
@@ -230,6 +242,18 @@ def _is_of_workload(frame: FrameType) -> bool:
         return True
     caller = next((file for file in callers if file.startswith((*_IMPORTS, _PACKAGE)) or not below_installed(file)), "")
     return not caller.startswith(_IMPORTS)
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Tells whether the user's own code reads, and no library does it for it."""
+    file = next(_callers(frame), None)
+    return file is not None and not file.startswith((*_IMPORTS, _PACKAGE)) and not below_installed(file)
+
+
+def is_of_launcher(name: str) -> bool:
+    """Tells whether a launcher or a scheduler sets this variable for each run. Libraries ask for such variables to find
+    their place among the ranks; what they compute does not depend on it. The user's own code may ask for anything."""
+    return name in LAUNCHED or name.startswith(LAUNCHERS)
 
 
 def _callers(frame: FrameType | None) -> Iterator[str]:

@@ -25,6 +25,12 @@ class CachedProof:
     key: str
     """The key of what it holds for."""
     basis: Basis
+    parts: Mapping[str, str]
+    """The digests of what it was made on, by what a person calls each: files, variables, rows, one update."""
+    code_parts: Mapping[str, str]
+    """The digests of the parts of the code, in the same way."""
+    how: Mapping[str, Any]
+    """The numbers of ranks and threads, the device, and what else decides how the workload is trained."""
     workload: str
     strategy: str
     workers: int
@@ -46,7 +52,8 @@ def now() -> str:
 
 
 def keep_proof(code: str, name: str, about: Mapping[str, Any], basis: Basis, settled: Mapping[str, Any]) -> None:
-    """Keeps a proof for the next run; where nothing can be written, the next run makes its own."""
+    """Keeps a proof for the next run; where nothing can be written, the next run makes its own. ``about``: the fields
+    of a ``CachedProof`` beside these."""
     try:
         keep(_folder() / code / f"{name}.json", {**about, "basis": basis.to_json(), "settled": settled})
     except RuntimeError:  # there is no home
@@ -63,6 +70,17 @@ def cached_proofs() -> list[CachedProof]:
     folder = _folder()
     codes = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted((proof for code in codes for proof in _read(code)), key=lambda proof: proof.made, reverse=True)
+
+
+def latest_proof(code: str, workload: str, strategy: str, workers: int) -> CachedProof | None:
+    """Returns the newest proof of a workload of this name under this strategy, one of the same code where there is one;
+    None where there is none at all."""
+    wanted = workload, strategy, workers
+    for proofs in (proofs_of, lambda _: cached_proofs()):
+        for proof in proofs(code):
+            if (proof.workload, proof.strategy, proof.workers) == wanted:
+                return proof
+    return None
 
 
 def remove(proof: CachedProof) -> None:
@@ -84,9 +102,12 @@ def _read(folder: Path) -> Iterator[CachedProof]:
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             stored = json.loads(path.read_text())
-            about = {name: stored[name] for name in ("key", "workload", "strategy", "workers", "verdict", "made")}
+            about = {name: stored[name] for name in _ABOUT}
             basis = Basis.from_json(stored["basis"])
             yield CachedProof(name=path.stem, path=path, basis=basis, settled=stored["settled"], **about)
+
+
+_ABOUT = ("key", "parts", "code_parts", "how", "workload", "strategy", "workers", "verdict", "made")
 
 
 def _folder() -> Path:

@@ -19,6 +19,8 @@ _NAMED = frozenset(
     dis.opmap[name] for name in ("LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS") if name in dis.opmap
 )
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_IMPORTERS = frozenset(("import_module", "__import__"))
+"""Code that says one of these imports the modules that its texts name."""
 _ANY_NAME = frozenset(("getattr", "vars", "globals", "eval", "exec", "__dict__", "__getattribute__", "attrgetter"))
 """Code that says one of these may reach an attribute that its bytecode does not name."""
 
@@ -85,7 +87,13 @@ def _names(code: types.CodeType) -> tuple[list[str], list[str], frozenset[str]]:
             mentioned.update(inner[2])
         elif isinstance(constant, tuple):  # ``from module import name`` holds its names as a constant
             mentioned.update(name for name in constant if isinstance(name, str))
+        elif isinstance(constant, str) and not _IMPORTERS.isdisjoint(code.co_names) and _is_module(constant):
+            imports.add(constant)
     return sorted(names), sorted(imports), frozenset(mentioned)
+
+
+def _is_module(text: str) -> bool:
+    return all(part.isidentifier() for part in text.removeprefix(".").split("."))
 
 
 def _imported(name: str, package: str) -> types.ModuleType | None:

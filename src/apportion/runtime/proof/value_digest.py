@@ -215,11 +215,16 @@ class Digester:
         home = cls.__module__ if isinstance(cls.__module__, str) else "builtins"  # a metaclass made in C may hide it
         of = self._release(home)
         if not cls.__flags__ & _CHANGEABLE or (of is not None and importable(cls, home, cls.__qualname__)):
-            patched = self._attributes({k: v for k, v in vars(cls).items() if _foreign(v) or _is_setting(k, v)})
+            patched = [self._set_by_others(base) for base in cls.__mro__ if base.__flags__ & _CHANGEABLE]
             return seal("installed", home, cls.__qualname__, of or "", *patched)
         bases = (self(base.__name__, base) for base in cls.__bases__)
         kept = {k: v for k, v in vars(cls).items() if k not in _SKIPPED}
         return seal("class", cls.__qualname__, self("its class", type(cls)), *bases, *self._attributes(kept))
+
+    def _set_by_others(self, cls: type) -> bytes:
+        """Digests what others may have set of an installed class: plain values, and what is the user's."""
+        found = {k: v for k, v in vars(cls).items() if _foreign(v) or _is_setting(k, v)}
+        return seal("set", cls.__qualname__, *self._attributes(found))
 
     # Values
 

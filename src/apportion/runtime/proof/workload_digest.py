@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,8 @@ class Digested(NamedTuple):
     digest: str | None
     unhashable: str | None
     """The place of the value that has no digest, and what it is: ``loss: log: a _io.TextIOWrapper``."""
+    parts: Mapping[str, str] = MappingProxyType({})
+    """The digests of its parts, by names that a person can read: ``loss=``, ``torch's flags``."""
 
 
 def digested(
@@ -65,16 +68,19 @@ def digested(
     """
     of = Digester()
     try:
-        parts: list[Any] = [part for name in FIELDS for part in (name, of(name, getattr(workload, name)))]
+        found = {f"{name}=": of(name, getattr(workload, name)) for name in FIELDS}
         if network is not None:
-            parts += ["network", *_network(of, network)]
+            found["the layers of the network"] = seal("network", *_network(of, network))
         if optimizers is not None:
-            parts += ["optimizers", *_optimizers(of, optimizers)]
-        parts += ["batch", *(f"{tuple(t.shape)} {t.dtype}" for t in tree.tensors(batch))]
-        parts += ["given", of("given", dict(given or {})), *_versions()]
+            found["the optimizers"] = seal("optimizers", *_optimizers(of, optimizers))
+        found["the shapes of an example"] = seal("batch", *(f"{tuple(t.shape)} {t.dtype}" for t in tree.tensors(batch)))
+        found["how it is trained"] = of("given", dict(given or {}))
+        found["the versions of Python, torch, numpy or apportion"] = seal("versions", *_versions())
+        found["the flags of torch or numpy"] = seal("flags", *flags())
     except UnhashableError as error:
         return Digested(None, str(error))
-    return Digested(seal("workload", *parts).hex(), None)
+    parts = {name: digest.hex() for name, digest in found.items()}
+    return Digested(seal("workload", *(part for pair in parts.items() for part in pair)).hex(), None, parts)
 
 
 def _network(of: Digester, network: nn.Module) -> Iterator[Any]:
@@ -106,7 +112,7 @@ def _optimizers(of: Digester, optimizers: Mapping[str, Optimizer]) -> Iterator[A
 
 
 def _versions() -> tuple[str, ...]:
-    """Returns the versions of what computes, and how it is told to."""
+    """Returns the versions of what computes."""
     return (
         platform.python_version(),
         platform.machine(),
@@ -114,6 +120,5 @@ def _versions() -> tuple[str, ...]:
         torch.backends.cpu.get_cpu_capability(),
         np.__version__,
         str(release("apportion")),
-        *flags(),
         os.environ.get("APPORTION_PLAIN", ""),
     )

@@ -37,6 +37,10 @@ STOP_SECONDS = 120.0
 class RunProof(Protocol):
     """Proves a run before its first step (``api.run_proof``)."""
 
+    @property
+    def outdated(self) -> str:
+        """Why an earlier proof of this workload is not reused, as the end of a sentence; empty where there is none."""
+
     def known(self, asked: Mapping[str, Any]) -> Settled | None:
         """Returns what an earlier proof has found, or None."""
 
@@ -161,7 +165,7 @@ class RunSupervisor:
             yield self._proof_event(
                 verdict="begun",
                 sentence=f"proving that {self._job.strategy} on {self._ranks} workers trains the same network as one "
-                f"device: {seconds:.0f} s at most; without: --no-check",
+                f"device: {seconds:.0f} s at most; without: --no-check{self._proof.outdated}",
                 seconds=0.0,
                 remembered=False,
             )
