@@ -55,6 +55,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -169,10 +170,20 @@ def has(package):
 # What runs them
 
 
+def write_metadata(folder):
+    """Writes what an installed apportion has beside it and a run records, its name and version, where it is not
+    installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    about = Path(folder) / f"apportion-{project['version']}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apportion\nVersion: {project['version']}\n")
+
+
 def environment(setting, *, device, nccl, folder):
     """The variables of the processes of a setting: one thread each, caches of their own, the first card alone."""
     given = os.environ | PLAIN | {"XDG_CACHE_HOME": str(folder), "TMPDIR": str(folder)}
-    given["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH"), str(folder)]
+    given["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     given["CUDA_VISIBLE_DEVICES"] = cards[0] if device == "cuda" else ""
     if setting.endswith("nccl"):
@@ -262,8 +273,12 @@ def tested(test, given, seconds):
         lines = said.read().decode(errors="replace").strip().splitlines() or [""]
     if status == 0 and "passed" not in lines[-1]:
         return "skipped", lines[-1]
+    if status == 0:
+        return "runs", ""
     wrong = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR"))]
-    return ("runs", "") if status == 0 else ("fails", (wrong or lines)[0].removeprefix("E").strip())
+    message = (wrong or lines)[0].removeprefix("E").strip()
+    refused = message.startswith("ValueError: ") and "use " in message  # the same rule as in gpu_case.py
+    return "refuses" if refused else "fails", message
 
 
 class Sample:
@@ -337,7 +352,8 @@ class Sample:
         return answer["result"], answer["message"], {"on_the_cpu": "refuses" if case["refused"] else "runs"}
 
     def _product(self, case, seconds):
-        return *tested(case["test"], self.environment(case["id"]), seconds), {}
+        result, message = tested(case["test"], self.environment(case["id"]), seconds)
+        return result, message, {"on_the_cpu": "runs"}
 
     def _transport(self, case):
         if case["id"] == "one":
@@ -425,6 +441,7 @@ def measure(sample, given, began):
 def main():
     given, began = asked(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        write_metadata(folder)
         sample = Sample(given, folder)
         try:
             measure(sample, given, began)

@@ -122,6 +122,27 @@ def test_a_case_that_does_not_answer_and_one_that_dies_end_nothing(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        ("pass", "runs"),
+        ("raise ValueError('torch 2.11 cannot: use data_parallel')", "refuses"),
+        ("raise ValueError('2 rows, not 3')", "fails"),
+        ("assert 'use data_parallel' == ''", "fails"),
+    ],
+)
+def test_a_test_that_a_strategy_refuses_is_no_failure(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, result: str
+) -> None:
+    folder = tmp_path / "tests" / "product"
+    folder.mkdir(parents=True)
+    (folder / "test_a.py").write_text(f"def test_it():\n    {body}\n")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    given = gpu.environment("product", device="cpu", nccl=None, folder=tmp_path)
+    assert gpu.tested("test_a.py::test_it", given, 60)[0] == result
+
+
+@pytest.mark.processes
 @pytest.mark.slow
 def test_part_a_runs_on_the_cpu(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
