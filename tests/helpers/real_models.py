@@ -88,10 +88,6 @@ def next_words(labels: Tensor) -> float:
     return float((labels[:, 1:] != IGNORED).sum())
 
 
-def words(labels: Tensor) -> float:
-    return float((labels != IGNORED).sum())
-
-
 def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-3, eps=EPS)
 
@@ -286,8 +282,8 @@ MODELS: dict[str, Workload] = {
     "GPT-2, gradient checkpointing": workload(lambda: gpt2(checkpointed=True), lambda: Text("plain")),
     "Llama": workload(llama, lambda: Unlabelled("padded"), loss=next_word, count=next_words),
     "Llama with LoRA": workload(lora, lambda: Text("plain")),
-    "BERT": workload(bert, lambda: Text("masked"), count=words),
-    "T5": workload(t5, lambda: Text("translated"), count=words),
+    "BERT": workload(bert, lambda: Text("masked")),
+    "T5": workload(t5, lambda: Text("translated")),
     "ViT": workload(vit, Pictures),
     "VGG": workload(VGG, lambda: Pictures("plain"), loss=F.cross_entropy),
     "ResNet-18": workload(ResNet, lambda: Pictures("even"), loss=F.cross_entropy),

@@ -104,12 +104,50 @@ class Speaker(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def gpt2() -> nn.Module:
+def gpt2(kind: str = "GPT2LMHeadModel") -> nn.Module:
     transformers = pytest.importorskip("transformers")
     tokens: dict[str, Any] = {"vocab_size": 12, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = transformers.GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=2, **tokens, **no_dropout)
-    return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    config = transformers.GPT2Config(
+        n_positions=8, n_embd=8, n_layer=1, n_head=2, num_labels=12, **tokens, **no_dropout
+    )
+    return getattr(transformers, kind)(config)  # type: ignore[no-any-return]
+
+
+def tagger() -> nn.Module:
+    return gpt2("GPT2ForTokenClassification")
+
+
+def translator() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 0}
+    config = transformers.T5Config(
+        vocab_size=12, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, **tokens
+    )
+    return transformers.T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+
+
+class Sentence(nn.Module):
+    """A network of one's own around one of transformers, which gives the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.speaker = gpt2()
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return self.speaker(**inputs).loss  # type: ignore[no-any-return]
+
+
+def in_place() -> nn.Module:
+    """A network of transformers that holds each place against its own label, and not against the next."""
+    transformers = pytest.importorskip("transformers")
+
+    class InPlace(transformers.GPT2LMHeadModel):  # type: ignore[misc, name-defined]
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = super().forward(input_ids).logits
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    return InPlace(gpt2().config)
 
 
 class Texts(Dataset[Any]):
@@ -127,8 +165,8 @@ class Texts(Dataset[Any]):
 
 
 def texts(model: Callable[[], nn.Module], **changes: Any) -> apportion.Workload:
-    loss = lambda outputs, labels: outputs["loss"]  # noqa: E731
-    return classifier(0, loss, model=model, data=Texts, batch_size=20, epochs=1, **changes)
+    given = {"loss": lambda outputs, labels: outputs["loss"], **changes}
+    return classifier(0, model=model, data=Texts, batch_size=20, epochs=1, **given)
 
 
 @pytest.mark.thorough
@@ -142,7 +180,47 @@ def test_a_wrong_count_of_a_loss_that_the_model_computes_is_refused_with_the_lin
     assert furthest(trained(mended), trained(mended, "data_parallel", 2)) < 1e-9
 
 
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "the next word": (
+        gpt2,
+        lambda outputs, labels: outputs.loss,
+        "labels other than -100, from the second place on, as GPT2LMHeadModel computes it",
+    ),
+    "tags": (
+        tagger,
+        lambda outputs, labels: outputs["loss"],
+        "labels other than -100, as GPT2ForTokenClassification computes it",
+    ),
+    "a translation": (
+        translator,
+        lambda outputs, labels: outputs[0],
+        "labels other than -100, as T5ForConditionalGeneration computes it",
+    ),
+    "within a network of one's own": (
+        Sentence,
+        lambda outputs, labels: outputs,
+        "labels other than -100, from the second place on, as GPT2LMHeadModel computes it",
+    ),
+}
+"""A network of transformers that computes its loss, the loss that takes it, and how the derived count is described."""
+
+
 @pytest.mark.slow
-def test_and_of_a_model_of_transformers(trained: Any) -> None:
-    with pytest.raises(apportion.Disproved, match="does not train the same network"):
-        trained(texts(gpt2), "data_parallel", 2)
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_loss_of_a_network_of_transformers_divides_by_is_derived(
+    name: str, trained: Any, furthest: Any, tmp_path: Path
+) -> None:
+    model, loss, said = MODELS[name]
+    workload = texts(model, loss=loss)
+    # These networks compute their loss in float32, whatever the precision.
+    assert furthest(trained(workload), trained(workload, "data_parallel", 2)) < 1e-6
+    assert described(tmp_path / "run1") == f"derived from the loss: {said}"
+
+
+@pytest.mark.slow
+def test_a_network_of_transformers_whose_loss_is_another_is_refused_with_the_line(trained: Any, furthest: Any) -> None:
+    line = "count=lambda targets: float((targets != -100).sum())"
+    with pytest.raises(apportion.Disproved, match=re.escape(line)):
+        trained(texts(in_place), "data_parallel", 2)
+    mended = texts(in_place, count=lambda labels: float((labels != -100).sum()))
+    assert furthest(trained(mended), trained(mended, "data_parallel", 2)) < 1e-9

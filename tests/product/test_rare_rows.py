@@ -90,6 +90,34 @@ def masked(many: int, rare: tuple[int, ...]) -> Dataset[Any]:
     return Masked()
 
 
+def measured(many: int, kept: Tensor, rare: int) -> Dataset[Any]:
+    """Rows with numbers to meet, and a mask of numbers, of which one row has another."""
+    x = inputs(many)
+    masks = torch.ones(many, 4)
+    masks[rare] = kept
+
+    class Measured(Dataset[Any]):
+        def __len__(self) -> int:
+            return many
+
+        def __getitem__(self, index: int) -> Any:
+            return x[index], {"values": x[index, :4], "kept": masks[index]}
+
+    return Measured()
+
+
+def with_gaps(many: int, rare: int) -> TensorDataset:
+    x = inputs(many)
+    values = x[:, :4].clone()
+    values[rare, 1:] = torch.nan
+    return TensorDataset(x, values)
+
+
+def rated(many: int, rare: tuple[int, ...]) -> TensorDataset:
+    x = inputs(many)
+    return TensorDataset(x, (1.0 + 2.0 * (x[:, 0] > 0)).index_fill(0, torch.tensor(rare), 2.0))
+
+
 def mean_of_kept(each: Tensor, kept: Tensor) -> Tensor:
     return (each * kept).sum() / kept.sum().clamp(min=1)
 
@@ -110,6 +138,16 @@ def weighted_rows(outputs: Tensor, targets: Any) -> Tensor:
 
 def smooth(outputs: Tensor, targets: Any) -> Tensor:
     return mean_of_kept(functional.smooth_l1_loss(outputs, targets["values"], reduction="none"), targets["kept"])
+
+
+def present(outputs: Tensor, values: Tensor) -> Tensor:
+    kept = ~values.isnan()
+    return mean_of_kept((outputs - values.nan_to_num(0.0)).square(), kept)
+
+
+def of_ratings(outputs: Tensor, ratings: Tensor) -> Tensor:
+    weights = HEAVY.to(outputs.dtype)[ratings.long() % 3 + 1]
+    return ((outputs[:, 0] - ratings).square() * weights).sum() / weights.sum()
 
 
 def binary(outputs: Tensor, targets: Any) -> Tensor:
@@ -188,6 +226,34 @@ RARE: dict[str, Case] = {
         lambda: masked(1000, (77,)),
         lambda targets: float(targets["kept"].sum()),
         "targets['kept'].sum()",
+        {},
+    ),
+    "a mask of numbers": (
+        smooth,
+        lambda: measured(1000, torch.tensor([1.0, 0.0, 0.0, 0.0]), 77),
+        lambda targets: float(targets["kept"].sum()),
+        "targets['kept'].sum()",
+        {},
+    ),
+    "missing measures": (
+        present,
+        lambda: with_gaps(1000, 613),
+        lambda values: float((~values.isnan()).sum()),
+        "(~targets.isnan()).sum()",
+        {},
+    ),
+    "ratings that are numbers": (
+        of_ratings,
+        lambda: rated(1000, (77, 500)),
+        lambda ratings: float(HEAVY[ratings.long() % 3 + 1].sum()),
+        "weight[targets]",
+        {},
+    ),
+    "another label ignored": (
+        lambda outputs, labels: functional.cross_entropy(outputs, labels, ignore_index=3),
+        lambda: labelled(1000, 3, (713,)),
+        lambda labels: float((labels != 3).sum()),
+        "(targets != 3).sum()",
         {},
     ),
 }

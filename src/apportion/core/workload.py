@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from apportion.core.loss_terms import Count, Derived, derived_count
+from apportion.core.model_loss import ModelTerms, takes_loss_of_model
 from apportion.core.parts.checks import check_parts
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.sampler import Draws, Order
@@ -108,8 +109,9 @@ class Workload:
     count: Count | Derived | None = "derived"
     """A function of targets that gives the number of their loss terms (examples, tokens, sum of class weights): what
     the mean divides by. Left out: derived from ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, their functions and partials of
-    these, with their ``weight`` and ``ignore_index``; one an example for every other loss. None: the loss couples the
-    examples (contrastive), so the outputs of all shards are gathered before it."""
+    these, with their ``weight`` and ``ignore_index``, and from the class of a network of transformers that computes the
+    loss, of which the targets are the labels; one an example for every other loss. None: the loss couples the examples
+    (contrastive), so the outputs of all shards are gathered before it."""
     epochs: float | None = 1.0
     steps: int | None = None
     """The number of global steps in all; wins over ``epochs``."""
@@ -247,8 +249,11 @@ class Workload:
 
     @cached_property
     def terms(self) -> Count | None:
-        """The number of loss terms in some targets: ``count`` as it is given, or as it is derived from the loss."""
-        return derived_count(self.loss) if isinstance(self.count, str) else self.count
+        """The number of loss terms in some targets: ``count`` as it is given, or as it is derived from the loss. Where
+        the model computes the loss, this stands for what ``model_loss.resolved`` makes of it and the model."""
+        if not isinstance(self.count, str):
+            return self.count
+        return ModelTerms() if takes_loss_of_model(self.loss) else derived_count(self.loss)
 
     @property
     def dtype(self) -> torch.dtype:

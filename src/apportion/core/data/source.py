@@ -15,6 +15,7 @@ from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch, Whole
 from apportion.core.data.block import BatchPart, Block
 from apportion.core.data.fetch import RowFetcher
+from apportion.core.model_loss import resolved
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.parts.sampler import PartSampler
 from apportion.core.sampling.sampler import DataShard, Sampler
@@ -77,6 +78,10 @@ class BatchSource:
         """The seconds spent loading, or waiting for what loads, in all."""
         self._block: Block | None = None
         self._ahead: Ahead | None = None
+
+    def count_for(self, model: nn.Module) -> None:
+        """Take the number of loss terms from this model, where it computes the loss by itself."""
+        self.count = self._fetcher.counted(resolved(self.count, model))
 
     def load_ahead(self, processes: int) -> None:
         """Have the coming batches loaded by so many child processes (0: by this process, when they are touched); the

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from apportion.core import tree
 from apportion.core.data.rows import rows_of
+from apportion.core.model_loss import resolved
 from apportion.core.sampling.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.row_probe import Called, Copied, Part, Ran
@@ -145,7 +146,7 @@ class _Looked:
         return [(rows_of(inputs, rows), rows_of(targets, rows)) for rows in (slice(0, half), slice(half, self._many))]
 
     def _count(self, part: Part) -> float:
-        count = self._workload.terms
+        count = resolved(self._workload.terms, self._model)
         return float(tree.length(part[1])) if count is None else float(count(part[1]))
 
     # What differs

@@ -37,7 +37,9 @@ COARSE = 1e-3
 ROUNDINGS = 1000.0
 SAME = 1e-6
 """The share up to which two weights are one."""
-_IGNORED = (-100, -1, 0)
+_IGNORED = (-100, -1, 255, 0)
+_MOST_VALUES = 32
+"""The number of values of a label up to which each is tried as the one that is ignored."""
 
 
 @dataclass(frozen=True)
@@ -373,8 +375,11 @@ def _usual(targets: Any) -> Iterator[tuple[str, Callable[[Any], float]]]:
         if leaf.is_floating_point() or leaf.dtype is torch.bool:
             yield f"float(targets{place}.sum())", lambda t, take=take: float(take(t).sum())  # type: ignore[misc]
             yield f"float((targets{place} != 0).sum())", lambda t, take=take: float((take(t) != 0).sum())  # type: ignore[misc]
+            yield f"float((~targets{place}.isnan()).sum())", lambda t, take=take: float((~take(t).isnan()).sum())  # type: ignore[misc]
         else:
-            for ignored, shift in itertools.product(_IGNORED, ("", "[:, 1:]")):
+            values = leaf.unique().tolist()
+            tried = dict.fromkeys([*_IGNORED, *(values if len(values) <= _MOST_VALUES else ())])
+            for ignored, shift in itertools.product(tried, ("", "[:, 1:]")):
                 where = f"targets{place}{shift}"
 
                 def kept(t: Any, take: Any = take, ignored: int = ignored, shift: str = shift) -> float:
@@ -382,6 +387,7 @@ def _usual(targets: Any) -> Iterator[tuple[str, Callable[[Any], float]]]:
                     return float(((labels[:, 1:] if shift else labels) != ignored).sum())
 
                 yield f"float(({where} != {ignored}).sum())", kept
+            yield f"float(targets{place}.sum())", lambda t, take=take: float(take(t).sum())  # type: ignore[misc]
         yield f"float(targets{place}.numel())", lambda t, take=take: float(take(t).numel())  # type: ignore[misc]
         yield f"float(len(targets{place}))", lambda t, take=take: float(len(take(t)))  # type: ignore[misc]
 

@@ -29,6 +29,7 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
     replica = Replica(replace(workload, clip_grad_norm=None), rank=0, device=CPU)
     seed_everything(workload.seed)
     source = BatchSource(workload, device=CPU, dtype=replica.input_dtype)
+    source.count_for(replica.model)
     source.acts(replica.model)
     replica.start_schedules(source.total)
     for first in range(0, source.total, workers):

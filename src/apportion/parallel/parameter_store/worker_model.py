@@ -87,6 +87,7 @@ class StoreWorker:
         if split is None:
             seed_everything(workload.seed)
             self.source = BatchSource(workload, device=device, dtype=replica.input_dtype)
+            self.source.count_for(replica.model)
             first = self.source.at(0, WHOLE)
             beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
             self.source.acts(replica.model)

@@ -76,6 +76,7 @@ class Partitioner:
         assert sample is not None, "only a world that may change is divided again"
         seed_everything(workload.seed)
         plain = fresh_model(workload, world.device, self._source.dtype)
+        self._source.count_for(plain)
         self._settle(plain, sample)
         if world.size > 1:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")

@@ -61,6 +61,7 @@ class ReplicaStep(Step):
             workload, rank=world.rank, device=world.device, data=self.source.dataset, prepare=self.prepare
         )
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
+        self.source.count_for(self.model)
         if not self.repeats:
             self.optimizers.refuse_searching()
         self.source.acts(self.model)

@@ -1,5 +1,5 @@
-"""The rows of a data set that few others are like: each value of a label, ignored labels, the shortest and the longest
-sequence, the smallest and the largest weight.
+"""The rows of a data set that few others are like: each value of a label, ignored or missing labels, the shortest and
+the longest sequence, the emptiest and the fullest mask, the smallest and the largest weight.
 
 A mistake that such a row alone shows is found where the rows of a proof have one. Targets that are whole tensors are
 read at once; others row by row, in an order that is drawn, for as long as there is time.
@@ -104,8 +104,21 @@ class _Found:
         if not tensor.is_floating_point() and not tensor.is_complex():
             self._whole_numbers(place, tensor, target=target)
         elif target and tensor.is_floating_point():
-            size = tensor.detach() if tensor.dim() == 1 else tensor.detach().flatten(1).abs().amax(1)
-            self._extremes((place, "size"), size)
+            self._whole_reals(place, tensor.detach())
+
+    def _whole_reals(self, place: int, tensor: Tensor) -> None:
+        """Takes measures, weights, a mask or numbered labels of all rows; a label may be missing, as NaN."""
+        flat = tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]
+        if bool((missing := flat.isnan()).any()):
+            self._extremes((place, "missing"), missing.sum(1))
+            rows = missing.any(1)
+            self._add((place, "missing"), int(rows.nonzero()[0]), int(rows.sum()), first=0)
+            flat = flat.nan_to_num(0.0)
+        if flat.shape[1]:
+            self._extremes((place, "size"), flat[:, 0] if tensor.dim() == 1 else flat.abs().amax(1))
+            self._extremes((place, "some"), (flat != 0).sum(1))
+        if tensor.numel() <= MOST_ELEMENTS and bool((flat == flat.round()).all()):
+            self._values(place, flat)
 
     def _whole_numbers(self, place: int, tensor: Tensor, *, target: bool) -> None:
         if tensor.dim() > 1:  # labels, tokens or a mask, of which a row may have more than another
@@ -116,11 +129,14 @@ class _Found:
                 self._extremes((place, "ignored"), (flat < 0).sum(1))
                 self._add((place, "ignored"), int(negative.nonzero()[0]), int(negative.sum()), first=0)
         if target and (tensor.dim() == 1 or tensor.numel() <= MOST_ELEMENTS):
-            values, places, counts = np.unique(tensor.cpu().numpy(), return_index=True, return_counts=True)
-            each = max(1, tensor[0].numel())
-            if len(values) <= VALUES:
-                for value, where, count in zip(values.tolist(), places.tolist(), counts.tolist(), strict=True):
-                    self._add((place, value), where // each, count, first=0 if value < 0 else 1)
+            self._values(place, tensor)
+
+    def _values(self, place: int, tensor: Tensor) -> None:
+        values, places, counts = np.unique(tensor.cpu().numpy(), return_index=True, return_counts=True)
+        each, real = max(1, tensor[0].numel()), tensor.is_floating_point()
+        if len(values) <= VALUES:
+            for value, where, count in zip(values.tolist(), places.tolist(), counts.tolist(), strict=True):
+                self._add((place, value), where // each, count, first=0 if value < 0 and not real else 1)
 
     def _extremes(self, name: Any, sizes: Tensor) -> None:
         for kept, which in ((self.least, sizes.min(0)), (self.most, sizes.max(0))):
@@ -140,7 +156,7 @@ class _Found:
             self._measure((place, "length"), index, float(leaf.shape[0]))
         if leaf.is_floating_point():
             if target and leaf.numel():
-                self._measure((place, "size"), index, float(leaf if leaf.dim() == 0 else leaf.abs().max()))
+                self._reals(place, index, leaf)
             return
         if leaf.dim():
             self._measure((place, "some"), index, float((leaf > 0).sum()))
@@ -149,6 +165,18 @@ class _Found:
         if target and len(self.kinds) < VALUES:
             for value in {*leaf.flatten().tolist()}:
                 self._add((place, value), index, 1, first=0 if value < 0 else 1)
+
+    def _reals(self, place: Any, index: int, leaf: Tensor) -> None:
+        if bool((missing := leaf.isnan()).any()):
+            self._measure((place, "missing"), index, float(missing.sum()))
+            self._add((place, "missing"), index, 1, first=0)
+            leaf = leaf.nan_to_num(0.0)
+        self._measure((place, "size"), index, float(leaf if leaf.dim() == 0 else leaf.abs().max()))
+        if leaf.dim():
+            self._measure((place, "some"), index, float((leaf != 0).sum()))
+        if len(self.kinds) < VALUES and bool((leaf == leaf.round()).all()):
+            for value in {*leaf.flatten().tolist()}:
+                self._add((place, value), index, 1, first=1)
 
     def _measure(self, name: Any, index: int, size: float) -> None:
         if name not in self.least or size < self.least[name][0]:

@@ -17,7 +17,8 @@ from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
-from apportion.core.loss_terms import description_of
+from apportion.core.loss_terms import Count, description_of
+from apportion.core.model_loss import resolved
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.loss_probe import ROWS, LossFinding, probe_loss, probe_model
@@ -45,10 +46,10 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
             warnings.simplefilter("ignore")
             data = _opened(workload)
             found = RareRows((), 0, 0) if data is None else rare_rows(data, order["seconds"])
-        finding = _tried(workload, data, found) if order["loss"] else LossFinding()
+        finding, terms = _tried(workload, data, found) if order["loss"] else (LossFinding(), workload.terms)
         rows = {"rare": found.rows, "read": found.read, "of": found.of}
         loss = {"problem": finding.problem, "left": finding.left}
-        channel.send({"kind": "surveyed", **rows, **loss, "terms": description_of(workload.count, workload.terms)})
+        channel.send({"kind": "surveyed", **rows, **loss, "terms": description_of(workload.count, terms)})
         channel.commands.get()  # until the answer has been taken
     world.close()
 
@@ -61,17 +62,22 @@ def _opened(workload: Workload) -> Dataset[Any] | None:
     return None if isinstance(data, ActedDataset) else data
 
 
-def _tried(workload: Workload, data: Dataset[Any] | None, found: RareRows) -> LossFinding:
-    if workload.loss is None or workload.terms is None:
-        return LossFinding()
+def _tried(workload: Workload, data: Dataset[Any] | None, found: RareRows) -> tuple[LossFinding, Count | None]:
+    """Tries the loss; returns what it shows, and what its terms are."""
+    terms = workload.terms
+    if workload.loss is None or terms is None:
+        return LossFinding(), terms
     if data is None:
-        return LossFinding(left="its data are in parts, or made by the network")
+        return LossFinding(left="its data are in parts, or made by the network"), terms
     try:
         with seeded_rng(workload.seed), without_dropout(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Tried(workload, data, found).finding()
+            tried = _Tried(workload, data, found)
+            terms = tried.terms
+            return tried.finding(), terms
     except Exception as error:  # the run, or its proof, will tell why
-        return LossFinding(left=f"its model or its data could not be called for it ({type(error).__name__})")
+        left = f"its model or its data could not be called for it ({type(error).__name__})"
+        return LossFinding(left=left), terms
 
 
 class _Tried:
@@ -89,21 +95,21 @@ class _Tried:
         self._batch = BatchSource(some, dtype=torch.float64).at(0)
         self._model = fresh_model(some, CPU, torch.float64)
         silence_recurrent_dropout(self._model)
+        terms = resolved(workload.terms, self._model)
+        assert terms is not None
+        self.terms: Count = terms
 
     def finding(self) -> LossFinding:
         workload, batch = self._workload, self._batch
         assert workload.loss is not None
-        assert workload.terms is not None
         few = batch.parts(max(1, len(batch) // FORWARD_ROWS))[0]
         with torch.no_grad():
             outputs = tree.map_tensors(torch.Tensor.detach, called(workload, self._model, few, CPU))
-        found = probe_loss(workload.loss, workload.terms, outputs, batch.targets, rows=workload.batch_size)
+        found = probe_loss(workload.loss, self.terms, outputs, batch.targets, rows=workload.batch_size)
         if found.left is None or workload.carry is not None:
             return found
         rows = min(THROUGH_ROWS, len(batch))
-        through = probe_model(
-            self._value, workload.terms, tree.map_tensors(lambda t: t[:rows], batch.targets), rows=rows
-        )
+        through = probe_model(self._value, self.terms, tree.map_tensors(lambda t: t[:rows], batch.targets), rows=rows)
         return found if through.problem is None else through
 
     def _value(self, rows: list[int]) -> tuple[float, torch.Tensor]:
