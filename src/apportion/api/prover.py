@@ -282,11 +282,14 @@ class _Proving:
         if self._replays:
             return self._compare_replay(pools, steps, precision)
         found, seen, coarse = self._compare_steps(pools, steps, precision)
-        # In float64 what computes in less is named, and left to the run's own precision. Under autocast every operation
-        # rounds, and not the gradients alone: an optimizer that looks at the signs of small ones shows it.
+        # In float64 what computes in less is named, and left to the run's own precision, unless that is float64 too.
+        # Under autocast every operation rounds, and not the gradients alone: an optimizer that looks at the signs of
+        # small ones shows it.
         if precision in HALF:
             coarse = coarse | {precision}
-        if found.verdict == "equal" or found.disagreement is not None or precision == "float64" or not coarse:
+        if precision == "float64" and not (self._own == "float64" and seen["narrow"]):
+            coarse = set()
+        if found.verdict == "equal" or found.disagreement is not None or not coarse:
             return found, seen
         pools.again(precision, gradients=gradients, coarse=True)
         found, seen, _ = self._compare_steps(pools, steps, precision, max(coarse, key=eps_of))

@@ -148,7 +148,7 @@ class Proof:
         if self.verdict == "equal":
             left = [r.arithmetic for r in self.rounds[1:] if not r.holds]
             own = f"; in {left[0]} rounding alone is too large to show it as well" if left else ""
-            shown = f"in its first steps, shown in {self.rounds[0].precision}{self.rounds[0].scales}{own}"
+            shown = f"in its first steps, shown in {self.rounds[0].arithmetic}{self.rounds[0].scales}{own}"
             return f"{what} trains the same network as {whose} {shown}{self._scope}"
         if self.verdict == "undecided":
             why = self.unrepeatable or "rounding hides the answer, or too little moves"
