@@ -218,9 +218,7 @@ def test_what_the_loss_of_a_network_of_transformers_divides_by_is_derived(
 
 
 @pytest.mark.slow
-def test_a_network_of_transformers_whose_loss_is_another_is_refused_with_the_line(trained: Any, furthest: Any) -> None:
+def test_a_network_of_transformers_whose_loss_is_another_is_refused_with_the_line(trained: Any) -> None:
     line = "count=lambda targets: float((targets != -100).sum())"
     with pytest.raises(apportion.Disproved, match=re.escape(line)):
         trained(texts(in_place), "data_parallel", 2)
-    mended = texts(in_place, count=lambda labels: float((labels != -100).sum()))
-    assert furthest(trained(mended), trained(mended, "data_parallel", 2)) < 1e-9
