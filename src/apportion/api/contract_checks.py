@@ -4,7 +4,7 @@ the step after a state that was loaded."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from safetensors.torch import load_file
@@ -25,6 +25,19 @@ ROUNDINGS = 64
 """The number of roundings of a value that a sum in another order may make."""
 
 
+VALUES, PREDICTIONS = "the values that its steps report", "what it predicts"
+RELOADS = "the step after a state that is loaded"
+CHECKED = (VALUES, PREDICTIONS, RELOADS)
+"""What a step owes besides its states, in words."""
+
+
+def uncompared(compared: Collection[str], hindered: Mapping[str, str], why: str | None) -> tuple[str, ...]:
+    """Returns what a step owes besides its states and was not compared, each with its reason where there is one.
+    ``why``: the reason of those that have none of their own."""
+    reasons = {name: hindered.get(name, why) for name in CHECKED if name not in compared}
+    return tuple(name if reason is None else f"{name} ({reason})" for name, reason in reasons.items())
+
+
 class ContractChecks:
     """The checks of one round, whose findings are whole clauses; None where there is nothing to say."""
 
@@ -32,6 +45,10 @@ class ContractChecks:
         """``exact``: the strategy is held to one device; ``eps``: the rounding of the arithmetic."""
         self._pools, self._exact, self._wide, self._eps = pools, exact, precision == "float64", eps
         self._noise: dict[str, float] = {}
+        self.compared: set[str] = set()
+        """What has been compared, by the names in ``CHECKED``."""
+        self.hindered: dict[str, str] = {}
+        """Why what was to be compared could not be, by the names in ``CHECKED``."""
 
     @property
     def repeats(self) -> bool:
@@ -42,6 +59,7 @@ class ContractChecks:
         """Compares the values that ranks report of a step with one device's."""
         if not self._exact or one["values"] is None or nudged["values"] is None:
             return None
+        self.compared.add(VALUES)
         for name, value in one["values"].items():
             if not math.isfinite(value):
                 continue
@@ -62,28 +80,50 @@ class ContractChecks:
         return None
 
     def predictions(self) -> str | None:
-        """Compares what ranks predict for the rows of the first batch with what one device does, after one step."""
+        """Compares what ranks predict for the rows of the first batch, after one step, with what one device does."""
         pools, path = self._pools, str(self._pools.folder / "predicted")
-        if not (self._exact and self._wide and pools.can_repeat and pools.one_host):
+        if not pools.one_host:
+            self.hindered[PREDICTIONS] = "the ranks are on several hosts, or too many for one"
+        if not (self._wide and pools.can_repeat and pools.one_host):
             return None
-        (one,) = pools.ask(pools.reference, {"kind": "predict", "path": f"{path}-by-one"}, "predicted")
-        if "why" in one or not one["tensors"]:
+        state = None
+        if not self._exact:  # its reference has no network: one device takes the state that the ranks have come to
+            state = f"{path}-state"
+            pools.ask(pools.tried, {"kind": "predict", "state": state}, "predicted")
+        order = {"kind": "predict", "path": f"{path}-by-one", "state": state}
+        (one,) = pools.ask(pools.reference, order, "predicted")
+        if self._hindered(one):
             return None
-        expected = load_file(f"{path}-by-one")
         answers = pools.ask(pools.tried, {"kind": "predict", "path": path}, "predicted")
-        if any("why" in answer for answer in answers):
+        if any(self._hindered(answer) for answer in answers if "why" in answer):
             return None
-        if all(answer["tensors"] is None for answer in answers):
-            return "no rank has the outputs that one device predicts"
+        lacking = _lacking(answers, one["rows"])
+        return self._predicted_apart(answers, one, path) if lacking is None else f"{lacking}, which one device predicts"
+
+    def _predicted_apart(self, answers: Sequence[Message], one: Message, path: str) -> str | None:
+        expected = load_file(f"{path}-by-one")
+        self.hindered[PREDICTIONS] = "no output has a row for each example"
         for rank, answer in enumerate(answers):
-            if answer["tensors"] == one["tensors"]:
-                found = _apart(load_file(f"{path}{rank}"), expected, answer["rows"], one["rows"])
-                if not found <= PREDICTED:
-                    return (
-                        f"what rank {rank} predicts for its rows differs from what one device predicts by "
-                        f"{found:.2g} of the largest output"
-                    )
+            if answer["tensors"] is None:
+                continue
+            if answer["tensors"] != one["tensors"]:
+                return f"rank {rank} predicts {answer['tensors']} tensors, and one device {one['tensors']}"
+            found = _apart(load_file(f"{path}{rank}"), expected, answer["rows"], one["rows"])
+            if found is None:
+                continue
+            self.compared.add(PREDICTIONS)
+            if not found <= PREDICTED:
+                by = f"differs from what one device predicts by {found:.2g} of the largest output"
+                by = by if math.isfinite(found) else "has not as many rows as they are, or is not finite"
+                return f"what rank {rank} predicts for its rows {by}"
         return None
+
+    def _hindered(self, answer: Message) -> bool:
+        """Notes why nothing that is predicted can be compared; returns whether that is so."""
+        why = answer.get("why", None if answer.get("tensors") else "its outputs have no tensors")
+        if why is not None:
+            self.hindered[PREDICTIONS] = why
+        return why is not None
 
     def unrepeatable(self) -> str | None:
         """Makes one device's last step again, from the state before it; returns how it is not the same."""
@@ -95,6 +135,7 @@ class ContractChecks:
     def reloaded(self, digests: Sequence[str], step: int) -> str | None:
         """Makes the ranks' last step again, from the state before it; returns how it is not the same. ``digests``:
         those of the ranks' states after it."""
+        self.compared.add(RELOADS)
         pools, folder = self._pools, self._pools.folder
         order = {"kind": "reload", "path": str(folder / "reloaded"), "ranks": [0]}
         answers = pools.ask(pools.tried, order, "reloaded")
@@ -118,19 +159,32 @@ def not_the_same(who: str, name: str, by: float) -> str:
     )
 
 
+def _lacking(answers: Sequence[Message], every: Sequence[int]) -> str | None:
+    """Returns in words which rows of the batch no rank predicts; None where there are none."""
+    if any(answer["whole"] for answer in answers):
+        return None if any(a["tensors"] is not None for a in answers) else "no rank has the outputs"
+    there = {row for answer in answers if answer["tensors"] is not None for row in range(*answer["rows"])}
+    missing = sorted(set(range(*every)) - there)
+    return f"no rank has the outputs of row {missing[0]} of the first batch" if missing else None
+
+
 def _apart(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rows: Sequence[int], every: Sequence[int]
-) -> float:
+) -> float | None:
     """Returns the largest difference of a rank's outputs from one device's for the same rows, as a share of the largest
-    output. Outputs that are not by row (the loss, where the model computes it) are compared where the rank had the
-    whole batch."""
-    worst = 0.0
+    output; infinite where rows are missing; None where nothing could be compared. Outputs that are not by row (the
+    loss, where the model computes it) are compared where the rank had the whole batch."""
+    worst: float | None = None
     for name, whole in expected.items():
         own, many = found[name], every[1] - every[0]
-        by_row = whole.ndim > 0 and len(whole) == many and own.ndim == whole.ndim and len(own) == rows[1] - rows[0]
+        whole_by_row = whole.ndim > 0 and len(whole) == many and own.ndim == whole.ndim
+        by_row = whole_by_row and len(own) == rows[1] - rows[0]
+        if whole_by_row and not by_row and own.shape[1:] == whole.shape[1:] and len(own) != many:
+            return math.inf
         if by_row:
             whole = whole[rows[0] - every[0] : rows[1] - every[0]]
         if (by_row or rows == every) and own.shape == whole.shape and own.numel():
+            worst = worst or 0.0
             scale = float(expected[name].abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
             apart = torch.where((own == whole) | (own.isnan() & whole.isnan()), 0.0, (own - whole).abs())
             worst = max(worst, float(apart.nan_to_num(nan=float("inf")).max()) / scale)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from safetensors.torch import load_file
 
-from apportion.api.contract_checks import ContractChecks, not_the_same
+from apportion.api.contract_checks import ContractChecks, not_the_same, uncompared
 from apportion.api.proof_workers import GRADIENT_STEPS, ProofRequest, ProofWorkers, must_fit
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError, WorkerFailed
@@ -68,6 +68,10 @@ class _Proving:
         self._contract = self._asked.contract
         """True until the first round has compared what ranks predict, and the step after a state that was loaded."""
         self._unrepeatable: str | None = None
+        self._compared: set[str] = set()
+        """What of a step was compared besides its states."""
+        self._hindered: dict[str, str] = {}
+        """Why the rest of it could not be."""
         self._digests: list[str] = []
         """The digests of the ranks' states after the last step."""
 
@@ -100,7 +104,9 @@ class _Proving:
             if not asked.added:
                 raise
             return replace(found, cuts=(*found.cuts, f"no steps were made on rare rows: {error}"))
-        return found.with_rare_rows(further) if asked.added else further
+        if asked.added:
+            return found.with_rare_rows(further)
+        return replace(further, uncompared=found.uncompared)
 
     def _found(self, rounds: Sequence[Round]) -> Proof:
         strategy = self._chosen.strategy
@@ -117,8 +123,14 @@ class _Proving:
             causes=self._causes(rounds),
             first=None if self._first is None else str(self._first),
             unrepeatable=self._unrepeatable,
+            uncompared=uncompared(self._compared, self._hindered, self._why_uncompared()),
             by_design=(*self._named, *self._left_open(rounds)),
         )
+
+    def _why_uncompared(self) -> str | None:
+        if self._replays:
+            return "its ranks go their own ways"
+        return None if self._chosen.strategy.exact else "it is approximate"
 
     def _left_open(self, rounds: Sequence[Round]) -> list[str]:
         if self._unrepeatable is not None:  # what was measured is not of rounding
@@ -370,6 +382,8 @@ class _Proving:
             ):
                 self._left_out(f"{number} of {steps} steps were compared, for want of time")
                 break
+        self._compared |= checks.compared
+        self._hindered |= checks.hindered
         compared = comparison.round(precision, made, disagreement)
         if precision == "float64" and (keep or comparison.widened or claimed or compared.verdict == "different"):
             why = checks.unrepeatable()
@@ -378,6 +392,7 @@ class _Proving:
                 self._unrepeatable = self._unrepeatable or why
                 compared, claimed = comparison.not_widened(compared), None
         claimed = claimed or (checks.reloaded(self._digests, made) if keep else None)
+        self._compared |= checks.compared
         if claimed is not None and compared.verdict != "different":  # of what the states do not show already
             compared = replace(compared, disagreement=claimed, verdict="different")
         return replace(compared, coarsest=coarsest), seen, coarse

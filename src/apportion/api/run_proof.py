@@ -120,7 +120,7 @@ class SelfProof:
         for proof in proofs_of(key.code) if names else ():
             if proof.name in names:
                 with suppress(TypeError, KeyError):  # the file of another version
-                    told = {**proof.settled, "plain": tuple(proof.settled["plain"])}
+                    told = {**proof.settled, **{n: tuple(proof.settled[n]) for n in ("plain", "uncompared")}}
                     sample = f"; {proof.basis.sentence}" if proof.basis.sentence else ""
                     sentence = f"{told['sentence']} (a cached proof of {proof.made}, reused{sample})"
                     return Settled(**{**told, "sentence": sentence, "seconds": 0.0, "remembered": True})
@@ -253,7 +253,7 @@ class SelfProof:
     def _settled(self, proof: Proof) -> Settled:
         """Returns the answer of a proof, and of the loss by itself."""
         found = proof.with_survey(self._surveyed)
-        return Settled(verdict=found.verdict, sentence=found.sentence, seconds=0.0)
+        return Settled(verdict=found.verdict, sentence=found.sentence, seconds=0.0, uncompared=found.uncompared)
 
     def _proof(self, until: float, plain: tuple[str, ...] | None = None) -> Proof:
         """Makes the proof while another process looks for rare rows, and at the loss."""

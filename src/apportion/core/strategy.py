@@ -287,7 +287,8 @@ class Strategy(Value, AcrossHosts, ABC):
     @abstractmethod
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:
         """Compute what this strategy must compute: the whole model's state after each step, in one process. ``log``: of
-        a run that is to be done again; then the one state that it must have ended with."""
+        a run that is to be done again; then the one state that it must have ended with. A proof holds an exact strategy
+        to one device, whatever this gives."""
 
 
 class RecordedCuts(tuple[str, ...]):

@@ -117,6 +117,9 @@ class Proof:
     """The likely origins of a difference, in whole sentences."""
     unrepeatable: str | None = None
     """What of one device's state is another when its step is repeated, in words."""
+    uncompared: tuple[str, ...] = ()
+    """What a step owes besides its states and was not compared: what it reports and predicts, and the step after a
+    state that is loaded."""
     survey: Surveyed | None = None
     """The rare rows of the data, and what the loss has shown by itself; None: they were not looked for."""
     rare: Proof | None = None
@@ -173,7 +176,8 @@ class Proof:
             surveyed += f"; {self.rare.rounds[0].steps} further steps had the rarest rows among theirs"
         elif self.rare is not None:
             surveyed += "; further steps with the rarest rows among theirs leave it open"
-        return rows + surveyed + "".join(f"; {cut}" for cut in self.cuts)
+        left = f"; not compared: {', '.join(self.uncompared)}" if self.uncompared else ""
+        return rows + surveyed + "".join(f"; {cut}" for cut in self.cuts) + left
 
     def with_survey(self, survey: Surveyed) -> Self:
         """Returns the proof with what a survey of the workload has found: a loss that is wrong where a batch is divided
@@ -195,7 +199,7 @@ class Proof:
         """Makes the value that ``to_json`` has described."""
         rounds = tuple(_round(found) for found in stored["rounds"])
         gradients, many = (None if stored[name] is None else _round(stored[name]) for name in ("gradients", "many"))
-        words = {name: tuple(stored[name]) for name in ("by_design", "causes", "cuts")}
+        words = {name: tuple(stored[name]) for name in ("by_design", "causes", "cuts", "uncompared")}
         survey = None if stored["survey"] is None else Surveyed.from_json(stored["survey"])
         rare = None if stored["rare"] is None else cls.from_json(stored["rare"])
         found = {"rounds": rounds, "gradients": gradients, "many": many, "survey": survey, "rare": rare}
@@ -240,6 +244,8 @@ class Settled:
     """True where the answer is an earlier run's."""
     plain: tuple[str, ...] = ()
     """The fast paths that had to be switched off."""
+    uncompared: tuple[str, ...] = ()
+    """What a step owes besides its states and was not compared."""
 
     @property
     def proved(self) -> bool:

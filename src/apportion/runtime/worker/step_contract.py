@@ -10,9 +10,11 @@ from safetensors.torch import save_file
 
 from apportion.comm.group import collective
 from apportion.core import tree
+from apportion.core.sampling.rng import seeded_rng
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step
-from apportion.parallel.replica.single_process import ReferenceState
+from apportion.core.workload import Workload
+from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState
 
 
 @collective
@@ -51,17 +53,45 @@ def unrepeatable(state: State | None, before: State | None, again: Iterator[Stat
 @collective
 def predicted(step: Step, rank: int, ranks: int, path: str) -> dict[str, Any]:
     """Writes what the step predicts for this rank's rows of the first batch, as an evaluation deals them, into the
-    file; tells which rows these are, and how many tensors the outputs have (None: another rank has them). Called by all
+    file; returns which rows these are, how many tensors the outputs have (None: it has none for them), and whether one
+    rank has the outputs of whole batches. Of data in parts a rank has the rows of its own parts. Called by all
     ranks."""
-    assert step.data_shard is not None
-    if step.data_shard.parts is not None:  # whose rows are in no order
-        return {"why": "the data are in parts"}
-    batch = step.source.at(0, DataShard() if step.whole else DataShard(rank, ranks))
+    if step.data_shard is None:
+        return {"why": "some ranks are servers"}
+    in_parts = step.data_shard.parts is not None
+    shard = step.data_shard if in_parts else DataShard() if step.whole else DataShard(rank, ranks)
+    batch = step.source.at(0, shard)
     outputs = step.predict(batch)
     step.looked()
+    found = {"rows": [batch.rows.start, batch.rows.stop], "whole": step.whole}
     if outputs is None:
-        return {"rows": None, "tensors": None}
+        return {**found, "tensors": None}
     tensors = [t.detach().cpu().resolve_conj() for t in tree.tensors(outputs) if t.layout is torch.strided]
     wide = [torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.double() for t in tensors]
     save_file({str(number): t.contiguous().clone() for number, t in enumerate(wide)}, path)
-    return {"rows": [batch.rows.start, batch.rows.stop], "tensors": len(wide)}
+    return {**found, "tensors": len(wide)}
+
+
+def predicted_by(step: Step, path: str) -> dict[str, Any]:
+    """Writes what one device predicts for the first batch. Answers with ``why`` where it does not, as where a network
+    is called by an update alone."""
+    try:
+        return predicted(step, 0, 1, path)
+    except Exception as error:
+        return _not_by_one_device(error)
+
+
+def predicted_at(state: State, workload: Workload, path: str) -> dict[str, Any]:
+    """Writes what one device predicts for the first batch at a state that ranks have come to, which is what an
+    approximate strategy has to predict too. Answers with ``why`` where it does not."""
+    with seeded_rng(workload.seed):
+        try:
+            step = OneDeviceStep(workload, torch.device("cpu"))
+            step.load_state_dict(state)
+        except Exception as error:  # a state that one device has no place for
+            return _not_by_one_device(error)
+        return predicted_by(step, path)
+
+
+def _not_by_one_device(error: Exception) -> dict[str, Any]:
+    return {"why": f"one device does not: {type(error).__name__}: {str(error).partition(chr(10))[0]}"}

@@ -32,7 +32,7 @@ from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Update, Workload
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState
+from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState, reference
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.module_taps import taps
@@ -40,7 +40,7 @@ from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.determinism import Observed, silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.evaluation import evaluate
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.step_contract import made_again, predicted, unrepeatable
+from apportion.runtime.worker.step_contract import made_again, predicted, predicted_at, predicted_by, unrepeatable
 
 
 class StepChannel(Protocol):
@@ -140,8 +140,7 @@ class _Serving:
             delivered = _deliver(state, order["path"] if rank in order["ranks"] else None)
             return {"kind": "reloaded", "digest": _digested(state), **delivered}
         if kind == "predict":
-            found = predicted(self._step, rank, self._world.size, f"{order['path']}{rank}")
-            return {"kind": "predicted", **found}
+            return {"kind": "predicted", **self._predicted(order)}
         if kind == "evaluate":
             return {"kind": "evaluated", "loss": self._loss(order["examples"])}
         if kind == "taps":
@@ -150,6 +149,15 @@ class _Serving:
         if rank == 0:
             Path(order["path"]).write_bytes(pickle.dumps(self._step.log()))
         return {"kind": "log"}
+
+    def _predicted(self, order: Message) -> dict[str, Any]:
+        rank = self._world.rank
+        if "state" not in order:
+            return predicted(self._step, rank, self._world.size, f"{order['path']}{rank}")
+        state = self._step.state_dict()
+        if rank == 0:
+            Path(order["state"]).write_bytes(pickle.dumps(state))
+        return {}
 
     def _loss(self, examples: int) -> float | None:
         """Returns the mean loss on at most so many examples of the evaluation set, or of the training set where there
@@ -215,7 +223,7 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
     workload = job.open()
     with _proving(job, workload, made=True) as seen:
         quiet = seen.quiet(workload)
-        states = None if job.strategy.replays(job.workers) else job.strategy.reference(quiet, job.workers)
+        states = None if job.strategy.replays(job.workers) else _reference(job, quiet)
         channel.send({"kind": "built"})
         state = before = None
         while (order := channel.commands.get()) is not None:
@@ -227,10 +235,10 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
                 channel.send({"kind": "started", **_start(quiet, order["path"])})
                 continue
             if order["kind"] == "predict":
-                channel.send({"kind": "predicted", **_predicted_by_one_device(state, order["path"])})
+                channel.send({"kind": "predicted", **_predicted(state, quiet, order)})
                 continue
             if order["kind"] == "reload":
-                again = job.strategy.reference(quiet, job.workers)
+                again = _reference(job, quiet)
                 channel.send({"kind": "reloaded", **unrepeatable(state, before, again)})
                 continue
             if order["kind"] == "taps":
@@ -249,21 +257,25 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
     return None
 
 
+def _reference(job: Job, workload: Workload) -> Iterator[State]:
+    """Returns the states that the strategy must compute. An exact one is held to one device, whatever it has for a
+    reference itself: a mistake that both share would not show."""
+    return reference(workload) if job.strategy.exact else job.strategy.reference(workload, job.workers)
+
+
+def _predicted(state: State | None, workload: Workload, order: Message) -> dict[str, Any]:
+    """Writes what one device predicts at the state that the reference, or the ranks of an approximate strategy, have
+    come to."""
+    if isinstance(state, ReferenceState):
+        return predicted_by(state.maker, order["path"])
+    return predicted_at(pickle.loads(Path(order["state"]).read_bytes()), workload, order["path"])
+
+
 def _values_of(state: State) -> dict[str, float] | None:
     """Returns the named values of the step that has led to the state of a reference; None where it does not say."""
     if not isinstance(state, ReferenceState):
         return None
     return {name: float(value) for name, value in state.values.items() if value.numel() == 1}
-
-
-def _predicted_by_one_device(state: State | None, path: str) -> dict[str, Any]:
-    """Writes what one device predicts into the file; answers with ``why`` where it cannot be asked."""
-    if not isinstance(state, ReferenceState):
-        return {"why": "the reference is a strategy's own"}
-    try:
-        return predicted(state.maker, 0, 1, path)
-    except Exception as error:  # a network that is called by an update alone
-        return {"why": f"{type(error).__name__}: {error}"}
 
 
 def _after(workload: Workload, steps: int) -> Step:
