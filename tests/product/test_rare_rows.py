@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 import apportion
 
@@ -284,6 +284,36 @@ def test_a_wrong_count_that_a_rare_row_shows_is_refused_with_the_line_which_is_r
     assert "count" in str(found.value)
     assert case[3] in str(found.value)
     mended = workload(case, count=case[2], precision="float64")
+    assert furthest(trained(mended), trained(mended, "data_parallel", 2)) < 1e-9
+
+
+IN_PARTS: dict[str, Case] = {
+    "ignored labels": RARE["one label of -100 in 1,000"],
+    "a class that is seen twice, row by row": (
+        heavy,
+        lambda: Rows(labelled(1500, 3, (40, 1211))),
+        class_weights,
+        "weight[targets]",
+        {},
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_rare_rows_of_data_in_parts_are_found(name: str, trained: Any, furthest: Any) -> None:
+    case = IN_PARTS[name]
+
+    def part(number: int) -> Dataset[Any]:
+        whole = case[1]()
+        third = len(whole) // 3  # type: ignore[arg-type]
+        return Subset(whole, range(number * third, (number + 1) * third))
+
+    parted = workload(case, data=part, parts=3, batch_size=48)
+    with pytest.raises(apportion.Disproved) as found:
+        trained(parted, "data_parallel", 2)
+    assert case[3] in str(found.value)
+    mended = workload(case, data=part, parts=3, batch_size=48, count=case[2], precision="float64")
     assert furthest(trained(mended), trained(mended, "data_parallel", 2)) < 1e-9
 
 

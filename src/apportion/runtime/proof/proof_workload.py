@@ -57,7 +57,8 @@ def few_rows(
     data, where they are known: else all parts are opened. ``rare``: rows that are among them, the first ones of these
     where not all of them fit; then no epoch stays as it is that leaves some out."""
     if workload.parts is not None:
-        return _few_rows_of_parts(workload, rows, steps, workers, lengths or workload.parted_data().open_all().lengths)
+        known = lengths or workload.parted_data().open_all().lengths
+        return _few_rows_of_parts(workload, rows, steps, workers, known, rare)
     with seeded_rng(workload.seed):
         examples: int = len(workload.open_data())  # type: ignore[arg-type]
     wanted = _wanted(workload, examples, rows, steps, workers, chooses=bool(rare))
@@ -113,8 +114,10 @@ def _wanted(
     return min(examples, 2 * rows if short == 0 else rows + short)
 
 
-def _few_rows_of_parts(workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int]) -> Workload:
-    chosen = _rows_of_parts(workload, rows, steps, workers, lengths)
+def _few_rows_of_parts(
+    workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int], rare: Sequence[int]
+) -> Workload:
+    chosen = _rows_of_parts(workload, rows, steps, workers, lengths, rare)
     counted = replace(workload, steps=workload.total_steps(-(-sum(lengths) // workload.batch_size)))
     if chosen is None:
         return counted
@@ -126,16 +129,21 @@ def _few_rows_of_parts(workload: Workload, rows: int, steps: int, workers: int, 
 
 
 def _rows_of_parts(
-    workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int]
+    workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int], rare: Sequence[int] = ()
 ) -> list[list[int]] | None:
     """Returns the rows of each part that the workload is proved on, one at least of each; None where it stays as it
-    is."""
-    wanted = _wanted(workload, sum(lengths), rows, steps, workers)
+    is. ``rare``: rows, counted over all parts, that are among them as far as they fit into those of their part."""
+    wanted = _wanted(workload, sum(lengths), rows, steps, workers, chooses=bool(rare))
     if wanted is None:
         return None
     many = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
     evenly = workload.order == "shuffled"
-    return [_spread(length, count, evenly=evenly) for length, count in zip(lengths, many, strict=True)]
+    ends, of_parts = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
+    for row in rare:
+        part = bisect_right(ends, row) - 1
+        of_parts[part].append(row - ends[part])
+    sizes = zip(of_parts, lengths, many, strict=True)
+    return [spread_with(some, length, count, evenly=evenly) for some, length, count in sizes]
 
 
 def short_sequences(workload: Workload) -> Workload:

@@ -7,6 +7,7 @@ read at once; others row by row, in an order that is drawn, for as long as there
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
+from apportion.core.parts.dataset import PartedDataset
 from apportion.core.torch_private import pytree
 
 MOST = 256
@@ -49,6 +51,8 @@ def rare_rows(data: Dataset[Any], seconds: float) -> RareRows:
     many: int = len(data)  # type: ignore[arg-type]
     if isinstance(data, ActedDataset):  # its rows are made by the network, and cannot be chosen
         return RareRows((), 0, many)
+    if isinstance(data, PartedDataset):
+        return _of_parts(data, seconds)
     until = time.monotonic() + seconds
     found = _Found()
     whole = _tensors(data)
@@ -66,6 +70,14 @@ def rare_rows(data: Dataset[Any], seconds: float) -> RareRows:
         found.take(index, data[index])
         read += 1
     return RareRows(found.rows(), many if labels is not None else read, many)
+
+
+def _of_parts(data: PartedDataset, seconds: float) -> RareRows:
+    """Finds the rare rows of each part, all of which can be opened here; the rarest of every part come first."""
+    found = [rare_rows(data.open(part), seconds / data.parts) for part in range(data.parts)]
+    rows = [[data.first_row(part) + row for row in one.rows] for part, one in enumerate(found)]
+    turns = [row for turn in itertools.zip_longest(*rows) for row in turn if row is not None]
+    return RareRows(tuple(turns[:MOST]), sum(one.read for one in found), sum(one.of for one in found))
 
 
 @dataclass

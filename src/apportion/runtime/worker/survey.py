@@ -44,7 +44,7 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
         workload = job.open()
         with seeded_rng(workload.seed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            data = _opened(workload)
+            data = _opened(workload, sent=job.sent is not None)
             found = RareRows((), 0, 0) if data is None else rare_rows(data, order["seconds"])
         finding, terms = _tried(workload, data, found) if order["loss"] else (LossFinding(), workload.terms)
         rows = {"rare": found.rows, "read": found.read, "of": found.of}
@@ -54,9 +54,10 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
     world.close()
 
 
-def _opened(workload: Workload) -> Dataset[Any] | None:
-    """Returns the data set; None where its rows cannot be chosen: it is in parts, or the network makes it."""
-    if workload.parts is not None:
+def _opened(workload: Workload, *, sent: bool) -> Dataset[Any] | None:
+    """Returns the data set; None where its rows cannot be chosen: it is in parts on several hosts, of which some rows
+    alone were sent here, or the network makes it."""
+    if sent:
         return None
     data = workload.open_data()
     return None if isinstance(data, ActedDataset) else data
@@ -68,7 +69,7 @@ def _tried(workload: Workload, data: Dataset[Any] | None, found: RareRows) -> tu
     if workload.loss is None or terms is None:
         return LossFinding(), terms
     if data is None:
-        return LossFinding(left="its data are in parts, or made by the network"), terms
+        return LossFinding(left="its data are in parts on several hosts, or made by the network"), terms
     try:
         with seeded_rng(workload.seed), without_dropout(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -90,7 +91,12 @@ class _Tried:
         order = sorted(index, key=lambda row: found.rows.index(row) if row in found.rows else len(found.rows))
         self._workload = workload
         some = replace(
-            workload, data=lambda: chosen_rows(data, order), batch_size=len(order), order="sequential", evaluation=None
+            workload,
+            data=lambda: chosen_rows(data, order),
+            parts=None,
+            batch_size=len(order),
+            order="sequential",
+            evaluation=None,
         )
         self._batch = BatchSource(some, dtype=torch.float64).at(0)
         self._model = fresh_model(some, CPU, torch.float64)
