@@ -85,7 +85,7 @@ class CheckpointError(ApportionError):
 
 
 class ToldToEnd(SystemExit):
-    """The run was told to end by SIGTERM, by SIGHUP, or by what Slurm sends before the end of a job; what could be
+    """The run has been ended by SIGTERM, by SIGHUP, or by what Slurm sends before the end of a job; what could be
     saved is saved, and everything that the run had started has ended. A program that does not catch it ends with the
     exit status that a shell gives for the signal: 128 and its number, 143 for SIGTERM and 129 for SIGHUP."""
 

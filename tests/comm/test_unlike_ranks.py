@@ -1,4 +1,4 @@
-"""Ranks that pass tensors of different shapes are told so, and nothing of another rank's is read as numbers."""
+"""Ranks that pass tensors of different shapes raise what they are, and read nothing of another's as numbers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ UNLIKE: dict[str, tuple[Callable[[Group], object], str]] = {
         lambda g: g.all_reduce(torch.ones(4)) if g.rank else g.all_gather(torch.ones(4)),
         "all_gather of .* on rank 0",
     ),
+    "nothing of a gather": (lambda g: g.all_gather(torch.ones(4 * g.rank)), r"all_gather of \(0,\) .* on rank 0"),
+    "nothing of a broadcast": (lambda g: g.broadcast(torch.ones(4 * g.rank)), r"broadcast of \(0,\) .* on rank 0"),
     "lists of unequal lengths": (lists, "all_reduce of .* on rank 0"),
 }
 
@@ -59,7 +61,7 @@ def said(world: World, name: str) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", UNLIKE)
-@pytest.mark.cases(24)
+@pytest.mark.cases(28)
 def test_shapes_that_differ_are_stated_on_every_rank(name: str, size: int) -> None:
     import re
 

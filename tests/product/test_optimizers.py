@@ -275,8 +275,21 @@ def spheres() -> nn.Module:
     return nn.Sequential(Spheres(10, 64), nn.Tanh(), nn.Linear(64, 3))
 
 
+class Bounded(nn.Linear):
+    """A layer whose weights are written to by name, as an output of an operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.clamp(self.weight, -0.1, 0.1, out=self.weight)
+        return super().forward(x)
+
+
+def bounded() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 64), nn.Tanh(), Bounded(64, 3))
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("model", "name"), [(Critic, "layers.0.weight"), (spheres, "0.weight")])
+@pytest.mark.parametrize(("model", "name"), [(Critic, "layers.0.weight"), (spheres, "0.weight"), (bounded, "2.weight")])
 def test_weights_that_the_forward_writes_to_are_not_spread(
     model: Any, name: str, trained: Any, furthest: Any, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 
 Pool = WorkerPool | RunningRanks
-"""Processes that make steps when they are told to: of their own, or ranks that are running already."""
+"""The processes that make the steps of a proof: of their own, or ranks that are running already."""
 STEP_SECONDS = 600.0
 GRADIENT_STEPS = 2
 """The number of steps of rate 1, which are few, since a network would not stand many."""
@@ -141,7 +141,7 @@ class ProofWorkers:
 
     def again(self, precision: str, *, gradients: bool = False, coarse: bool = False, rows: int | None = None) -> None:
         """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
-        led astray rounds as the coarsest types of the model do; ``rows``: for one step on so many rows."""
+        led astray rounds as the coarsest types of the model do; ``rows``: those of the one step that is made."""
         asked = self._asked if rows is None else replace(self._asked, rows=rows, steps=1)
         self._send(precision, asked, gradients, coarse)
         self.built()
@@ -158,13 +158,13 @@ class ProofWorkers:
         return self.built()
 
     def built(self) -> Message:
-        """Waits until everything is built; returns what the strategy's first rank tells of it. Raises OutOfMemoryError
+        """Waits until everything is built; returns what the strategy's first rank reports. Raises OutOfMemoryError
         where the proof would not fit."""
-        told, *_ = (self.answers(pool, "built")[0] for pool in self._pools)
-        self.linear, self.whole, self.batch_size = told["linear"], told["whole"], told["batch_size"]
-        self.can_repeat = told["again"]
-        must_fit(self._asked, self._limits, told["parameters"], self._ranks)
-        return told
+        built, *_ = (self.answers(pool, "built")[0] for pool in self._pools)
+        self.linear, self.whole, self.batch_size = built["linear"], built["whole"], built["batch_size"]
+        self.can_repeat = built["again"]
+        must_fit(self._asked, self._limits, built["parameters"], self._ranks)
+        return built
 
     def ask(self, pool: Pool, order: Mapping[str, Any], kind: str) -> list[Message]:
         """Sends an order to every rank; returns their answers."""

@@ -15,7 +15,8 @@ LEAST_LETTERS = 4
 
 def list_proofs() -> list[dict[str, Any]]:
     """Returns each cached proof as plain JSON, the newest first: ``name``, ``workload``, ``strategy``, ``workers``,
-    ``verdict``, ``made``, ``bytes``, ``rows`` (compared; None: all), ``files`` and ``variables`` (their names)."""
+    ``verdict``, ``made``, ``bytes``, ``rows`` (the number of those that are compared; None: all), ``of_rows``, and the
+    names of the ``files``, ``folders`` and ``variables``."""
     return [
         {
             "name": proof.name,

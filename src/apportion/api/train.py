@@ -112,7 +112,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
 
 
 def _check_proof(check: bool, *, require_proof: bool, reprove: bool) -> None:
-    """Raises ValueError where a run is told to prove itself and not to."""
+    """Raises ValueError where a run is to prove itself and not to."""
     for name, flag, asked in (("require_proof", "--require-proof", require_proof), ("reprove", "--reprove", reprove)):
         if asked and not check:
             raise ValueError(

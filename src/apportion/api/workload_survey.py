@@ -61,7 +61,7 @@ class WorkloadSurvey:
             yield WorkloadSurvey(pool, tries_loss=tries_loss)
 
     def found(self, seconds: float) -> Surveyed:
-        """Returns what was found, for which it waits at most so many seconds, and WAIT_SECONDS at the least."""
+        """Returns what was found, for which it waits at most ``seconds``, and WAIT_SECONDS at the least."""
         if self._pool is not None and self._found is None:
             try:
                 (answer,) = self._pool.answers("surveyed", max(WAIT_SECONDS, seconds))

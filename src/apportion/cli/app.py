@@ -100,6 +100,9 @@ def _leave(error: BaseException | None) -> None:
     status = 0
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if error.code is not None and not isinstance(error.code, int):  # a text, which Python would print
+            with suppress(Exception):
+                sys.stderr.write(f"{error.code}\n")
     elif error is not None:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1

@@ -189,7 +189,7 @@ class Group(ABC):
         kind = f"{tuple(tensor.shape[1:])} {tensor.dtype}".encode()
         header = torch.tensor([tensor.shape[0], zlib.crc32(kind)], dtype=torch.int64, device=tensor.device)
         found = self.all_gather(header).tolist()
-        if len({told for _, told in found}) > 1:
+        if len({mark for _, mark in found}) > 1:
             own = torch.frombuffer(
                 bytearray(f"{tuple(tensor.shape)} {tensor.dtype}".encode().ljust(128)[:128]), dtype=torch.uint8
             )
@@ -229,9 +229,9 @@ class Group(ABC):
 
 def unlike_rows(shapes: Sequence[str]) -> str:
     """The message for ranks whose rows cannot be gathered; ``shapes``: those of the ranks, in their order."""
-    told = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+    each = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
     return (
-        f"the ranks' rows have different shapes or types: {told}; rows are gathered where all dimensions but the first "
+        f"the ranks' rows have different shapes or types: {each}; rows are gathered where all dimensions but the first "
         "agree: where collate pads to the longest of its rows, have it pad to one length"
     )
 

@@ -1,5 +1,5 @@
 """The collectives of torch.distributed: gloo on CPU and for ranks that share a GPU, NCCL where every rank of the host
-has a GPU of its own, or where NCCL was told that ranks share one.
+has a GPU of its own, or where NCCL is set to let ranks share one.
 
 The network interface that gloo talks over is chosen here too.
 """
@@ -155,8 +155,8 @@ def _is_on_gpu(tensor: Tensor) -> bool:
 
 
 def over_nccl(local_size: int, gpus: int) -> bool:
-    """Whether ranks that compute on GPUs talk over NCCL: each of a host's ranks has a GPU of its own, or the user has
-    told NCCL that ranks share one (NCCL_MULTI_RANK_GPU_ENABLE=1), and it is recent enough for that."""
+    """Whether ranks that compute on GPUs talk over NCCL: each of a host's ranks has a GPU of its own, or the user
+    lets ranks share one (NCCL_MULTI_RANK_GPU_ENABLE=1), and NCCL is recent enough for that."""
     if local_size <= gpus:
         return True
     return os.environ.get(SHARED_GPU) == "1" and tuple(torch.cuda.nccl.version())[:2] >= FIRST_SHARED

@@ -67,6 +67,12 @@ def links_in(memory: memoryview, ranks: int) -> Links:
     return part
 
 
+def _starts(many: int, each: int) -> Sequence[int]:
+    """The places at which the pieces of a tensor begin. An empty one has a piece too: a rank that has nothing to send
+    meets the others as well, so that one that has something is told apart from it."""
+    return range(0, many, each) if many > each else (0,)
+
+
 def _call(collective: int, dtype: torch.dtype, *shapes: torch.Size) -> Call:
     return (collective, _TYPES[dtype], *shapes)
 
@@ -133,7 +139,7 @@ class SharedMemoryGroup(Group):
     def _sum(self, flat: Tensor, into: Tensor, shape: torch.Size, weight: float | None = None) -> None:
         call = _call(_SUM, flat.dtype, shape)
         n = PIECE // flat.element_size()
-        for start in range(0, flat.numel(), n) if flat.numel() > n else (0,):
+        for start in _starts(flat.numel(), n):
             whole = flat.numel() <= n
             piece, sums = (flat, into) if whole else (flat[start : start + n], into[start : start + n])
             slots = self._put(piece, call, weight)
@@ -173,9 +179,9 @@ class SharedMemoryGroup(Group):
         slots[self.rank].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         self.meeting()
         called = [bytes(slot.tolist()).decode("utf-8", "replace").strip() for slot in slots]
-        told = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(called))
+        each = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(called))
         raise ValueError(
-            f"the ranks of a group do not call the same: {told}; each rank must call the same collectives in the same "
+            f"the ranks of a group do not call the same: {each}; each rank must call the same collectives in the same "
             "order, with tensors of one shape and type"
         )
 
@@ -200,7 +206,7 @@ class SharedMemoryGroup(Group):
 
     def _gather(self, rows: Tensor, own: Tensor, shape: torch.Size) -> None:
         n, call = PIECE // own.element_size(), _call(_GATHER, own.dtype, shape)
-        for start in range(0, own.numel(), n):
+        for start in _starts(own.numel(), n):
             piece = own[start : start + n]
             for row, slot in zip(rows, self._put(piece, call), strict=True):
                 row[start : start + n].copy_(slot)
@@ -208,7 +214,7 @@ class SharedMemoryGroup(Group):
     def reduce_scatter(self, rows: Tensor, into: Tensor) -> None:
         """Sum the rows of every rank's ``rows`` (size, n) that have this rank's number, into (n). Blocks."""
         n, call = PIECE // (rows.element_size() * self.size), _call(_REDUCE_SCATTER, rows.dtype, rows.shape)
-        for start in range(0, into.numel(), n):
+        for start in _starts(into.numel(), n):
             sums = into[start : start + n]
             slots = [slot.view(self.size, -1)[self.rank] for slot in self._put(rows[:, start : start + n], call)]
             sums.copy_(slots[0])
@@ -218,7 +224,7 @@ class SharedMemoryGroup(Group):
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         flat = tensor.detach().view(-1)
         n, call = PIECE // flat.element_size(), _call(_BROADCAST, flat.dtype, tensor.shape)
-        for start in range(0, flat.numel(), n):
+        for start in _starts(flat.numel(), n):
             piece = flat[start : start + n]
             slots = self._of(piece.dtype, piece.numel())
             if self.rank == source:
@@ -230,7 +236,7 @@ class SharedMemoryGroup(Group):
     def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
         flat, flats = own.detach().view(-1), [part.view(-1) for part in parts]
         n, call = PIECE // flat.element_size(), _call(_GATHER_PARTS, flat.dtype, *(part.shape for part in parts))
-        for start in range(0, max(part.numel() for part in flats), n):
+        for start in _starts(max(part.numel() for part in flats), n):
             slots = self._of(flat.dtype, n)
             piece = flat[start : start + n]
             slots[self.rank][: piece.numel()].copy_(piece)

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -143,7 +144,7 @@ class _LateCompiler(ModuleType):
 
     def import_settings(self) -> None:
         """Imports the module of the compiler's settings alone, which the compiler finds there when it is imported. Does
-        nothing where this torch keeps them otherwise: whoever asks for them then imports all of it."""
+        nothing where this torch keeps them otherwise: asking for them then imports all of it."""
         name = f"{_COMPILER}.config"
         spec = importlib.util.spec_from_file_location(name, Path(torch.__file__).parent / "_dynamo" / "config.py")
         if name in sys.modules or spec is None or spec.loader is None:
@@ -303,6 +304,13 @@ def step_hooks_of(optimizer: Optimizer) -> list[Any]:
     tables = [getattr(optimizer, name, None) for name in _STEP_HOOKS]
     tables += [getattr(_OPTIMIZERS, name, None) for name in _GLOBAL_STEP_HOOKS]
     return [hook for table in tables if table for hook in table.values()]
+
+
+def remove_step_hooks(optimizer: Optimizer) -> None:
+    """Removes the hooks of this optimizer's own around its steps; those of all optimizers stay."""
+    for name in _STEP_HOOKS:
+        if hasattr(optimizer, name):
+            setattr(optimizer, name, OrderedDict())
 
 
 def gradient_hooks_of(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:

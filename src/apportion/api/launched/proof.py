@@ -52,8 +52,8 @@ def check_launched(workload: Workload | str, strategy: Strategy, launcher: Env |
 
             sent, lengths = rows_of_check(opened, world, steps)
             asked, job = replace(asked, sent=sent, lengths=lengths), replace(job, lengths=lengths)
-        told = driven([job], world, lambda ranks: prove_with_survey(asked, ranks).to_json(), cut_at)
-        return Proof.from_json(told)
+        answer = driven([job], world, lambda ranks: prove_with_survey(asked, ranks).to_json(), cut_at)
+        return Proof.from_json(answer)
     finally:
         world.close()
 

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.core.sampling.rng import fork_rng
-from apportion.core.torch_private import version_of
+from apportion.core.torch_private import remove_step_hooks, version_of
 
+TRIED_NUMBERS = 4_000_000
+"""The number of parameters up to which an optimizer is tried on copies of them; of more, stand-ins are tried."""
 _TENSOR = "tensor"
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's ``step`` must be given a function that evaluates the loss and the gradient
     anew: it says so, as L-BFGS, or it is not torch's own and fails without one, as sharpness-aware minimization does.
-    That is tried on a copy."""
+    That is tried on a copy, whose step hooks are not called."""
     step = type(optimizer).step
     closure = inspect.signature(step).parameters.get("closure")
     if closure is None or closure.default is inspect.Parameter.empty:
@@ -37,7 +39,9 @@ def _steps(optimizer: Optimizer, *, closure: bool = False) -> bool:
     try:
         with fork_rng(), torch.enable_grad():
             tried: Any = object.__new__(type(optimizer))
-            tried.__dict__.update(copy.deepcopy(optimizer.__dict__))  # torch's own copy leaves attributes out
+            # torch's own copy leaves attributes out.
+            tried.__dict__.update(copy.deepcopy(optimizer.__dict__, _stand_ins(optimizer)))
+            remove_step_hooks(tried)
             parameters = [p for group in tried.param_groups for p in group["params"]]
 
             def evaluated() -> Tensor:
@@ -50,6 +54,20 @@ def _steps(optimizer: Optimizer, *, closure: bool = False) -> bool:
     except Exception:
         return False
     return True
+
+
+def copies_to_try(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Return parameters on which an optimizer may be tried: copies, or, of more than TRIED_NUMBERS, zeros of at most
+    two in each dimension, so that a trial of a large network takes neither its memory nor its time."""
+    if sum(p.numel() for p in parameters) <= TRIED_NUMBERS:
+        return [nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters]
+    return [nn.Parameter(p.new_zeros([min(n, 2) for n in p.shape]), p.requires_grad) for p in parameters]
+
+
+def _stand_ins(optimizer: Optimizer) -> dict[int, Any]:
+    """Return what a deep copy of an optimizer has in the place of its parameters, by their ids."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p): made for p, made in zip(parameters, copies_to_try(parameters), strict=True)}
 
 
 class Closure:

@@ -14,12 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.strategy import State
-from apportion.core.torch_private import mark_stepped
+from apportion.core.torch_private import mark_stepped, remove_step_hooks
 from apportion.core.workload import Workload
 from apportion.parallel.optim import closure
-
-TRIED_NUMBERS = 4_000_000
-"""The numbers of parameters up to which an optimizer of the user's own is tried before the first step."""
 
 
 @final
@@ -96,25 +93,23 @@ class ReplicaOptimizers(dict[str, Optimizer]):
             raise ValueError(
                 f"{error}; leave it out of what state_dict() gives, as torch's LambdaLR leaves out its functions"
             ) from None
-
         self._try_slots()
 
     def _try_slots(self) -> None:
         """Raise ValueError where an optimizer of the user's own keeps what a checkpoint cannot hold: it makes an update
-        of copies, if they are small."""
+        of copies, or of small stand-ins for many parameters."""
         if all(type(optimizer).__module__.startswith("torch.optim") for optimizer in self.values()):
-            return
-        if sum(p.numel() for p in self._names) > TRIED_NUMBERS:
             return
         found: list[Optimizer] = []
         with seeded_rng(self._workload.seed), suppress(Exception):
-            named = [(name, nn.Parameter(p.detach().clone(), p.requires_grad)) for p, name in self._names.items()]
+            named = [*zip(self._names.values(), closure.copies_to_try([*self._names]), strict=True)]
             made = self._workload.optimizer(named)
             tried = [made] if isinstance(made, Optimizer) else [*made.values()]
             for _, p in named:
                 p.grad = torch.zeros_like(p)
             found = [] if any(one is own for one in tried for own in self.values()) else tried
             for optimizer in found:
+                remove_step_hooks(optimizer)  # which may count their calls
                 optimizer.step()
         for optimizer in found:
             self._must_keep(optimizer, {p: name for name, p in named})

@@ -176,14 +176,15 @@ class _Writes(DispatchMode):
         """The names of the tensors that were written to, in order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = zip(func._schema.arguments, args, strict=False)
+        named = kwargs or {}  # out=, which is always given by name
+        given = [(a, args[i] if i < len(args) else named.get(a.name)) for i, a in enumerate(func._schema.arguments)]
         written = [
             value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write
         ]
         for tensor in tree.tensors(written):
             if (name := self._memories.get(memory_of(tensor))) is not None:
                 self.found[name] = None
-        return func(*args, **(kwargs or {}))
+        return func(*args, **named)
 
 
 def _is_cast(tensor: Tensor) -> bool:

@@ -162,7 +162,7 @@ class Replica:
         if made_by_modes(self.model) is None:
             with evaluating(self._training):
                 return self._predicted(batch)
-        with self.settled, evaluating_as_written(self.model):  # whoever copies the state copies what is trained
+        with self.settled, evaluating_as_written(self.model):  # a copy of the state is of what is trained
             return self._predicted(batch)
 
     def _predicted(self, batch: Batch) -> Any:

@@ -61,19 +61,19 @@ def share_python_state(replica: Replica, group: Group, device: torch.device, *, 
         return
     source = new.index(0)
     record, tensors = replica.python.record() if group.rank == source else (None, None)
-    told = broadcast_message(record, group, source=source, device=device)
+    sent = broadcast_message(record, group, source=source, device=device)
     values = broadcast_tensors(tensors, group, source=source, device=device)
     if fresh:
-        replica.python.load(told, values)
+        replica.python.load(sent, values)
 
 
 @collective
 def lose_what_differs(python: PythonState, group: Group, device: torch.device) -> None:
     """Note as lost what the training keeps in Python and the ranks do not have alike: one of them cannot stand for
     another. Called by all ranks, between two steps."""
-    told = gather_messages(python.digests(), group, device=device)
-    for name in dict.fromkeys(name for digests in told for name in digests):
-        if len({digests.get(name) for digests in told}) > 1:
+    gathered = gather_messages(python.digests(), group, device=device)
+    for name in dict.fromkeys(name for digests in gathered for name in digests):
+        if len({digests.get(name) for digests in gathered}) > 1:
             python.lose(name, "not the same on every rank")
 
 

@@ -156,7 +156,7 @@ class RunDirectory:
             cuts = found.get("cuts") or {}
             return tuple(cuts["before"]) if (found["strategy"], cuts["workers"]) == (strategy, workers) else ()
         except (CheckpointError, OSError, ValueError, KeyError, TypeError):
-            return ()  # whoever loads the checkpoint says what is wrong with it
+            return ()  # loading the checkpoint raises what is wrong with it
 
     def save(self, state: State, *, epoch: float, strategy: str, keep: int, best: bool = False) -> Saved:
         """Write the state, point ``latest`` (and ``best``) at it, and leave the newest ``keep`` checkpoints up to this

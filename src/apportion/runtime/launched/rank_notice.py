@@ -84,7 +84,7 @@ class RankNotice:
             self.control.notice = number
             self._late.put(number)
         elif number == signal.SIGHUP:
-            return  # a shell passes on what it gets itself: nobody insists
+            return  # a shell passes on the one that it gets: a second one is no second request
         elif now - self._at > SAME_SECONDS and not (self.control.ending and self._first_again()):
             self._handlers.restore()
             os.kill(os.getpid(), number)  # as if nothing were there to be saved

@@ -123,12 +123,12 @@ class ForkServerClient:
             return condition()
 
     def import_ahead(self, modules: Sequence[str]) -> None:
-        """Has the process import these modules before it forks again. One that cannot be imported is left to those who
-        need it, who say why."""
+        """Has the process import these modules before it forks again. One that cannot be imported is left to the
+        code that needs it, which raises why."""
         try:
             self._lines.send({"kind": "import", "modules": list(modules)})
         except OSError:
-            pass  # it is gone: who has it fork finds out
+            pass  # it is gone: the next fork raises that
 
     def spawn(self, task: SpawnTask, channel: socket.socket, seconds: float) -> ForkedProcess:
         """Forks a process that talks through the other end of ``channel``. Raises NotForked where the process that

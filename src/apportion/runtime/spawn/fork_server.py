@@ -174,7 +174,7 @@ class ForkServer:
 def _import(modules: Sequence[str]) -> None:
     missing = [name for name in modules if name not in sys.modules]
     for name in missing:
-        with suppress(Exception):  # whoever needs it imports it, and says why it cannot be
+        with suppress(Exception):  # the code that needs it imports it again, and raises what it raises
             importlib.import_module(name)
     if missing:
         freeze()

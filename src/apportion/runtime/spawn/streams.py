@@ -34,8 +34,8 @@ class _Lasting(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let this process, and what it forks, print to standard output and error for as long as anybody reads them, and
-    drop what comes later. For processes of this package alone: a program that imports it keeps its own streams."""
+    """Let this process, and what it forks, print to standard output and error for as long as they are read, and drop
+    what comes later. For processes of this package alone: a program that imports it keeps its own streams."""
     _open_closed()
     sys.stdout = _lasting(sys.stdout, 1)
     sys.stderr = _lasting(sys.stderr, 2)
@@ -55,8 +55,8 @@ def _open_closed() -> None:
 
 
 def _lasting(stream: Any, number: int) -> Any:
-    """Returns a stream like this one, of the same descriptor. One that somebody has put in the place of Python's own
-    stays."""
+    """Returns a stream like this one, of the same descriptor. One that the program has put in the place of Python's
+    own stays."""
     if stream is None:  # Python's word for a descriptor that was closed
         return io.TextIOWrapper(io.BufferedWriter(_Lasting(number, "wb", closefd=False)), "utf-8", "backslashreplace")
     if not isinstance(stream, io.TextIOWrapper) or isinstance(getattr(stream.buffer, "raw", stream.buffer), _Lasting):

@@ -49,7 +49,7 @@ class Interrupts:
 
     def _note(self, number: int, frame: Any) -> None:
         if self._held:
-            # A shell passes on the SIGHUP that it gets itself: no number of them is somebody who does not want to wait.
+            # A shell passes on the SIGHUP that it gets itself: several of them are no request to end without the save.
             later = number == signal.SIGINT or time.monotonic() - self._at > SAME_SECONDS
             self.again = self.again or (self.pending and later and number != signal.SIGHUP)
             self._keep(number)

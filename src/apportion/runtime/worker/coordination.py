@@ -101,15 +101,15 @@ class StepCoordinator:
     def poll(self, done: int, save_seconds: float, mark: int = 0) -> tuple[bool, bool]:
         """Returns (stop, save), the same on every rank. ``save_seconds``: the seconds that the last checkpoint took;
         ``mark``: a number that is to be the same on every rank (``differ``). Rank 0 decides, but each rank may have
-        been told to end."""
+        been notified to end."""
         now, control = time.monotonic(), self._control
         save = self._save_due(done, save_seconds)
         answer = [int(control.stop), int(save), self._next(done, now), control.notice]
         self.differ = False
         if self._group.size > 1:
-            told = self._group.all_gather(torch.tensor([*answer, mark], dtype=torch.int64, device=self._device))
-            self.differ = bool((told[:, 4] != told[0, 4]).any())
-            answer = [*told[0, :3].tolist(), int(told[:, 3].max())]
+            gathered = self._group.all_gather(torch.tensor([*answer, mark], dtype=torch.int64, device=self._device))
+            self.differ = bool((gathered[:, 4] != gathered[0, 4]).any())
+            answer = [*gathered[0, :3].tolist(), int(gathered[:, 3].max())]
         if answer[1]:
             self._note_save()
             self._saved_at = done

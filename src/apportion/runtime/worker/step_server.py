@@ -252,8 +252,8 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
                 before = state if order.get("keep") else None
                 with coarse_types(workload.precision, moves=job.coarse) as coarse:
                     state = next(states)
-            told = {"coarse": sorted(coarse), "values": _values_of(state), **seen.told()}
-            channel.send({"kind": "state", **told, **_deliver(state, order["path"])})
+            about = {"coarse": sorted(coarse), "values": _values_of(state), **seen.told()}
+            channel.send({"kind": "state", **about, **_deliver(state, order["path"])})
     return None
 
 
