@@ -163,7 +163,7 @@ class _Proving:
                 self._limits.least_made()
                 self._named, self._drawn = [*by_design(seen), named], [*seen["draws"], *seen["plain_draws"]]
                 if self._asked.least:
-                    self._left_out("the gradients by themselves were not compared, for want of time")
+                    self._left_out(pools, found, self._compare.own)
                     return rounds
                 self._gradients = self._gradient_round(pools, found, precision)
         return rounds
@@ -194,28 +194,35 @@ class _Proving:
     def _rest(self, pools: ProofWorkers, wide: Round, rounds: list[Round]) -> list[Round]:
         """Compares the gradients by themselves and the states in the run's own precision; what there is no time for is
         left out where float64 has shown its part."""
-        left = "the gradients by themselves were not compared, for want of time"
         if self._asked.least and rounds:
-            self._left_out(left)
+            self._left_out(pools, wide, self._compare.own)
             return rounds
+        compared = False
         try:
             self._gradients = self._gradient_round(pools, wide, rounds[0].precision if rounds else self._compare.own)
+            compared = True
             if rounds and any(r.verdict == "different" for r in (rounds[0], self._gradients) if r is not None):
                 self._first = self._first_difference(pools, rounds[0])
             if self._compare.own == "float64" or (self._asked.brief and not self._proved()):
                 return rounds or [wide]
-            left = f"{self._compare.own} was not compared, for want of time"
             pools.again(self._compare.own)
             return [*rounds, self._compare.round(pools, wide.steps, self._compare.own)[0]]
         except OutOfTimeError:
             if not self._asked.brief or not rounds:
                 raise
-            self._left_out(left)
+            self._left_out(pools, wide, self._compare.own, gradients=not compared)
             return rounds
 
-    def _left_out(self, what: str) -> None:
-        self._named.append(what)
-        self._cuts.append(what)
+    def _left_out(self, pools: ProofWorkers, states: Round, precision: str, *, gradients: bool = True) -> None:
+        """Notes that there was no time for the precision, where it is not that of the states, nor for the gradients by
+        themselves (``gradients``), where they show what the states do not."""
+        left = []
+        if gradients and self._gradients_show_more(pools, states):
+            left.append("the gradients by themselves were not compared, for want of time")
+        if precision != states.precision:
+            left.append(f"{precision} was not compared, for want of time")
+        self._named += left
+        self._cuts += left
 
     def _proved(self) -> bool:
         return self._gradients is None or self._gradients.holds
@@ -239,9 +246,14 @@ class _Proving:
         if found.verdict != "undecided":
             self._many, self._rows = found, -(-rows // ranks)
 
+    def _gradients_show_more(self, pools: ProofWorkers, states: Round) -> bool:
+        """Tells whether the gradients are compared by themselves: where every optimizer is plain SGD, the states have
+        shown them."""
+        return not self._compare.replays and self._chosen.strategy.exact and not (pools.linear and states.holds)
+
     def _gradient_round(self, pools: ProofWorkers, states: Round, precision: str) -> Round | None:
-        """Compares the change under plain SGD; where every optimizer is that already, the states have shown it."""
-        if self._compare.replays or not self._chosen.strategy.exact or (pools.linear and states.holds):
+        """Compares the change under plain SGD; None where that shows nothing more."""
+        if not self._gradients_show_more(pools, states):
             return None
         pools.again(precision, gradients=True)
         return self._compare.round(pools, min(GRADIENT_STEPS, states.steps), precision, gradients=True)[0]
