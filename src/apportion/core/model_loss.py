@@ -28,10 +28,10 @@ _KEEPS = frozenset(("mean", "float", "double", "squeeze", "reshape", "view", "co
 """The methods of a loss of one element that leave it what it is."""
 
 
-class _Loss:
+class _RecordedLoss:
     """Stands for the loss among the outputs of a model."""
 
-    def __getattr__(self, name: str) -> Callable[..., _Loss]:
+    def __getattr__(self, name: str) -> Callable[..., _RecordedLoss]:
         if name not in _KEEPS:
             raise AttributeError(name)
         return lambda *_: self
@@ -41,7 +41,7 @@ class _Outputs:
     """Stands for the outputs of a model, which may be its loss, or have it as an attribute or an entry."""
 
     def __init__(self) -> None:
-        self.loss = _Loss()
+        self.loss = _RecordedLoss()
 
     def __getitem__(self, key: object) -> object:
         if key == "loss" or key == 0:
