@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from apportion.core.loss_terms import derived_count, examples
-from apportion.parallel.batch_coupling.loss_probe import probe_loss, probe_model
+from apportion.parallel.batch_coupling.loss_probe import ModelValue, probe_loss, probe_model
 
 ROWS = 12
 
@@ -192,22 +192,24 @@ def test_what_cannot_be_tried_is_left_and_said() -> None:
     assert "made up" in (probe_loss(lambda outputs, targets: outputs.loss, examples, X, Y).left or "")
 
 
-def through(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[int]], tuple[float, Tensor]]:
+def through(loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[list[int]], ModelValue]:
     """The loss of some rows, and its gradient by a weight, of a network that computes the loss by itself."""
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
 
-    def value(rows: list[int]) -> tuple[float, Tensor]:
+    def value(rows: list[int]) -> ModelValue:
         found = loss(TOKENS[rows] * weight, RARE_WORDS[rows])
-        return float(found.detach()), torch.autograd.grad(found, weight)[0]
+        return ModelValue(float(found.detach()), torch.autograd.grad(found, weight)[0], wide=True)
 
     return value
 
 
-def test_a_wrong_count_is_found_through_the_model_and_nothing_else_is_said_of_it() -> None:
+def test_a_wrong_count_a_sum_and_coupled_rows_are_found_through_the_model() -> None:
     problem = probe_model(through(shifted), examples, RARE_WORDS, rows=ROWS).problem
     assert problem is not None
     assert "count=lambda targets: float((targets[:, 1:] != -100).sum())" in problem
     right = probe_model(through(shifted), lambda t: float((t[:, 1:] != -100).sum()), RARE_WORDS, rows=ROWS)
     assert right.problem is None
     coupled = through(lambda outputs, targets: flat(outputs - outputs.mean(0), targets))
-    assert probe_model(coupled, examples, RARE_WORDS, rows=ROWS).problem is None
+    assert "couples the rows" in (probe_model(coupled, examples, RARE_WORDS, rows=ROWS).problem or "")
+    added = through(lambda outputs, targets: functional.cross_entropy(outputs[:, 0], targets[:, 1], reduction="sum"))
+    assert "is a sum over the rows" in (probe_model(added, examples, RARE_WORDS, rows=ROWS).problem or "")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 
@@ -126,6 +126,68 @@ def test_rows_that_a_layer_couples_in_large_batches_alone_are_refused(layer: typ
         batch_size=96,
     )
     assert "does not train the same network" in refusal(made, run_dir=tmp_path / "refused")
+
+
+class Computes(nn.Module):
+    """A network that computes its loss by itself, and normalises by the batch."""
+
+    def __init__(self, loss: Loss, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, outputs))
+        self.loss = loss
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        outputs = self.layers(x)
+        return {"loss": self.loss(outputs, targets), "outputs": outputs}
+
+
+class Labelled(Dataset[Any]):
+    """Rows whose inputs have the targets, too."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, target = self._data[index]
+        return (x, target), target
+
+
+def computed(loss: Loss, targets: Callable[[Tensor], Any], outputs: int) -> apportion.Workload:
+    return workload(
+        lambda outputs, _: outputs["loss"],
+        targets,
+        outputs,
+        model=lambda: Computes(loss, outputs),
+        data=lambda: Labelled(rows(targets)),
+    )
+
+
+def hardest_of_many(outputs: Tensor, targets: Tensor) -> Tensor:
+    each = functional.cross_entropy(outputs, targets, reduction="none")
+    return (each.topk(len(each) // 3).values if len(each) > 8 else each).mean()
+
+
+def without_outliers(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean over the rows within a limit, which at first are all."""
+    kept = outputs.detach().abs().amax(1) < 4.0
+    return (functional.cross_entropy(outputs, targets, reduction="none") * kept).sum() / kept.sum().clamp(min=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", [hardest_of_many, without_outliers])
+def test_a_loss_that_couples_rows_within_the_model_is_refused(loss: Loss, tmp_path: Any) -> None:
+    said = refusal(computed(loss, classes, 3), run_dir=tmp_path / "refused")
+    assert "the loss couples the rows of a batch" in said or "count=None where the loss couples" in said
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("loss", [functional.cross_entropy, nn.MultiMarginLoss()])
+def test_a_correct_loss_within_the_model_is_not_refused(loss: Loss, trained: Any, furthest: Any) -> None:
+    made = computed(loss, classes, 3)
+    assert furthest(trained(made), trained(made, "data_parallel", 2)) < 1e-9
 
 
 def two_heads(outputs: Tensor, targets: Any) -> Tensor:

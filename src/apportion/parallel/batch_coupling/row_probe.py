@@ -81,7 +81,7 @@ class Copied:
         loss = workload.loss
         self._loss = copy.deepcopy(loss) if isinstance(loss, nn.Module) else loss
         self._workload = workload
-        self._mode = _Steady()
+        self._mode = Steady()
         self._calls: list[Called] | None = None
         self._opened: list[tuple[str, list[Tensor]]] = []
         for name, module in self.model.named_modules():
@@ -223,7 +223,7 @@ class Copied:
         return hook
 
 
-class _Steady(TorchFunctionMode):
+class Steady(TorchFunctionMode):
     """A mode in which dropout drops nothing, and statistics of the batch are those that were first seen there, whatever
     the rows."""
 

@@ -5,7 +5,9 @@ It finds out which rows are rare, and whether the loss by itself is the mean ove
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,15 @@ from apportion.core.loss_terms import Count, description_of
 from apportion.core.model_loss import resolved
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.workload import Workload
-from apportion.parallel.batch_coupling.loss_probe import ROWS, LossFinding, probe_loss, probe_model
+from apportion.parallel.batch_coupling.loss_probe import (
+    ROWS,
+    LossFinding,
+    ModelValue,
+    leaves_of,
+    probe_loss,
+    probe_model,
+)
+from apportion.parallel.batch_coupling.row_probe import Steady
 from apportion.parallel.replica.initial_model import fresh_model
 from apportion.parallel.replica.replica import called
 from apportion.runtime.proof.proof_workload import chosen_rows, spread_with
@@ -33,6 +43,8 @@ FORWARD_ROWS = 6
 """The number of rows that the model is called with, to see what its outputs are like."""
 THROUGH_ROWS = 12
 """The number of rows that the model is called with where it computes the loss by itself."""
+QUICK_SECONDS = 0.05
+"""The seconds in which these rows go forward and back, up to which all rows are tried, with other weights too."""
 CPU = torch.device("cpu")
 
 
@@ -104,6 +116,7 @@ class _Tried:
         terms = resolved(workload.terms, self._model)
         assert terms is not None
         self.terms: Count = terms
+        self._steady = Steady()
 
     def finding(self) -> LossFinding:
         workload, batch = self._workload, self._batch
@@ -114,19 +127,47 @@ class _Tried:
         found = probe_loss(workload.loss, self.terms, outputs, batch.targets, rows=workload.batch_size)
         if found.left is None or workload.carry is not None:
             return found
-        rows = min(THROUGH_ROWS, len(batch))
-        through = probe_model(self._value, self.terms, tree.map_tensors(lambda t: t[:rows], batch.targets), rows=rows)
-        return found if through.problem is None else through
+        try:
+            return self._through()
+        except ValueError as error:
+            return LossFinding(left=str(error))
 
-    def _value(self, rows: list[int]) -> tuple[float, torch.Tensor]:
-        """Returns the loss of some rows and its gradient by all parameters."""
+    def _through(self) -> LossFinding:
+        """Tries the loss through the whole model, with other weights too where that is quick."""
+        for values, what in ((self._batch.inputs, "inputs"), (self._batch.targets, "targets")):
+            if len(leaves_of(values, what)[0]) != len(self._batch):
+                raise ValueError(f"its {what} are not tensors of as many rows each")
+        rows = min(THROUGH_ROWS, len(self._batch))
+        self._value(list(range(rows)))
+        began = time.perf_counter()
+        self._value(list(range(rows)))
+        quick = time.perf_counter() - began < QUICK_SECONDS
+        if quick:
+            rows = len(self._batch)
+        targets = tree.map_tensors(lambda t: t[:rows], self._batch.targets)
+        return probe_model(self._value, self.terms, targets, rows=rows, weights=self._weights() if quick else (1,))
+
+    def _weights(self) -> Iterator[float]:
+        """Scales the weights of the model by each of these numbers."""
+        yield 1.0
+        for by in (0.25, 16.0):  # a quarter, and then four times as large as they were
+            with torch.no_grad():
+                for p in self._model.parameters():
+                    p.mul_(by)
+            yield by
+
+    def _value(self, rows: list[int]) -> ModelValue:
+        """Returns the loss of some rows and its gradient by all parameters. Statistics of the batch are those that were
+        first seen, since strategies take them over all ranks."""
         assert self._workload.loss is not None
         part = self._batch.replace(
             inputs=tree.map_tensors(lambda t: t[rows], self._batch.inputs),
             targets=tree.map_tensors(lambda t: t[rows], self._batch.targets),
         )
-        loss = self._workload.loss(called(self._workload, self._model, part, CPU), part.targets).reshape(())
+        with self._steady:
+            loss = self._workload.loss(called(self._workload, self._model, part, CPU), part.targets).reshape(())
         trained = [p for p in self._model.parameters() if p.requires_grad]
         found = torch.autograd.grad(loss, trained, allow_unused=True)
         gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
-        return float(loss.detach()), torch.cat([g.to_dense().flatten() for g in gradients])
+        gradient = torch.cat([g.to_dense().flatten() for g in gradients]).double()
+        return ModelValue(float(loss.detach()), gradient, loss.dtype is torch.float64)
