@@ -92,23 +92,3 @@ def test_a_layer_that_counts_its_calls_is_no_clock() -> None:
     model = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Anneals(), nn.Linear(16, 3))  # noqa: E731
     proof = apportion.check(workload(model=model), "data_parallel", workers=2, steps=3)
     assert proof.rounds[0].verdict == "equal", proof.sentence
-
-
-class Attends(nn.Module):
-    """Self-attention whose key biases have no gradient but rounding, which makes the proof look whether the last step
-    is the same when it is repeated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x[:, None] * x[:, :, None]).mean(1))  # type: ignore[no-any-return]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("strategy", ["data_parallel", "map_reduce"])
-def test_an_optimizer_with_a_scalar_in_float32_goes_on_from_a_loaded_state_as_before(strategy: str) -> None:
-    made = workload(model=Attends, optimizer=lambda p: torch.optim.NAdam(p, lr=0.01))
-    proof = apportion.check(made, strategy, workers=2, steps=4)
-    assert proof.verdict == "equal", proof.sentence

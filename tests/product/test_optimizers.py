@@ -295,3 +295,18 @@ def test_weights_that_the_forward_writes_to_are_not_spread(
 ) -> None:
     with pytest.raises(ValueError, match=rf"the forward of \w+ writes to {name}, .*data_parallel"):
         trained(work(plain, model), "fully_sharded", 2, check=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [deep, Residual])
+def test_a_scalar_of_an_optimizer_keeps_its_type_over_a_resume(model: Any, tmp_path: Path, furthest: Any) -> None:
+    """NAdam keeps a product of momenta in float32 beside weights in float64."""
+
+    def ended(name: str, steps: int, **options: Any) -> dict[str, Tensor]:
+        made = work(lambda parameters: torch.optim.NAdam(parameters, lr=0.01), model, steps=steps)
+        apportion.train(made, "single_device", run_dir=tmp_path / name, **options)
+        state: dict[str, Tensor] = apportion.load(tmp_path / name, model=model).state_dict()
+        return state
+
+    ended("left", 5)
+    assert furthest(ended("left", 12, resume=True), ended("undisturbed", 12)) == 0.0

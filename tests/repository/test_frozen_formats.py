@@ -108,7 +108,7 @@ def test_the_files_of_a_run(run: tuple[Path, list[Event]]) -> None:
 def test_what_run_json_holds(run: tuple[Path, list[Event]]) -> None:
     about = json.loads((run[0] / "run.json").read_text())
     assert {"address", "strategy", "launcher", "policy", "changes", "fingerprint", "proof", "cwd"} <= set(about)
-    assert set(about["proof"]) == {"verdict", "sentence", "seconds", "remembered", "plain"}
+    assert set(about["proof"]) == {"verdict", "sentence", "seconds", "remembered", "plain", "uncompared"}
 
 
 @pytest.mark.processes
