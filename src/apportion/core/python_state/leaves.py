@@ -19,13 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apportion.core.python_state.scopes import slots_of
 from apportion.core.torch_private import version_of
 
 SMALL = 1024
 """The elements up to which a container is compared element by element after every step; beyond it by its length and its
 last element, and as a whole where it is looked at thoroughly."""
+SEARCHED = 20_000
+"""The elements up to which a container is searched for objects that change in place."""
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 COPIED = 4096
 """The elements up to which a tensor or an array is copied before it has been seen to change."""
+
+
+DIGESTED = 1 << 26
+"""The bytes up to which all of a tensor or an array are digested to find a change that nothing counts."""
 
 
 class Leaf(ABC):
@@ -60,8 +68,23 @@ class Leaf(ABC):
         """Return an object of the same kind that holds what was kept."""
         return kept
 
+    def plain(self, kept: Any) -> Any:
+        """Return what is recorded of what was kept, for an object that every process has: of a container, its
+        elements."""
+        return self.value(kept)
+
+    @property
+    def explained(self) -> bool:
+        """True where every change of the object is seen after the step that made it, so that what was kept is what was
+        there after the last one."""
+        return self.moved
+
     def inside(self) -> list[tuple[str, Any]]:
         """Return what the object holds, by name, where those may be objects that change in place."""
+        return []
+
+    def held(self) -> list[Any]:
+        """Return what the object holds and may change in place."""
         return []
 
 
@@ -82,7 +105,7 @@ class _Sequence(Leaf):
         target = self.target
         if before is not None and type(target) is list:
             items, count = before
-            if SMALL < count == len(items) <= len(target) and target[count - 1] is items[-1]:
+            if SMALL < count == len(items) <= len(target) and all(map(is_, items, target)):
                 items.extend(target[count:])
                 return items, len(target)
         return list(target), len(target)
@@ -93,13 +116,20 @@ class _Sequence(Leaf):
             return deque(items[:count], maxlen=self.target.maxlen)
         return items[:count]
 
+    def held(self) -> list[Any]:
+        return [item for item in self.target if type(item) not in _PLAIN]
+
     def put(self, kept: Any) -> None:
         items, count = kept
         self.target.clear()
         self.target.extend(items[:count])
 
     def inside(self) -> list[tuple[str, Any]]:
-        return [(f"[{i}]", v) for i, v in enumerate(self.target)] if len(self.target) <= SMALL else []
+        return [(f"[{i}]", v) for i, v in enumerate(self.target)] if len(self.target) <= SEARCHED else []
+
+    def plain(self, kept: Any) -> Any:
+        items, count = kept
+        return items[:count]
 
 
 @final
@@ -123,12 +153,21 @@ class DictLeaf(Leaf):
             return defaultdict(self.target.default_factory, kept)
         return type(self.target)(kept) if type(self.target) in (OrderedDict, Counter) else kept
 
+    def plain(self, kept: Any) -> Any:
+        return kept
+
+    def held(self) -> list[Any]:
+        return [item for pair in self.target.items() for item in pair if type(item) not in _PLAIN]
+
     def put(self, kept: Any) -> None:
         self.target.clear()
         self.target.update(kept)
 
     def inside(self) -> list[tuple[str, Any]]:
-        return [(f"[{k!r}]", v) for k, v in self.target.items()] if len(self.target) <= SMALL else []
+        if len(self.target) > SEARCHED:
+            return []
+        found = [(f"[{k!r}]", v) for k, v in self.target.items()]
+        return found + [(f"[key {i}]", k) for i, k in enumerate(self.target) if type(k) not in (str, int)]
 
 
 @final
@@ -148,34 +187,47 @@ class SetLeaf(Leaf):
 
 @final
 class TensorLeaf(Leaf):
-    """A tensor that is no parameter and no buffer. torch counts most changes of it."""
+    """A tensor that is no parameter and no buffer. torch counts most changes of it; those by ``.data`` and through
+    numpy it does not count."""
 
-    __slots__ = ()
+    __slots__ = ("uncounted",)
+
+    def __init__(self, name: str, target: Any) -> None:
+        super().__init__(name, target)
+        self.uncounted = False
+        """True once a change has been seen that torch has not counted."""
 
     def same(self, kept: Any, *, thorough: bool) -> bool:
-        copied, version = kept
+        copied, version, digest = kept
         if _version(self.target) != version:
             return False
-        return not thorough or copied is None or self._equal(copied)
+        if not thorough and not self.uncounted:
+            return True
+        same = tensor_checksum(self.target) == digest if copied is None else self._equal(copied)
+        self.uncounted |= not same
+        return same
 
     def _equal(self, copied: Tensor) -> bool:
-        target = self.target
+        target = self.target.detach()
         if copied.shape != target.shape or copied.dtype != target.dtype:
             return False
-        return torch.equal(copied.nan_to_num() if copied.is_floating_point() else copied,
-                           target.nan_to_num() if target.is_floating_point() else target)  # fmt: skip
+        return torch.equal(copied, target) or torch.equal(_bits(copied), _bits(target))
 
     def value(self, kept: Any) -> Any:
         return self.target.detach() if kept[0] is None else kept[0]
 
+    @property
+    def explained(self) -> bool:
+        return self.uncounted
+
     def keep(self, before: Any = None) -> Any:
         tensor = self.target.detach()
-        small = tensor.numel() <= COPIED
-        return [tensor.clone() if small or before is not None else None, _version(self.target)]
+        small = tensor.numel() <= COPIED or before is not None
+        return [tensor.clone() if small else None, _version(tensor), None if small else tensor_checksum(tensor)]
 
     @torch.no_grad()
     def put(self, kept: Any) -> None:
-        copied, _ = kept
+        copied = kept[0]
         if copied.shape == self.target.shape and copied.dtype == self.target.dtype:
             self.target.detach().copy_(copied)
         else:
@@ -208,6 +260,49 @@ class ArrayLeaf(Leaf):
 
     def can_put(self, kept: Any) -> bool:
         return kept[0] is not None and kept[0].shape == self.target.shape
+
+
+@final
+class FieldsLeaf(Leaf):
+    """What an object keeps in slots and attributes, where training has made the object."""
+
+    __slots__ = ()
+
+    def _now(self) -> dict[str, Any]:
+        fields = {key: getattr(self.target, key) for key in slots_of(type(self.target)) if hasattr(self.target, key)}
+        return fields | getattr(self.target, "__dict__", {})
+
+    def same(self, kept: Any, *, thorough: bool) -> bool:
+        now = self._now()
+        return now.keys() == kept.keys() and all(now[key] is value for key, value in kept.items())
+
+    def keep(self, before: Any = None) -> Any:
+        return self._now()
+
+    def value(self, kept: Any) -> Any:
+        return Fields(self.target, kept)
+
+    def put(self, kept: Any) -> None:
+        for key in self._now().keys() - kept.keys():
+            object.__delattr__(self.target, key)
+        for key, value in kept.items():
+            object.__setattr__(self.target, key, value)
+
+    def inside(self) -> list[tuple[str, Any]]:
+        return [(f".{key}", value) for key, value in self._now().items()]
+
+
+class Fields(NamedTuple):
+    """The fields of an object, as they were kept."""
+
+    owner: Any
+    fields: dict[str, Any]
+
+
+def fields_leaf(value: Any) -> Leaf | None:
+    """The leaf of an object with attributes or slots; None where it has none."""
+    has = isinstance(getattr(value, "__dict__", None), dict) or slots_of(type(value))
+    return FieldsLeaf("", value) if has else None
 
 
 class Drawn(NamedTuple):
@@ -280,7 +375,7 @@ def refuse_other_extra_state(model: nn.Module, strategy: str) -> None:
             )
 
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
 
 
 def generator_state(generator: Any) -> Any:
@@ -291,6 +386,8 @@ def generator_state(generator: Any) -> Any:
         return "python", generator.getstate()
     if isinstance(generator, np.random.RandomState):
         return "numpy legacy", _frozen(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.BitGenerator):
+        return "numpy bits", _frozen(generator.state)
     return "numpy", _frozen(generator.bit_generator.state)
 
 
@@ -302,6 +399,8 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state[1])
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(_thawed(state[1]))
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = _thawed(state[1])
     else:
         generator.bit_generator.state = _thawed(state[1])
 
@@ -319,7 +418,8 @@ def new_generator(state: Any) -> Any:
         name = dict(state[1]).get("bit_generator")
         if name not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
             raise ValueError(f"a numpy generator of kind {name!r} is not known")
-        made = np.random.Generator(getattr(np.random, name)())
+        bits = getattr(np.random, name)()
+        made = bits if kind == "numpy bits" else np.random.Generator(bits)
     set_generator_state(made, state)
     return made
 
@@ -343,7 +443,22 @@ def _version(tensor: Tensor) -> int:
 
 
 def _checksum(array: Any) -> int:
-    return zlib.adler32(np.ascontiguousarray(array).tobytes())
+    """A number for the bytes of an array: of all up to ``DIGESTED``, beyond it of elements at equal distances."""
+    if array.nbytes > DIGESTED:
+        array = array.reshape(-1)[:: array.nbytes // DIGESTED + 1]
+    return zlib.adler32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """A number for the bytes of a tensor: of all up to ``DIGESTED``, beyond it of elements at equal distances."""
+    tensor = tensor.detach()
+    if tensor.nbytes > DIGESTED:
+        tensor = tensor.reshape(-1)[:: tensor.nbytes // DIGESTED + 1]
+    return zlib.adler32(_bits(tensor).cpu().numpy().data)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
 def leaf_of(name: str, value: Any) -> Leaf | None:
@@ -358,5 +473,6 @@ def leaf_of(name: str, value: Any) -> Leaf | None:
         plain = type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided and not value.is_meta
         return TensorLeaf(name, value) if plain else None
     if isinstance(value, np.ndarray):
-        return ArrayLeaf(name, value) if value.dtype.kind in "biufc" else None
+        stays = isinstance(value, np.memmap) or not (value.flags.writeable or value.flags.owndata)
+        return None if stays or value.dtype.kind not in "biufc" else ArrayLeaf(name, value)
     return GeneratorLeaf(name, value) if isinstance(value, GENERATORS) else None

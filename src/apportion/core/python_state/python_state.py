@@ -12,6 +12,7 @@ cannot be written so is ``lost``: it is named, and a process that would begin it
 
 from __future__ import annotations
 
+import enum
 import json
 import time
 import zlib
@@ -22,10 +23,20 @@ import numpy as np
 from torch import Tensor, nn
 
 from apportion.core.python_state.entries import Entries
-from apportion.core.python_state.leaves import ArrayLeaf, DictLeaf, ExtraLeaf, Leaf, SetLeaf, TensorLeaf, leaf_of
+from apportion.core.python_state.handles import is_handle
+from apportion.core.python_state.leaves import (
+    ArrayLeaf,
+    DictLeaf,
+    ExtraLeaf,
+    Leaf,
+    SetLeaf,
+    TensorLeaf,
+    fields_leaf,
+    leaf_of,
+)
 from apportion.core.python_state.records import NotStorable, ValueReader, ValueWriter
 from apportion.core.python_state.scopes import MISSING, Scope
-from apportion.core.python_state.search import ATOMS, Search
+from apportion.core.python_state.search import ATOMS, Search, origin
 from apportion.core.replica_digest import tensor_digest
 from apportion.errors import StateLost
 
@@ -34,6 +45,8 @@ FULL_DIGESTS, QUICK_BYTES = 3, 1 << 20
 COPY_RATE, COPY_SHARE, TIMED_STEPS = 4e9, 0.01, 8
 """The bytes a second at which memory is taken to be copied, the share of a step that a copy may take, and the number of
 steps after which the fastest one is known."""
+MOST_MADE = 10_000
+"""The number of objects that training has put into one place up to which each is compared."""
 Record = dict[str, Any]
 """The state as plain JSON: ``entries`` by scope and name, ``objects`` by name, and what is ``lost``, with reasons."""
 REMEDY = (
@@ -62,11 +75,14 @@ class PythonState:
         self.shares = 1
         """The number of ranks that fetch the rows of one batch between them."""
         self._entries = Entries(self._search.counts)
+        self._models: dict[str, nn.Module] = {}
+        """The networks and losses that are modules, to whose parameters and modules values may refer."""
         self._opened: dict[int, Any] = {}
         self._leaves: list[Leaf] = []
         self._contents: list[Any] = []
         self._under: dict[int, list[tuple[Leaf, Any]]] = {}
-        """Objects that were made since, by the entry that they are in."""
+        """Objects that were made since, by the entry that they are in, or by -1 - the number of the object that is in
+        their place."""
         self._began: tuple[list[Any], list[Any]] | None = None
         self._steps = 0
         self._digests: dict[str, int] | None = None
@@ -87,6 +103,7 @@ class PythonState:
             if value is None:
                 continue
             if isinstance(value, nn.Module):
+                self._models[name] = value
                 self._search.known(iter((*value.parameters(), *value.buffers())))
             self._search.visit(name, value)
         self._take_found()
@@ -149,13 +166,25 @@ class PythonState:
             if not leaf.same(self._contents[j], thorough=closely):
                 self._digests, self._moved = None, True
                 first, leaf.moved = not leaf.moved, True
-                self._contents[j] = leaf.keep(self._contents[j])
+                before, self._contents[j] = self._contents[j], leaf.keep(self._contents[j])
+                made = self._keep_made(j, leaf, before)
                 if self.apart is not None:
                     self.lose(leaf.name, self.apart)
-                elif first and not isinstance(leaf, ExtraLeaf):
-                    self._check(leaf.name, leaf.target, whole=True)
+                elif (first or made) and not isinstance(leaf, ExtraLeaf):
+                    self._check(leaf.name, leaf.plain(self._contents[j]), whole=True)
         if self._under:
             self._keep_under()
+
+    def _keep_made(self, j: int, leaf: Leaf, before: Any) -> bool:
+        """Keep what the objects hold that a container was given, and tell whether it holds any."""
+        held = leaf.held()
+        if not held:
+            self._under.pop(-1 - j, None)
+            return False
+        known = {id(one.target): (one, kept) for one, kept in self._under.get(-1 - j, ())}
+        found = self._made(leaf.name, held)
+        self._under[-1 - j] = [known.get(id(one.target)) or (one, one.keep()) for one in found]
+        return bool(found)
 
     def _keep_under(self) -> None:
         for entry, found in self._under.items():
@@ -163,7 +192,16 @@ class PythonState:
                 if not leaf.same(kept, thorough=True):
                     self._digests = None
                     found[j] = leaf, leaf.keep(kept)
-                    self._check(self._entries.name(entry), leaf.target)
+                    self._recheck(entry)
+
+    def _recheck(self, entry: int) -> None:
+        """See whether what holds an object that has changed can still be written."""
+        if entry < 0:
+            self._check(
+                self._leaves[-1 - entry].name, self._leaves[-1 - entry].plain(self._contents[-1 - entry]), whole=True
+            )
+        else:
+            self._check(self._entries.name(entry), self._entries.kept[entry])
 
     def _keep_entry(self, i: int, value: Any) -> None:
         before, self._entries.kept[i] = self._entries.kept[i], value
@@ -176,12 +214,13 @@ class PythonState:
         if isinstance(value, Tensor) and type(before) is type(value) and i not in self._opened:
             self._under[i] = [(TensorLeaf("", value), TensorLeaf("", value).keep())]
             return
-        self._under[i] = [(leaf, leaf.keep()) for leaf in self._made(value)]
+        self._under[i] = [(leaf, leaf.keep()) for leaf in self._made(self._entries.name(i), [value])]
         if type(before) is type(value) and i not in self._opened:
             return
         if not self._check(self._entries.name(i), value, quietly=True):
             handle = before is MISSING or before is None
-            if handle and i not in self._opened and not hasattr(value, "__next__"):
+            of_user = origin(type(value)) == "user"
+            if handle and i not in self._opened and is_handle(value, of_user=of_user):
                 self._opened[i] = value  # a file, a connection: opened once it is needed, in every process
             else:
                 self._check(self._entries.name(i), value)
@@ -190,17 +229,20 @@ class PythonState:
         """Tell whether a new value is more than what every process opens for itself."""
         return (before is not MISSING and before is not None) or self._check("", value, quietly=True)
 
-    def _made(self, value: Any) -> list[Leaf]:
-        """Objects within a value that was made since, which are changed in place."""
-        known = {id(leaf.target) for leaf in self._leaves}
-        found, todo = dict[int, Leaf](), [value]
-        while todo and len(found) < 1000:
+    def _made(self, name: str, values: list[Any]) -> list[Leaf]:
+        """Objects within values that were made since, which are changed in place."""
+        known = {*(id(leaf.target) for leaf in self._leaves), *(id(scope.owner) for scope in self._entries.scopes)}
+        found, todo = dict[int, Leaf](), values
+        while todo:
             one = todo.pop()
-            if id(one) in known or id(one) in found:
+            if type(one) in ATOMS or id(one) in known or id(one) in found or isinstance(one, nn.Module | nn.Parameter):
                 continue
+            if len(found) >= MOST_MADE:
+                self.lose(name, f"a nest of over {MOST_MADE} objects that training has made")
+                break
             leaf = leaf_of("", one)
-            if leaf is None and isinstance(getattr(one, "__dict__", None), dict) and not callable(one):
-                leaf = DictLeaf("", vars(one))
+            if leaf is None and not callable(one) and not isinstance(one, tuple | enum.Enum):
+                leaf = fields_leaf(one) if origin(type(one)) == "user" else None
             if leaf is not None:
                 found[id(one)] = leaf
                 todo += [item for _, item in leaf.inside()]
@@ -211,7 +253,7 @@ class PythonState:
     def _check(self, name: str, value: Any, *, whole: bool = False, quietly: bool = False) -> bool:
         """Tell whether a value can be written; where it cannot, it is lost."""
         try:
-            writer = ValueWriter(self._at(), {})
+            writer = ValueWriter(self._at(), {}, self._search.classes)
             writer.contents(value, name) if whole else writer.value(value, name)
         except NotStorable as error:
             if not quietly:
@@ -226,7 +268,21 @@ class PythonState:
             self._digests = None
 
     def _at(self) -> dict[int, str]:
-        return {id(leaf.target): leaf.name for leaf in self._leaves if not isinstance(leaf, ExtraLeaf)}
+        found = {id(scope.owner): scope.name for scope in self._entries.scopes if scope.owner is not None}
+        found |= {id(leaf.target): leaf.name for leaf in self._leaves if not isinstance(leaf, ExtraLeaf)}
+        for name, model in self._models.items():
+            found |= {id(p): f"{name} parameter {key}" for key, p in model.named_parameters()}
+            found |= {id(m): f"{name} module {key}" for key, m in model.named_modules()}
+        return found
+
+    def _there(self) -> dict[str, Any]:
+        """Return what a record may refer to by name."""
+        found: dict[str, Any] = {scope.name: scope.owner for scope in self._entries.scopes if scope.owner is not None}
+        found |= {leaf.name: leaf.target for leaf in self._leaves}
+        for name, model in self._models.items():
+            found |= {f"{name} parameter {key}": p for key, p in model.named_parameters()}
+            found |= {f"{name} module {key}": m for key, m in model.named_modules()}
+        return found
 
     def _kept(self) -> dict[int, Any]:
         under = [pair for found in self._under.values() for pair in found]
@@ -281,14 +337,15 @@ class PythonState:
     def _put_leaf(self, leaf: Leaf, kept: Any) -> None:
         if leaf.dropped or leaf.same(kept, thorough=True):
             return
-        if not leaf.can_put(kept) or (leaf.same(kept, thorough=False) and not leaf.moved):
+        if not leaf.can_put(kept) or (leaf.same(kept, thorough=False) and not leaf.explained):
             raise StateLost(f"{leaf.name} was changed for the first time as a rank was lost")
         leaf.put(kept)
 
     def begin(self) -> None:
         """Begin a pass over a batch in parts, each of which begins with what is there now."""
         now = self._entries.now()
-        self._began = now, [leaf.keep() for leaf in self._leaves]
+        pairs = zip(self._leaves, self._contents, strict=True)
+        self._began = now, [kept if leaf.same(kept, thorough=False) else leaf.keep(kept) for leaf, kept in pairs]
 
     def again(self) -> None:
         """Prepare another part of the same pass, which begins with what the pass began with; but for what the data set
@@ -312,13 +369,13 @@ class PythonState:
 
     def record(self) -> tuple[Record, dict[str, Tensor]]:
         """Return what differs from what every process begins with: plain JSON, and tensors by name."""
-        writer = ValueWriter(self._at(), self._kept())
+        writer = ValueWriter(self._at(), self._kept(), self._search.classes)
         entries: dict[str, dict[str, Any]] = {}
         objects: dict[str, Any] = {}
         by_rows: str | None = None
         for leaf, kept in zip(self._leaves, self._contents, strict=True):
             if leaf.moved and leaf.name not in self.lost:
-                stored = self._stored(writer, leaf.value(kept), leaf.name, whole=True)
+                stored = self._stored(writer, leaf.plain(kept), leaf.name, whole=True)
                 if stored is not _NOT:
                     objects[leaf.name] = stored
                     by_rows = leaf.name if leaf.root in _BY_ROWS else by_rows
@@ -356,7 +413,7 @@ class PythonState:
         self._refuse_lost(record)
         self.roll_back()
         leaves = {leaf.name: leaf for leaf in self._leaves}
-        reader = ValueReader({name: leaf.target for name, leaf in leaves.items()}, tensors)
+        reader = ValueReader(self._there(), tensors, self._search.classes)
         self._begin_anew(record)
         for name, stored in record.get("objects", {}).items():
             if name not in leaves:
@@ -402,7 +459,7 @@ class PythonState:
         elif isinstance(stored, dict) and "generator" in stored:
             leaf.put(reader.state(stored["generator"]))
         elif isinstance(leaf, TensorLeaf):
-            leaf.put([reader.value(stored), 0])
+            leaf.put([reader.value(stored), 0, None])
         elif isinstance(stored, dict) and "array" in stored:
             target[...] = reader.value(stored)
         else:

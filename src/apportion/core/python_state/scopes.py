@@ -12,7 +12,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 class Scope:
     """Names with values. ``name``: the path by which it was found; ``label``: what a person calls it."""
 
-    __slots__ = ("_keys", "_names", "label", "mapping", "name", "root", "skipped")
+    __slots__ = ("_keys", "_names", "label", "mapping", "name", "owner", "root", "skipped")
 
     def __init__(
         self,
@@ -22,10 +22,12 @@ class Scope:
         *,
         keys: Iterable[str] | None = None,
         skipped: frozenset[str] = frozenset(),
+        owner: Any = None,
     ) -> None:
-        """``keys``: the names that count, others may come and go; None: all, but for those that are skipped."""
+        """``keys``: the names that count, others may come and go; None: all, but for those that are skipped.
+        ``owner``: the object whose attributes they are, where other objects may refer to it."""
         self.name, self.label, self.mapping, self.skipped = name, label, mapping, skipped
-        self.root = ""
+        self.root, self.owner = "", owner
         self._keys = None if keys is None else list(keys)
 
     def names(self) -> list[str]:

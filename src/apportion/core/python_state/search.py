@@ -57,6 +57,8 @@ class Search:
         """What was looked at, by its identity, which stays its own as long as it is kept here."""
         self._globals: dict[int, tuple[Scope, dict[str, None]]] = {}
         self._names: set[str] = set()
+        self.classes: dict[str, type | None] = {}
+        """The classes of the user's by their names; None where several have one name."""
         self._classes: set[int] = set()
         self._todo: list[tuple[str, Any]] = []
         self._root = ""
@@ -89,19 +91,23 @@ class Search:
         return not self._excluded(scope, key)
 
     def _visit(self, name: str, value: Any) -> None:
-        if isinstance(value, ATOMS) or id(value) in self.seen:
+        if type(value) in ATOMS or id(value) in self.seen:
             return
         self.seen[id(value)] = value
         for kinds, look in self._looks:
             if isinstance(value, kinds):
                 look(self, name, value)
+                if isinstance(value, tuple) and type(value) is not tuple:
+                    self._class(name, type(value))
                 return
         if (leaf := leaf_of(name, value)) is not None:
             if any(isinstance(item, nn.Parameter) for _, item in leaf.inside()):
                 return  # as the flat weights of an LSTM: they go where the parameters go
             self._add_leaf(leaf)
             self._todo += [(f"{name}{at}", item) for at, item in leaf.inside()]
-        elif hasattr(value, "__next__") and not isinstance(value, io.IOBase):
+            if getattr(value, "__dict__", None) is not None and origin(type(value)) == "user":
+                self._object(name, value)  # a class made from a built-in one, with attributes of its own
+        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
             self.iterators[name] = type(value).__name__
         else:
             self._object(name, value)
@@ -132,6 +138,9 @@ class Search:
 
     def _nothing(self, name: str, value: Any) -> None:
         pass
+
+    def _member(self, name: str, value: enum.Enum) -> None:
+        self._class(name, type(value))
 
     def _module(self, name: str, module: nn.Module) -> None:
         if has_extra_state(module):
@@ -211,11 +220,13 @@ class Search:
 
     def _class(self, name: str, cls: type) -> None:
         for one in cls.__mro__:
-            if origin(one) != "user" or id(one) in self._classes or issubclass(one, enum.Enum):
+            if origin(one) != "user" or id(one) in self._classes:
                 continue
             self._classes.add(id(one))
             self.seen[id(one)] = one
-            self._add(ClassScope(f"class {one.__qualname__}", one))
+            self.classes[one.__qualname__] = None if one.__qualname__ in self.classes else one
+            if not issubclass(one, enum.Enum):
+                self._add(ClassScope(f"class {one.__qualname__}", one))
 
     def _class_itself(self, name: str, cls: type) -> None:
         self._class(name, cls)
@@ -234,15 +245,15 @@ class Search:
             return
         self._class(name, type(value))
         if slots := slots_of(type(value)):
-            self._add(Scope(name, type(value).__name__, Slots(value, slots)))
+            self._add(Scope(name, type(value).__name__, Slots(value, slots), owner=value))
         if isinstance(getattr(value, "__dict__", None), dict):
-            self._add(Scope(name, type(value).__name__, value.__dict__))
+            self._add(Scope(name, type(value).__name__, value.__dict__, owner=value))
         if callable(value) and origin(type(value)) == "user":
             self._todo.append((f"{name}.__call__", type(value).__call__))
 
     _looks: tuple[tuple[Any, Callable[[Search, str, Any], None]], ...] = (
         ((tuple, frozenset), _tuple),
-        (enum.Enum, _nothing),
+        (enum.Enum, _member),
         (types.FunctionType, _function),
         (types.MethodType, _method),
         (functools.partial, _partial),
