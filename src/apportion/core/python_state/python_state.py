@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
@@ -75,7 +76,9 @@ class PythonState:
         self.shares = 1
         """The number of ranks that fetch the rows of one batch between them."""
         self._entries = Entries(self._search.counts)
-        self._models: dict[str, nn.Module] = {}
+        self._resting: set[str] = set()
+        """What was loaded and has not changed since, where this process has a part of the network."""
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
         """The networks and losses that are modules, to whose parameters and modules values may refer."""
         self._opened: dict[int, Any] = {}
         self._leaves: list[Leaf] = []
@@ -103,7 +106,7 @@ class PythonState:
             if value is None:
                 continue
             if isinstance(value, nn.Module):
-                self._models[name] = value
+                self._models[name] = weakref.ref(value)
                 self._search.known(iter((*value.parameters(), *value.buffers())))
             self._search.visit(name, value)
         self._take_found()
@@ -166,6 +169,7 @@ class PythonState:
             if not leaf.same(self._contents[j], thorough=closely):
                 self._digests, self._moved = None, True
                 first, leaf.moved = not leaf.moved, True
+                self._resting.discard(leaf.name)
                 before, self._contents[j] = self._contents[j], leaf.keep(self._contents[j])
                 made = self._keep_made(j, leaf, before)
                 if self.apart is not None:
@@ -196,6 +200,7 @@ class PythonState:
 
     def _recheck(self, entry: int) -> None:
         """See whether what holds an object that has changed can still be written."""
+        self._resting.discard(self._leaves[-1 - entry].name if entry < 0 else self._entries.name(entry))
         if entry < 0:
             self._check(
                 self._leaves[-1 - entry].name, self._leaves[-1 - entry].plain(self._contents[-1 - entry]), whole=True
@@ -206,6 +211,7 @@ class PythonState:
     def _keep_entry(self, i: int, value: Any) -> None:
         before, self._entries.kept[i] = self._entries.kept[i], value
         self._digests, self._moved = None, True
+        self._resting.discard(self._entries.name(i))
         self._under.pop(i, None)
         if self.apart is not None and not _equal(value, self._entries.built[i]) and self._is_state(before, value):
             self.lose(self._entries.name(i), self.apart)
@@ -270,16 +276,20 @@ class PythonState:
     def _at(self) -> dict[int, str]:
         found = {id(scope.owner): scope.name for scope in self._entries.scopes if scope.owner is not None}
         found |= {id(leaf.target): leaf.name for leaf in self._leaves if not isinstance(leaf, ExtraLeaf)}
-        for name, model in self._models.items():
+        for name, model in self._alive():
             found |= {id(p): f"{name} parameter {key}" for key, p in model.named_parameters()}
             found |= {id(m): f"{name} module {key}" for key, m in model.named_modules()}
         return found
+
+    def _alive(self) -> list[tuple[str, nn.Module]]:
+        found = ((name, model()) for name, model in self._models.items())
+        return [(name, model) for name, model in found if model is not None]
 
     def _there(self) -> dict[str, Any]:
         """Return what a record may refer to by name."""
         found: dict[str, Any] = {scope.name: scope.owner for scope in self._entries.scopes if scope.owner is not None}
         found |= {leaf.name: leaf.target for leaf in self._leaves}
-        for name, model in self._models.items():
+        for name, model in self._alive():
             found |= {f"{name} parameter {key}": p for key, p in model.named_parameters()}
             found |= {f"{name} module {key}": m for key, m in model.named_modules()}
         return found
@@ -390,11 +400,17 @@ class PythonState:
                 entries.setdefault(scope.name, {})[self._entries.keys[i]] = stored
                 by_rows = name if scope.root in _BY_ROWS else by_rows
         found: Record = {"entries": entries, "objects": objects}
+        return self._noted(found, by_rows), writer.tensors
+
+    def _noted(self, found: Record, by_rows: str | None) -> Record:
+        """Add what others have to know of a record."""
+        if self._resting:
+            found["resting"] = sorted(self._resting)
         if self.lost:
             found["lost"] = dict(self.lost)
         if by_rows is not None:
             found["by rows"] = {"name": by_rows, "shares": self.shares}
-        return found, writer.tensors
+        return found
 
     def _stored(self, writer: ValueWriter, value: Any, name: str, *, whole: bool) -> Any:
         before = len(writer.tensors)
@@ -434,6 +450,10 @@ class PythonState:
                 else:
                     scope.set(key, reader.value(stored, scope.mapping.get(key)))
         self._loaded()
+        if partly:
+            entries = record.get("entries", {})
+            self._resting = {f"{scope}.{key}" for scope, keys in entries.items() for key in keys}
+            self._resting |= record.get("objects", {}).keys()
 
     def show(self, record: Record, tensors: Mapping[str, Tensor]) -> None:
         """Put what has a place here and is not lost, for a network that is only looked at."""
@@ -544,7 +564,7 @@ class PythonState:
 
 def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record, dict[str, Tensor]]:
     """Put together what processes have recorded that each have a part of the network. What several of them have in
-    different states is lost."""
+    different states is lost; what has changed in one since all of them loaded it is that one's."""
     found: Record = {"entries": {}, "objects": {}}
     tensors: dict[str, Tensor] = {}
     lost: dict[str, str] = {}
@@ -553,7 +573,8 @@ def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record
         if place.setdefault(key, stored) != stored:
             lost[name] = _DIFFERS
 
-    for record, values in parts:
+    active = {name for record, _ in parts for name in _recorded(record) - {*record.get("resting", ())}}
+    for record, values in (_without_resting(*part, active) for part in parts):
         lost |= record.get("lost", {})
         found |= {"by rows": record["by rows"]} if "by rows" in record else {}
         for name, stored in record.get("objects", {}).items():
@@ -567,6 +588,28 @@ def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record
     if lost:
         found["lost"] = lost
     return found, tensors
+
+
+def _recorded(record: Record) -> set[str]:
+    """The names of all that a record has."""
+    entries = {f"{scope}.{key}" for scope, keys in record.get("entries", {}).items() for key in keys}
+    return entries | {*record.get("objects", {})}
+
+
+def _without_resting(
+    record: Record, tensors: Mapping[str, Tensor], active: Collection[str]
+) -> tuple[Record, Mapping[str, Tensor]]:
+    """A record without what its process has only loaded, where another process has changed that since."""
+    resting = {*record.get("resting", ())} & {*active}
+    if not resting:
+        return record, tensors
+    entries = {
+        scope: {key: stored for key, stored in keys.items() if f"{scope}.{key}" not in resting}
+        for scope, keys in record["entries"].items()
+    }
+    objects = {name: stored for name, stored in record["objects"].items() if name not in resting}
+    stays = {name: t for name, t in tensors.items() if name not in resting and name.partition("[")[0] not in resting}
+    return {**record, "entries": entries, "objects": objects}, stays
 
 
 _DIFFERS = "not the same on every rank"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -206,7 +206,8 @@ class ValueReader:
         if issubclass(of, enum.Enum):
             return of(stored["member"]) if issubclass(of, enum.Flag) else of[stored["member"]]
         if kind == "named":
-            return tuple.__new__(of, [self.value(item) for item in stored["items"]])
+            items: Any = [self.value(item) for item in stored["items"]]
+            return tuple.__new__(cast(Any, of), items)
         made = object.__new__(of)
         if "number" in stored:
             self._numbered[stored["number"]] = made  # its fields may lead back to it
