@@ -78,8 +78,6 @@ class PythonState:
         self._entries = Entries(self._search.counts)
         self._resting: set[str] = set()
         """What was loaded and has not changed since, where this process has a part of the network."""
-        self._models: dict[str, weakref.ref[nn.Module]] = {}
-        """The networks and losses that are modules, to whose parameters and modules values may refer."""
         self._opened: dict[int, Any] = {}
         self._leaves: list[Leaf] = []
         self._contents: list[Any] = []
@@ -106,7 +104,7 @@ class PythonState:
             if value is None:
                 continue
             if isinstance(value, nn.Module):
-                self._models[name] = weakref.ref(value)
+                self._search.models[name] = weakref.ref(value)
                 self._search.known(iter((*value.parameters(), *value.buffers())))
             self._search.visit(name, value)
         self._take_found()
@@ -282,7 +280,7 @@ class PythonState:
         return found
 
     def _alive(self) -> list[tuple[str, nn.Module]]:
-        found = ((name, model()) for name, model in self._models.items())
+        found = ((name, model()) for name, model in self._search.models.items())
         return [(name, model) for name, model in found if model is not None]
 
     def _there(self) -> dict[str, Any]:

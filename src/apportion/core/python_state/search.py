@@ -55,6 +55,8 @@ class Search:
         """Objects whose position cannot be read, by path: the names of their classes."""
         self.seen: dict[int, Any] = {}
         """What was looked at, by its identity, which stays its own as long as it is kept here."""
+        self.models: dict[str, weakref.ref[nn.Module]] = {}
+        """The networks and losses that are modules, to whose parameters and modules values may refer."""
         self._globals: dict[int, tuple[Scope, dict[str, None]]] = {}
         self._names: set[str] = set()
         self.classes: dict[str, type | None] = {}
