@@ -222,3 +222,37 @@ def test_a_network_of_transformers_whose_loss_is_another_is_refused_with_the_lin
     line = "count=lambda targets: float((targets != -100).sum())"
     with pytest.raises(apportion.Disproved, match=re.escape(line)):
         trained(texts(in_place), "data_parallel", 2)
+
+
+WRONG_COUNTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "nothing": (lambda targets: None, "count=<lambda> returned None"),
+    "a text": (lambda targets: "all", "count=<lambda> returned 'all'"),
+    "one a row": (lambda targets: (targets != -100).float(), "count=<lambda> returned tensor"),
+    "not a number": (lambda targets: 0.0 * float("inf"), "count=<lambda> returned nan"),
+    "below 0": (lambda targets: -float(len(targets)), "count=<lambda> returned -"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WRONG_COUNTS)
+def test_what_a_count_returns_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    count, says = WRONG_COUNTS[name]
+    workload = classifier(1, nn.functional.cross_entropy, count=count)
+    two, seen = apportion.local(workers=2), list[apportion.Event]()
+    events = apportion.run(workload, "data_parallel", launcher=two, run_dir=tmp_path / "run", check=False)
+    with pytest.raises(ValueError, match=re.escape(says)):
+        seen.extend(events)
+    assert "step" not in {event.kind for event in seen}
+
+
+@pytest.mark.parametrize("count", [nn.functional.cross_entropy, lambda outputs, targets: 1.0, lambda: 1.0])
+def test_a_count_that_does_not_take_the_targets_alone_is_refused(count: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="must be a function of the targets alone"):
+        classifier(1, nn.functional.cross_entropy, count=count)
+
+
+@pytest.mark.parametrize("given", [5, None, "Linear", (5,)])
+@pytest.mark.parametrize("field", ["per_rank_draws", "caches"])
+def test_what_is_no_collection_of_names_is_refused(field: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field}={re.escape(repr(given))} must be"):
+        classifier(1, nn.functional.cross_entropy, **{field: given})

@@ -7,6 +7,7 @@ by the rows. A share of the batch has the weight of its terms, so that a wrong n
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,6 +84,23 @@ def classification_of(loss: Any) -> Classification | None:
     except TypeError:  # it has no hash
         return None
     return None if options is None else Classification(loss, options)
+
+
+def terms_of(count: Count, targets: Any) -> float:
+    """Returns the number of loss terms that a workload's ``count`` gives for some targets. ValueError, by the name of
+    the function, where that is not one finite number of at least 0: a share of a batch would have no weight."""
+    given = count(targets)
+    try:
+        terms = float(given)
+    except (TypeError, ValueError, RuntimeError):
+        terms = math.nan
+    if not 0.0 <= terms < math.inf:
+        name = getattr(count, "__name__", type(count).__name__)
+        raise ValueError(
+            f"count={name} returned {given!r}, which must be one finite number of at least 0, the number of loss terms "
+            "in the targets that it is given: count=lambda targets: float((targets != -100).sum())"
+        )
+    return terms
 
 
 def derived_count(loss: Any) -> Count:

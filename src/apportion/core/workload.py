@@ -3,8 +3,9 @@ how are not."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -175,7 +176,7 @@ class Workload:
             raise ValueError(f"epochs={self.epochs} must be above 0 and finite")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be above 0, or None not to clip")
-        if isinstance(self.per_rank_draws, str) or not all(isinstance(n, str) for n in self.per_rank_draws):
+        if not _are_names(self.per_rank_draws):
             raise ValueError(
                 f"per_rank_draws={self.per_rank_draws!r} must be the names of module classes or of the workload's "
                 'functions: per_rank_draws=("Reparametrise",)'
@@ -191,9 +192,15 @@ class Workload:
                 f"count={self.count!r} must be a function of the targets, as count=lambda targets: "
                 "float((targets != -100).sum()), or None where the loss couples the examples; or leave it out"
             )
+        if callable(self.count) and not _takes_one(self.count):
+            name = getattr(self.count, "__name__", type(self.count).__name__)
+            raise ValueError(
+                f"count={name} must be a function of the targets alone, as count=lambda targets: "
+                "float((targets != -100).sum())"
+            )
         if self.count is None and self.update is not None:
             raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
-        if isinstance(self.caches, str) or not all(isinstance(name, str) for name in self.caches):
+        if not _are_names(self.caches):
             raise ValueError(f'caches={self.caches!r} must be a tuple of names, as ("Model.attention",)')
         if self.carry is not None and self.update is not None:
             raise ValueError("carry goes with loss; with update, keep the state in your own function")
@@ -259,6 +266,24 @@ class Workload:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return torch.float64 if self.precision == "float64" else torch.float32
+
+
+def _are_names(given: object) -> bool:
+    """Tells whether a field holds names: a tuple of them, or another collection."""
+    return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(name, str) for name in given)
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Tells whether a function can be called with one argument; True where its signature cannot be seen."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:

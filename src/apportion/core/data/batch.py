@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from apportion.core.data.rows import misfit_of, row_count, rows_of
-from apportion.core.loss_terms import Count, examples
+from apportion.core.loss_terms import Count, examples, terms_of
 from apportion.core.sampling.sampler import DataShard, Draws, Index, split
 
 
@@ -125,7 +125,7 @@ class Batch:
             return float(len(self.index))
         if count is examples:
             return float(self.row_count)
-        return float(count(self.targets))
+        return terms_of(count, self.targets)
 
     @property
     def counts_rows(self) -> bool:

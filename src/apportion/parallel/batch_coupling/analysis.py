@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from apportion.core import tree
 from apportion.core.data.rows import rows_of
+from apportion.core.loss_terms import terms_of
 from apportion.core.model_loss import resolved
 from apportion.core.sampling.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload
@@ -147,7 +148,7 @@ class _Looked:
 
     def _count(self, part: Part) -> float:
         count = resolved(self._workload.terms, self._model)
-        return float(tree.length(part[1])) if count is None else float(count(part[1]))
+        return float(tree.length(part[1])) if count is None else terms_of(count, part[1])
 
     # What differs
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from apportion.core import tree
-from apportion.core.loss_terms import Count
+from apportion.core.loss_terms import Count, terms_of
 from apportion.core.torch_private import pytree
 
 ROWS, MOST_ROWS = 48, 512
@@ -181,7 +181,7 @@ class _Probe:
         return value if value.finite else None
 
     def _terms(self, rows: list[int]) -> float:
-        return float(self._count(tree.map_tensors(lambda t: t[rows], self._fixed)))
+        return terms_of(self._count, tree.map_tensors(lambda t: t[rows], self._fixed))
 
     def _mismatch(self, made: Any, whole: _Value, parts: tuple[list[int], list[int]]) -> _Mismatch | None:
         terms = [self._terms(part) for part in parts]
@@ -318,7 +318,7 @@ def _parts_of_model(
     bound: float,
 ) -> _Mismatch | str | None:
     """Returns two parts that are weighed otherwise than by their terms, or what is wrong with them in words."""
-    terms = [float(count(tree.map_tensors(lambda t, p=part: t[p], targets))) for part in parts]  # type: ignore[misc]
+    terms = [terms_of(count, tree.map_tensors(lambda t, p=part: t[p], targets)) for part in parts]  # type: ignore[misc]
     if not all(terms):
         return None
     one, other = value(parts[0]), value(parts[1])

@@ -27,7 +27,7 @@ from apportion.comm.group import Group, Work
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
-from apportion.core.loss_terms import examples
+from apportion.core.loss_terms import examples, terms_of
 from apportion.core.modes import evaluating
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.workload import Workload
@@ -135,7 +135,7 @@ class HybridModel(TensorParallelModel):
         assert self._count is not None
         if self._count is examples:
             return float(rows.stop - rows.start)
-        return float(self._count(rows_of(targets, rows)))
+        return terms_of(self._count, rows_of(targets, rows))
 
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any:

@@ -49,5 +49,10 @@ def refuse_superseded(run_dir: Path, writer: RunWriter) -> None:
 
 def publish(run_dir: Path, run: Mapping[str, Any], write: Any) -> None:
     """Puts a new ``run.json`` in the place of the old one. ``write``: writes and syncs a file of JSON."""
-    write(run_dir / ".run.json", run)
-    os.replace(run_dir / ".run.json", run_dir / "run.json")
+    draft = run_dir / ".run.json"
+    try:
+        write(draft, run)
+        os.replace(draft, run_dir / "run.json")
+    except OSError:  # a full disk: what is written in part is not left there
+        draft.unlink(missing_ok=True)
+        raise
