@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
 import apportion
@@ -28,6 +28,54 @@ def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+class Classifier(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+# Rows that are sorted
+
+
+def longest_first(samples: list[Any]) -> Any:
+    samples = sorted(samples, key=lambda pair: -len(pair[0]))
+    inputs = pad_sequence([x for x, _ in samples], batch_first=True)
+    return (inputs, torch.tensor([len(x) for x, _ in samples])), torch.tensor([label for _, label in samples])
+
+
+class Packing(nn.Module):
+    """Packs its rows, which have to come sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(5, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(pack_padded_sequence(x, lengths, batch_first=True))[1][-1])
+
+
+def largest_first(samples: list[Any]) -> Any:
+    return default_collate(sorted(samples, key=lambda pair: -float(pair[0][0])))
+
+
+SORTED = {
+    "sequences": (Packing, lambda: [(drawn(2 + i * 5 % 9, 5, seed=i), i % 3) for i in range(47)], longest_first),
+    "hard first": (Classifier, lambda: [(x, x[:3].argmax()) for x in drawn(47, 10)], largest_first),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SORTED)
+def test_rows_that_collate_sorts_train_as_on_one_device(name: str, trained: Any, furthest: Any) -> None:
+    model, data, collate = SORTED[name]
+    workload = apportion.Workload(
+        model=model, data=data, collate=collate, loss=F.cross_entropy, optimizer=sgd, batch_size=10,
+        precision="float64",
+    )  # fmt: skip
+    one = trained(workload)
+    for workers in (2, 3):
+        assert furthest(one, trained(workload, "data_parallel", workers)) < 1e-9
+
+
 # Rows that are left out
 
 
@@ -38,11 +86,6 @@ def readings() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def unbroken(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if not sample[0].isnan().any()])
-
-
-class Classifier(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def windows() -> list[torch.Tensor]:

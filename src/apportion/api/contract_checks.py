@@ -90,25 +90,28 @@ class ContractChecks:
         if not self._exact:  # its reference has no network: one device takes the state that the ranks have come to
             state = f"{path}-state"
             pools.ask(pools.tried, {"kind": "predict", "state": state}, "predicted")
-        order = {"kind": "predict", "path": f"{path}-by-one", "state": state}
-        (one,) = pools.ask(pools.reference, order, "predicted")
-        if self._hindered(one):
-            return None
         answers = pools.ask(pools.tried, {"kind": "predict", "path": path}, "predicted")
         if any(self._hindered(answer) for answer in answers if "why" in answer):
+            return None
+        rows = [answer["rows"] for answer in answers]
+        order = {"kind": "predict", "path": f"{path}-by-one", "state": state, "rows": rows}
+        (one,) = pools.ask(pools.reference, order, "predicted")
+        if self._hindered(one):
             return None
         lacking = _lacking(answers, one["rows"])
         return self._predicted_apart(answers, one, path) if lacking is None else f"{lacking}, which one device predicts"
 
     def _predicted_apart(self, answers: Sequence[Message], one: Message, path: str) -> str | None:
-        expected = load_file(f"{path}-by-one")
         self.hindered[PREDICTIONS] = "no output has a row for each example"
         for rank, answer in enumerate(answers):
             if answer["tensors"] is None:
                 continue
             if answer["tensors"] != one["tensors"]:
                 return f"rank {rank} predicts {answer['tensors']} tensors, and one device {one['tensors']}"
-            found = _apart(load_file(f"{path}{rank}"), expected, answer["rows"], one["rows"])
+            alone = rank in one["alone"]
+            expected = load_file(f"{path}-by-one{rank if alone else ''}")
+            every = answer["rows"] if alone else one["rows"]
+            found = _apart(load_file(f"{path}{rank}"), expected, answer["rows"], every)
             if found is None:
                 continue
             self.compared.add(PREDICTIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 
 from apportion.comm.group import collective
 from apportion.core import tree
+from apportion.core.data.batch import Batch
+from apportion.core.data.rows import rows_of
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.sampling.sampler import DataShard
 from apportion.core.strategy import State, Step
@@ -61,36 +63,74 @@ def predicted(step: Step, rank: int, ranks: int, path: str) -> dict[str, Any]:
     in_parts = step.data_shard.parts is not None
     shard = step.data_shard if in_parts else DataShard() if step.whole else DataShard(rank, ranks)
     batch = step.source.at(0, shard)
+    rows = [batch.rows.start, batch.rows.stop]
+    return {"rows": rows, "whole": step.whole, "tensors": _write_predicted(step, batch, path)}
+
+
+def _write_predicted(step: Step, batch: Batch, path: str) -> int | None:
+    """Writes the outputs for a batch into the file; returns how many tensors these have, None where there are none."""
     outputs = step.predict(batch)
     step.looked()
-    found = {"rows": [batch.rows.start, batch.rows.stop], "whole": step.whole}
     if outputs is None:
-        return {**found, "tensors": None}
+        return None
     tensors = [t.detach().cpu().resolve_conj() for t in tree.tensors(outputs) if t.layout is torch.strided]
     wide = [torch.view_as_real(t.to(torch.complex128)) if t.is_complex() else t.double() for t in tensors]
     save_file({str(number): t.contiguous().clone() for number, t in enumerate(wide)}, path)
-    return {**found, "tensors": len(wide)}
+    return len(wide)
 
 
-def predicted_by(step: Step, path: str) -> dict[str, Any]:
-    """Writes what one device predicts for the first batch. Answers with ``why`` where it does not, as where a network
-    is called by an update alone."""
+def predicted_by(step: Step, of_ranks: Sequence[Sequence[int]], path: str) -> dict[str, Any]:
+    """Writes what one device predicts for the first batch; returns what ``predicted`` does, and as ``alone`` the ranks
+    whose rows collate places otherwise by themselves than within the whole batch, as where it sorts or pads: what one
+    device predicts for these rows alone is in a file of the rank. ``of_ranks``: the rows of each rank. Answers with
+    ``why`` where one device does not predict, as where a network is called by an update alone."""
     try:
-        return predicted(step, 0, 1, path)
+        found = predicted(step, 0, 1, path)
+        ranks = range(len(of_ranks)) if found["tensors"] and not step.source.keeps_rows else ()
+        return {**found, "alone": [rank for rank in ranks if _writes_alone(step, rank, of_ranks[rank], path)]}
     except Exception as error:
         return _not_by_one_device(error)
 
 
-def predicted_at(state: State, workload: Workload, path: str) -> dict[str, Any]:
+def _writes_alone(step: Step, rank: int, rows: Sequence[int], path: str) -> bool:
+    """Writes what one device predicts for a rank's rows alone into the file of the rank, where these have another place
+    in the whole batch; returns whether that is so."""
+    whole = step.source.at(0)
+    if list(rows) in ([whole.rows.start, whole.rows.stop], [rows[0], rows[0]]):
+        return False
+    step.source.sit(rank)  # which draws for itself
+    try:
+        alone = step.source.rows(0, slice(*rows))
+        return not _placed_alike(whole, alone) and bool(_write_predicted(step, alone, f"{path}{rank}"))
+    finally:
+        step.source.sit(0)
+
+
+def _placed_alike(whole: Batch, alone: Batch) -> bool:
+    """Tells whether collate makes the same of rows alone and in the whole batch, at their place in it."""
+    try:
+        within = rows_of((whole.inputs, whole.targets), alone.rows, len(whole))
+    except ValueError:  # of which nothing is by row
+        return False
+    ones, others = tree.tensors(within), tree.tensors((alone.inputs, alone.targets))
+    return len(ones) == len(others) and all(
+        one.layout is other.layout is torch.strided
+        and one.shape == other.shape
+        and bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def predicted_at(state: State, workload: Workload, of_ranks: Sequence[Sequence[int]], path: str) -> dict[str, Any]:
     """Writes what one device predicts for the first batch at a state that ranks have come to, which is what an
-    approximate strategy has to predict too. Answers with ``why`` where it does not."""
+    approximate strategy has to predict too; returns what ``predicted_by`` does."""
     with seeded_rng(workload.seed):
         try:
             step = OneDeviceStep(workload, torch.device("cpu"))
             step.load_state_dict(state)
         except Exception as error:  # a state that one device has no place for
             return _not_by_one_device(error)
-        return predicted_by(step, path)
+        return predicted_by(step, of_ranks, path)
 
 
 def _not_by_one_device(error: Exception) -> dict[str, Any]:

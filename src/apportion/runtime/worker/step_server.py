@@ -267,8 +267,8 @@ def _predicted(state: State | None, workload: Workload, order: Message) -> dict[
     """Writes what one device predicts at the state that the reference, or the ranks of an approximate strategy, have
     come to."""
     if isinstance(state, ReferenceState):
-        return predicted_by(state.maker, order["path"])
-    return predicted_at(pickle.loads(Path(order["state"]).read_bytes()), workload, order["path"])
+        return predicted_by(state.maker, order["rows"], order["path"])
+    return predicted_at(pickle.loads(Path(order["state"]).read_bytes()), workload, order["rows"], order["path"])
 
 
 def _values_of(state: State) -> dict[str, float] | None:
