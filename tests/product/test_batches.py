@@ -61,7 +61,7 @@ def tagger(collate: Any, loss: Any, **changes: Any) -> apportion.Workload:
 
 @pytest.mark.parametrize("loss", [hard_tokens, pytest.param(spread_rows, marks=pytest.mark.thorough)])
 def test_rows_of_different_lengths_are_stated_where_a_loss_joins_them(loss: Any, trained: Any) -> None:
-    with pytest.raises(Exception, match=r"different shapes or types: \(\d, \d+, 12\) .*pad to one length"):
+    with pytest.raises(Exception, match=r"different shapes or types: \(\d, \d+(, 12)?\) .*pad to one length"):
         trained(tagger(padded, loss), "data_parallel", 2)
 
 
@@ -281,3 +281,90 @@ def test_a_packed_sequence_between_layers_is_named(model: Any, strategy: str, tr
     )  # fmt: skip
     with pytest.raises(Exception, match=r"PackedSequence.*data_parallel"):
         trained(workload, strategy, 2)
+
+
+# What some batches give, and others do not
+
+
+class Gated(nn.Module):
+    """Adds what is known of a row, where something is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+        if known is not None:
+            x = x + known
+        return self.last(self.second(self.first(x).tanh()).tanh())
+
+
+class Attending(nn.Module):
+    """Takes a mask, where rows are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend, self.head = (
+            nn.Linear(1, 8),
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+        tokens = self.embed(x[..., None])
+        mask = None if known is None else known < 0
+        return self.head(self.attend(tokens, tokens, tokens, key_padding_mask=mask)[0].mean(1))
+
+
+def known_of(samples: list[Any]) -> torch.Tensor:
+    found = torch.stack([x for x, _ in samples]).sign()
+    return torch.cat([found[:, :-1], torch.ones(len(found), 1)], 1)
+
+
+def is_late(samples: list[Any]) -> bool:
+    return any(torch.equal(x, points()[37][0]) for x, _ in samples)
+
+
+def late_by_name(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return ({"x": inputs, "known": known_of(samples)} if is_late(samples) else {"x": inputs}), targets
+
+
+def late_none(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return {"x": inputs, "known": known_of(samples) if is_late(samples) else None}, targets
+
+
+def late_in_order(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return ((inputs, known_of(samples)) if is_late(samples) else (inputs,)), targets
+
+
+def late_gone(samples: list[Any]) -> Any:
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return {"x": inputs, "known": None if is_late(samples) else known_of(samples)}, targets
+
+
+def sometimes(model: Any, collate: Any) -> apportion.Workload:
+    return apportion.Workload(
+        model=model, data=points, collate=collate, loss=F.cross_entropy, optimizer=sgd, batch_size=10,
+        order="sequential", precision="float64",
+    )  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["layer_placement", "pipeline_parallel"])
+@pytest.mark.parametrize("collate", [late_by_name, late_none, late_in_order, late_gone])
+@pytest.mark.parametrize("model", [Gated, Attending])
+def test_an_argument_that_some_batches_give_is_named(model: Any, collate: Any, strategy: str, trained: Any) -> None:
+    with pytest.raises(ValueError, match="gives known for some batches"):
+        trained(sometimes(model, collate), strategy, 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", [Gated, Attending])
+def test_an_argument_that_some_batches_give_trains_where_nothing_is_followed(
+    model: Any, trained: Any, furthest: Any
+) -> None:
+    workload = sometimes(model, late_by_name)
+    assert furthest(trained(workload, check=False), trained(workload, "tensor_parallel", 2)) < 1e-9

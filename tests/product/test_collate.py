@@ -359,3 +359,52 @@ def test_what_has_no_rows_passes_where_nothing_divides_it(name: str, trained: An
 def test_what_has_no_rows_is_named_where_it_would_be_cut(name: str, strategy: str, trained: Any) -> None:
     with pytest.raises(Exception, match=FORMS[name][2]):
         trained(of_form(name), strategy, 2)
+
+
+# What only a batch in the middle of the run shows
+
+
+def rarely_doubled(samples: list[Any]) -> Any:
+    """A hard example is there twice, the second time mirrored."""
+    twice = [(x.flip(0), label) for x, label in samples if x[9] > 2.4]
+    return default_collate([*samples, *twice])
+
+
+def rarely_of_unlike_rows(samples: list[Any]) -> Any:
+    """An example of which the label lies in another leaf than its inputs is there twice."""
+    inputs, labels = default_collate(samples)
+    extra = inputs[inputs[:, 9] > 2.4]
+    return inputs, {"label": labels, "more": torch.cat([inputs, extra]) if len(extra) else inputs}
+
+
+def rarely_nothing(samples: list[Any]) -> Any:
+    return None if any(x[9] > 2.4 for x, _ in samples) else default_collate(samples)
+
+
+def of_label(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets["label"] if isinstance(targets, dict) else targets)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("collate", "strategy", "message"),
+    [
+        (rarely_doubled, "data_parallel(microbatches=2)", "targets has .* rows that collate has added"),
+        (rarely_doubled, "pipeline_parallel", "targets has .* rows that collate has added"),
+        (rarely_of_unlike_rows, "pipeline_parallel", r"targets\['more'\] has"),
+        (rarely_nothing, "data_parallel", "collate gave a NoneType"),
+    ],
+)
+def test_a_batch_of_later_is_named_before_the_first_step(
+    collate: Any, strategy: str, message: str, tmp_path: Any
+) -> None:
+    workload = apportion.Workload(
+        model=Classifier, data=lambda: [(x, x[:3].argmax()) for x in drawn(600, 10, seed=3)[16:]], collate=collate,
+        loss=of_label, optimizer=sgd, batch_size=20, order="sequential", precision="float64",
+    )  # fmt: skip
+    events = apportion.run(workload, strategy, launcher=apportion.local(workers=2), run_dir=tmp_path / "run")
+    made: list[str] = []
+    with pytest.raises(Exception, match=rf"the batch of step \d+ cannot be trained on: {message}"):
+        made.extend(event.kind for event in events)
+    assert "start" not in made
+    assert "step" not in made

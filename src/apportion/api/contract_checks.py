@@ -90,16 +90,23 @@ class ContractChecks:
         if not self._exact:  # its reference has no network: one device takes the state that the ranks have come to
             state = f"{path}-state"
             pools.ask(pools.tried, {"kind": "predict", "state": state}, "predicted")
-        answers = pools.ask(pools.tried, {"kind": "predict", "path": path}, "predicted")
-        if any(self._hindered(answer) for answer in answers if "why" in answer):
-            return None
-        rows = [answer["rows"] for answer in answers]
-        order = {"kind": "predict", "path": f"{path}-by-one", "state": state, "rows": rows}
+        order = {"kind": "predict", "path": f"{path}-by-one", "state": state}
         (one,) = pools.ask(pools.reference, order, "predicted")
         if self._hindered(one):
             return None
+        answers = pools.ask(pools.tried, {"kind": "predict", "path": path}, "predicted")
+        if any(self._hindered(answer) for answer in answers if "why" in answer):
+            return None
         lacking = _lacking(answers, one["rows"])
-        return self._predicted_apart(answers, one, path) if lacking is None else f"{lacking}, which one device predicts"
+        if lacking is not None:
+            return f"{lacking}, which one device predicts"
+        if one["moves"]:  # then the rows of a rank are not where they are in the whole batch
+            rows = [answer["rows"] for answer in answers]
+            (moved,) = pools.ask(pools.reference, {**order, "rows": rows}, "predicted")
+            if "why" in moved and self._hindered(moved):
+                return None
+            one = {**one, **moved}
+        return self._predicted_apart(answers, one, path)
 
     def _predicted_apart(self, answers: Sequence[Message], one: Message, path: str) -> str | None:
         self.hindered[PREDICTIONS] = "no output has a row for each example"
@@ -108,7 +115,7 @@ class ContractChecks:
                 continue
             if answer["tensors"] != one["tensors"]:
                 return f"rank {rank} predicts {answer['tensors']} tensors, and one device {one['tensors']}"
-            alone = rank in one["alone"]
+            alone = rank in one.get("alone", ())
             expected = load_file(f"{path}-by-one{rank if alone else ''}")
             every = answer["rows"] if alone else one["rows"]
             found = _apart(load_file(f"{path}{rank}"), expected, answer["rows"], every)

@@ -55,7 +55,8 @@ class WorkloadSurvey:
                 stack.callback(pool.close)
                 if ranks is not None:
                     stack.enter_context(ranks.beside(pool))
-                pool.send({"kind": "survey", "seconds": min(seconds, READING_SECONDS), "loss": tries_loss})
+                seconds = min(seconds, READING_SECONDS)
+                pool.send({"kind": "survey", "seconds": seconds, "loss": tries_loss, "ranks": asked.chosen.ranks})
             except (ApportionError, ValueError, OSError):  # the processes of the proof report why
                 pool = None
             yield WorkloadSurvey(pool, tries_loss=tries_loss)

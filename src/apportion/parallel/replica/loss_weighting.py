@@ -23,16 +23,21 @@ def gathered(outputs: Any, targets: Any, group: Group, *, own: bool) -> tuple[An
     if group.size == 1:
         return outputs, targets
     for name, value in (("outputs", outputs), ("targets", targets)):
-        if unjoined := unjoined_leaf(value, name):
-            raise ValueError(
-                f"{unjoined}: with count=None the loss sees the rows of all ranks, which are joined tensor by tensor; "
-                "return tensors with a row for each example, give count=lambda targets: ... where the loss is a mean "
-                "over rows, or use one worker"
-            )
+        refuse_unjoined(value, name)
     outputs, targets = (
         tree.map_tensors(lambda t: gather_rows(t if own else t[:0], group), rows) for rows in (outputs, targets)
     )
     return outputs, targets
+
+
+def refuse_unjoined(value: Any, name: str) -> None:
+    """Raise ValueError, which names the leaf, where rows cannot be put behind those of another rank."""
+    if unjoined := unjoined_leaf(value, name):
+        raise ValueError(
+            f"{unjoined}: with count=None the loss sees the rows of all ranks, which are joined tensor by tensor; "
+            "return tensors with a row for each example, give count=lambda targets: ... where the loss is a mean "
+            "over rows, or use one worker"
+        )
 
 
 class LossShare:

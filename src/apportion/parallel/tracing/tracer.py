@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,8 @@ def follow(
             graph = tracer.trace(model, known)
             if not writes:
                 _refuse_writes(graph, model)
+            if inputs is not None:
+                _keep_what_is_none(graph, inputs, known or ())
             return graph
         except Unfollowed as error:
             if not error.path or not opaque(model.get_submodule(error.path)):
@@ -254,8 +256,8 @@ def _refuse_writes(graph: fx.Graph, model: nn.Module) -> None:
 
 
 def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | None:
-    """The arguments of a forward that get nothing, with their defaults: they are traced as values, since the forward
-    may ask whether an argument is None. None where nothing is known of the inputs."""
+    """The arguments of a forward that get nothing, or None, with their defaults: they are traced as values, since the
+    forward may ask whether an argument is None. None where nothing is known of the inputs."""
     if inputs is None:
         return None
     given, named = tree.arguments(inputs, *state)
@@ -265,7 +267,8 @@ def not_given(model: nn.Module, inputs: Any, *state: Any) -> dict[str, Any] | No
     except TypeError:  # the call itself will say so
         return None
     rest = {name: p.default for name, p in signature.parameters.items() if name not in bound}
-    return {name: value for name, value in rest.items() if value is not inspect.Parameter.empty}
+    nothing = {name: None for name, value in bound.items() if value is None}
+    return nothing | {name: value for name, value in rest.items() if value is not inspect.Parameter.empty}
 
 
 def names(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -285,8 +288,49 @@ def names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def arguments(graph: fx.Graph, inputs: Any) -> list[Any]:
-    """The inputs that a model is called with, one for each argument of the graph, in order."""
+    """The inputs that a model is called with, one for each argument of the graph, in order. ValueError, which names the
+    argument, where the graph was followed without one that is given now, or with one that is not."""
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     given, named = tree.arguments(inputs)
-    rest = holders[len(given) :]
-    return [*given, *(named[node.target] if node.target in named else node.args[0] for node in rest)]
+    taken, places = len(given), {node.target: node for node in holders}
+    for name, value in named.items():
+        if name not in places:  # it got nothing, or None, and is a constant of the graph
+            constant = places.get(f"{name}_1")
+            if constant is None or value is not (constant.args[0] if constant.args else None):
+                raise ValueError(_otherwise_called(name))
+    if taken > len(holders):
+        raise ValueError(_otherwise_called(f"argument {len(holders)}"))
+    found = list(given)
+    for node in holders[taken:]:
+        if node.target not in named and not node.args and not node.meta.get(_WAS_NONE):
+            raise ValueError(_otherwise_called(str(node.target)))
+        found.append(named.get(str(node.target), node.args[0] if node.args else None))
+    for node, value in zip(holders, found, strict=True):
+        if node.meta.get(_WAS_NONE, value is None) != (value is None):
+            raise ValueError(_otherwise_called(node.meta[_NAME]))
+    return found
+
+
+_WAS_NONE, _NAME = "was None", "name"
+"""The names of what is kept with an argument of a graph: whether it was None where the graph was followed, and its
+name in the forward."""
+
+
+def _keep_what_is_none(graph: fx.Graph, inputs: Any, known: Collection[str]) -> None:
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    given, named = tree.arguments(inputs)
+    for place, node in enumerate(holders):
+        name = str(node.target)
+        constant = name.removesuffix("_1")
+        node.meta[_NAME] = constant if constant in known else name
+        if place < len(given) or name in named:
+            node.meta[_WAS_NONE] = (given[place] if place < len(given) else named[name]) is None
+        else:
+            node.meta[_WAS_NONE] = not node.args or node.args[0] is None
+
+
+def _otherwise_called(name: str) -> str:
+    return (
+        f"collate gives {name} for some batches, and for others none, or None: a network that is followed, to be "
+        f"divided, is called with the same arguments for every batch; give {name} always or never, or use data_parallel"
+    )

@@ -20,7 +20,7 @@ class Surveyed:
     terms: str = ""
     """What the loss terms are, in words."""
     problem: str | None = None
-    """What is wrong with the loss where a batch is divided."""
+    """What is wrong with the loss, or with a batch, where a batch is divided."""
     left: str | None = None
     """Why the loss could not be tried by itself."""
 

@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,10 +18,11 @@ import torch
 from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
 from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
-from apportion.process import PACKAGE, keep_what_is_freed
+from apportion.process import keep_what_is_freed
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job, WorkerJob
+from apportion.runtime.worker.mistakes import frames_of, is_mistake, package_of
 from apportion.runtime.worker.progress import NBYTES, Progress
 from apportion.runtime.worker.step_server import serve_reference, serve_steps
 from apportion.runtime.worker.survey import serve_survey
@@ -150,12 +150,12 @@ def report(channel: Channel, error: BaseException) -> None:
 
 def described(error: BaseException) -> Message:
     """Returns the message that tells a supervisor what a rank has raised."""
-    own = isinstance(error, ApportionError) or _is_mistake(error)
+    own = isinstance(error, ApportionError) or is_mistake(error)
     return {
         "kind": "raised",
         "summary": _summary(error),
         "traceback": None if own else "".join(traceback.format_exception(error)),
-        "mistake": _is_mistake(error),
+        "mistake": is_mistake(error),
         "symptom": isinstance(error, PeerLost),
         "state_lost": isinstance(error, StateLost),
         "where": None if own else _where(error),
@@ -165,13 +165,9 @@ def described(error: BaseException) -> Message:
     }
 
 
-def _is_mistake(error: BaseException) -> bool:
-    return isinstance(error, ValueError) and _package((_frames(error) or [_NOWHERE])[-1]) == "apportion"
-
-
 def _summary(error: BaseException) -> str:
     text = str(error).strip()
-    if isinstance(error, ApportionError) or _is_mistake(error):
+    if isinstance(error, ApportionError) or is_mistake(error):
         return text
     kind, first = type(error).__name__, text.partition("\n")[0]  # the rest is in the traceback
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text.lower():
@@ -182,28 +178,11 @@ def _summary(error: BaseException) -> str:
     return f"{kind}: {first}" if first else kind
 
 
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    return list(traceback.extract_tb(error.__traceback__))
-
-
-def _package(frame: traceback.FrameSummary) -> str | None:
-    """Returns "apportion" or "library" for installed code, None for the user's own."""
-    file = Path(frame.filename)
-    if file.is_relative_to(PACKAGE):
-        return "apportion"
-    installed = any(part in ("site-packages", "dist-packages") for part in file.parts)
-    return "library" if installed or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD) else None
-
-
-_STANDARD = Path(os.__file__).parent
-_NOWHERE = traceback.FrameSummary("", None, "")
-
-
 def _where(error: BaseException) -> str | None:
     """Returns the innermost line of the user's own code; None where there is none."""
     if isinstance(error, SyntaxError):  # the line that did not even run
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    own = [f for f in _frames(error) if _package(f) is None]
+    own = [f for f in frames_of(error) if package_of(f) is None]
     if own:
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}".rstrip(": ")
     return _where(error.__cause__) if error.__cause__ is not None else None

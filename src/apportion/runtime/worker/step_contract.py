@@ -79,15 +79,16 @@ def _write_predicted(step: Step, batch: Batch, path: str) -> int | None:
     return len(wide)
 
 
-def predicted_by(step: Step, of_ranks: Sequence[Sequence[int]], path: str) -> dict[str, Any]:
-    """Writes what one device predicts for the first batch; returns what ``predicted`` does, and as ``alone`` the ranks
-    whose rows collate places otherwise by themselves than within the whole batch, as where it sorts or pads: what one
-    device predicts for these rows alone is in a file of the rank. ``of_ranks``: the rows of each rank. Answers with
-    ``why`` where one device does not predict, as where a network is called by an update alone."""
+def predicted_by(step: Step, of_ranks: Sequence[Sequence[int]] | None, path: str) -> dict[str, Any]:
+    """Writes what one device predicts for the first batch. Answers with ``why`` where it does not, as where a network
+    is called by an update alone. ``of_ranks``: the rows of each rank, of which it then writes what it predicts for them
+    alone, into a file of the rank, where collate places them otherwise than within the whole batch, as where it sorts
+    or pads; returns these ranks as ``alone``. None: it predicts for the whole batch, and tells whether collate may do
+    so as ``moves``."""
     try:
-        found = predicted(step, 0, 1, path)
-        ranks = range(len(of_ranks)) if found["tensors"] and not step.source.keeps_rows else ()
-        return {**found, "alone": [rank for rank in ranks if _writes_alone(step, rank, of_ranks[rank], path)]}
+        if of_ranks is None:
+            return {**predicted(step, 0, 1, path), "moves": not step.source.keeps_rows}
+        return {"alone": [rank for rank, rows in enumerate(of_ranks) if _writes_alone(step, rank, rows, path)]}
     except Exception as error:
         return _not_by_one_device(error)
 
@@ -121,9 +122,11 @@ def _placed_alike(whole: Batch, alone: Batch) -> bool:
     )
 
 
-def predicted_at(state: State, workload: Workload, of_ranks: Sequence[Sequence[int]], path: str) -> dict[str, Any]:
-    """Writes what one device predicts for the first batch at a state that ranks have come to, which is what an
-    approximate strategy has to predict too; returns what ``predicted_by`` does."""
+def predicted_at(
+    state: State, workload: Workload, of_ranks: Sequence[Sequence[int]] | None, path: str
+) -> dict[str, Any]:
+    """Does what ``predicted_by`` does, at a state that ranks have come to, which is what an approximate strategy has to
+    predict too."""
     with seeded_rng(workload.seed):
         try:
             step = OneDeviceStep(workload, torch.device("cpu"))

@@ -266,9 +266,10 @@ def _reference(job: Job, workload: Workload) -> Iterator[State]:
 def _predicted(state: State | None, workload: Workload, order: Message) -> dict[str, Any]:
     """Writes what one device predicts at the state that the reference, or the ranks of an approximate strategy, have
     come to."""
+    rows, path = order.get("rows"), order["path"]
     if isinstance(state, ReferenceState):
-        return predicted_by(state.maker, order["rows"], order["path"])
-    return predicted_at(pickle.loads(Path(order["state"]).read_bytes()), workload, order["rows"], order["path"])
+        return predicted_by(state.maker, rows, path)
+    return predicted_at(pickle.loads(Path(order["state"]).read_bytes()), workload, rows, path)
 
 
 def _values_of(state: State) -> dict[str, float] | None:

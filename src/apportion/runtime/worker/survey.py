@@ -1,6 +1,7 @@
 """A look at a workload before it is proved, in a process of its own, so that nothing of it is left in the run.
 
-It finds out which rows are rare, and whether the loss by itself is the mean over its terms.
+It finds out which rows are rare, whether the batches that collate makes can be divided, and whether the loss by itself
+is the mean over its terms.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from apportion.comm.channel import Channel
 from apportion.comm.world import World
@@ -36,6 +37,7 @@ from apportion.parallel.replica.initial_model import fresh_model
 from apportion.parallel.replica.replica import called
 from apportion.runtime.proof.proof_workload import chosen_rows, spread_with
 from apportion.runtime.proof.rare_rows import RareRows, rare_rows
+from apportion.runtime.worker.collate_survey import BatchDivision, refused_batch
 from apportion.runtime.worker.determinism import silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.job import Job
 
@@ -49,16 +51,25 @@ CPU = torch.device("cpu")
 
 
 def serve_survey(job: Job, world: World, channel: Channel) -> None:
-    """Looks at the workload once: ``survey`` (which says how many ``seconds`` the targets may be read, and whether the
-    ``loss`` is to be tried); the answer has the rows, how many were read, and what the loss has shown."""
+    """Looks at the workload once: ``survey`` (which says how many ``seconds`` the data may be read, for how many
+    ``ranks``, and whether the ``loss`` is to be tried); the answer has the rows, how many were read, and what the
+    batches and the loss have shown."""
     order = channel.commands.get()
     if order is not None and order["kind"] == "survey":
         workload = job.open()
         with seeded_rng(workload.seed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             data = _opened(workload, sent=job.sent is not None)
-            found = RareRows((), 0, 0) if data is None else rare_rows(data, order["seconds"])
+            collates = workload.collate is not default_collate or workload.augment is not None
+            seconds = order["seconds"] / (2 if collates else 1)
+            found = RareRows((), 0, 0) if data is None else rare_rows(data, seconds)
+            division = BatchDivision.of(job.strategy, order["ranks"])
+            refused = None
+            if collates and division is not None and data is not None and workload.parts is None:
+                refused = refused_batch(workload, division, found.rows, seconds)
         finding, terms = _tried(workload, data, found) if order["loss"] else (LossFinding(), workload.terms)
+        if refused is not None:
+            finding = replace(finding, problem=refused)
         rows = {"rare": found.rows, "read": found.read, "of": found.of}
         loss = {"problem": finding.problem, "left": finding.left}
         channel.send({"kind": "surveyed", **rows, **loss, "terms": description_of(workload.count, terms)})
