@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from apportion.core.data.fetch import RowFetcher
 from apportion.core.model_loss import resolved
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.parts.sampler import PartSampler
+from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.sampler import DataShard, Sampler
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
@@ -70,6 +72,9 @@ class BatchSource:
 
     def _to(self, workload: Workload, device: torch.device | None) -> None:
         self.seed, self.dtype = workload.seed, self._fetcher.dtype
+        self._workload = workload
+        self._python: PythonState | None = None
+        self._is_looking = False
         self.count = self._fetcher.counted(workload.terms)
         """The number of loss terms in some targets, or ``examples`` where each of these rows is seen to have one."""
         self.keeps_rows = self._fetcher.keeps_rows
@@ -179,9 +184,36 @@ class BatchSource:
         batch = Batch(self, whole, index=index, rows=slice(0, len(index)))
         seconds = self.seconds
         try:
-            return self._fetcher.load(batch)
+            with self.looking():
+                return self._fetcher.load(batch)
         finally:
             self.seconds = seconds
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A context in which rows are loaded, and the loss is called, for a look and not for training. What the data
+        set, collate, augment and the loss change in it, as a private generator that draws or a number that counts, is
+        put back, so that the first step finds what it would without."""
+        if self._is_looking:
+            yield
+            return
+        if self._python is None:
+            self._python = self._watched()
+        self._python.settle()
+        self._is_looking = True
+        try:
+            yield
+        finally:
+            self._is_looking = False
+            self._python.reset()
+
+    def _watched(self) -> PythonState:
+        workload = self._workload
+        found = PythonState(workload.caches)
+        copied = self._fetcher.indexed and self._fetcher.augment is None  # nothing of the user's runs for a row
+        data = None if copied else self.dataset
+        found.watch(data=data, **{name: getattr(workload, name) for name in ("loss", "collate", "augment", "count")})
+        return found
 
     def _next_block(self, step: int, shard: DataShard) -> Block:
         """The block that begins at this step, within its epoch: as many batches as are worth gathering at once, or this

@@ -89,6 +89,8 @@ class StoreWorker:
             self.source = BatchSource(workload, device=device, dtype=replica.input_dtype)
             self.source.count_for(replica.model)
             first = self.source.at(0, WHOLE)
+            with self.source.looking():
+                _ = first.inputs  # they stay loaded
             beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
             self.source.acts(replica.model)
             replica.python.watch(data=self.source.dataset)

@@ -77,6 +77,8 @@ class Partitioner:
         seed_everything(workload.seed)
         plain = fresh_model(workload, world.device, self._source.dtype)
         self._source.count_for(plain)
+        with self._source.looking():
+            _ = sample.inputs  # they stay loaded
         self._settle(plain, sample)
         if world.size > 1:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
@@ -124,7 +126,8 @@ class Partitioner:
         or was not given."""
         try:
             if self._look is not None:
-                self._look(plain, self._source)
+                with self._source.looking():
+                    self._look(plain, self._source)
         except ValueError as error:
             return error
         return None

@@ -71,7 +71,8 @@ class RunAgreement:
         if isinstance(dataset, PartedDataset) and self._job.prove:  # else no row leaves its host
             rows = broadcast_rows(dataset, ROWS, self._world)
             self.rows_sent = len(rows or ())
-        told = self._gather(lambda: describe_data(self._job, workload, step, rows))
+        with step.source.looking():
+            told = self._gather(lambda: describe_data(self._job, workload, step, rows))
         refuse_differences(told)
         if (said := unlike_code(told)) is not None and self._world.rank == 0:
             warnings.warn(said, stacklevel=2)
