@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 
+pytestmark = pytest.mark.filterwarnings(r"ignore:4 workers x \d+ threads")  # replicas of parts, on any machine
 STEPS = 30
 OFTEN = apportion.Policy(checkpoint_every="10 steps")
 
