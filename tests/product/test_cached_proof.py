@@ -516,26 +516,35 @@ def test_a_loss_that_counts_its_calls_begins_as_without_a_proof(trained: Any, fu
 
 
 @pytest.mark.thorough
-def test_reprove_makes_a_new_proof_and_the_command_lists_and_removes_them(
+def test_reprove_makes_a_new_proof_in_the_place_of_the_cached_one(
     no_cached_proofs: Path, apportion_command: Any, tmp_path: Path
 ) -> None:
     workload = classifier(flowers)
     prove(workload, tmp_path / "run0")
+    (first,) = json.loads(apportion_command("proofs", "--json").stdout)
     assert first_sentence(workload, tmp_path, seed=5) is not None
     assert first_sentence(workload, tmp_path, reprove=True) is None
+    prove(workload, tmp_path / "run1", reprove=True)
+    (again,) = json.loads(apportion_command("proofs", "--json").stdout)
+    assert again["made"] >= first["made"]
+
+
+@pytest.mark.thorough
+def test_the_command_lists_and_removes_cached_proofs(
+    no_cached_proofs: Path, apportion_command: Any, tmp_path: Path
+) -> None:
+    workload = classifier(flowers)
+    prove(workload, tmp_path / "run")
     (listed,) = json.loads(apportion_command("proofs", "--json").stdout)
     assert (listed["strategy"], listed["workers"], listed["verdict"]) == ("data_parallel", 2, "equal")
     assert listed["bytes"] > 100
-    prove(workload, tmp_path / "run1", reprove=True)
-    (again,) = json.loads(apportion_command("proofs", "--json").stdout)
-    assert again["made"] >= listed["made"]
     shown = apportion_command("proofs").stdout
     assert listed["made"][:10] in shown
     assert "data_parallel" in shown
     refused = apportion_command("proofs", "--remove", "zzzzzzzz")
     assert refused.returncode == 2
     assert "no cached proof has this name" in refused.stderr
-    assert "removed 1 cached proof" in apportion_command("proofs", "--remove", again["name"][:8]).stdout
+    assert "removed 1 cached proof" in apportion_command("proofs", "--remove", listed["name"][:8]).stdout
     assert apportion_command("proofs").stdout == "no proofs are cached\n"
     assert first_sentence(workload, tmp_path) is None
 
