@@ -120,17 +120,17 @@ class SelfProof:
         for proof in proofs_of(key.code) if names else ():
             if proof.name in names:
                 with suppress(TypeError, KeyError):  # the file of another version
-                    told = {**proof.settled, **{n: tuple(proof.settled[n]) for n in ("plain", "uncompared")}}
+                    settled = {**proof.settled, **{n: tuple(proof.settled[n]) for n in ("plain", "uncompared")}}
                     sample = f"; {proof.basis.sentence}" if proof.basis.sentence else ""
-                    sentence = f"{told['sentence']} (a cached proof of {proof.made}, reused{sample})"
-                    return Settled(**{**told, "sentence": sentence, "seconds": 0.0, "remembered": True})
+                    sentence = f"{settled['sentence']} (a cached proof of {proof.made}, reused{sample})"
+                    return Settled(**{**settled, "sentence": sentence, "seconds": 0.0, "remembered": True})
         return None
 
     def settle(self, asked: Mapping[str, Any], ranks: RunningRanks | None = None) -> Settled:
         """Makes the proof, and keeps its answer for the next run. ``ranks``: those that make the strategy's steps; None
         starts processes here."""
         if ranks is not None:  # in whose processes nothing has started others before
-            with suppress(ApportionError):  # it is told where one is started
+            with suppress(ApportionError):  # the start of one raises it again
                 self._chosen.launcher.prepare()
         began = time.monotonic()
         self._ranks = ranks
@@ -346,8 +346,8 @@ class SelfProof:
     def _name(self, key: str) -> str:
         """Returns the name under which the answer is kept: of the key of what it holds for, and of where and how that
         is trained."""
-        told = {"workload": key, **self._how()}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+        about = {"workload": key, **self._how()}
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
 
     def _how(self) -> dict[str, Any]:
         """Returns where and how the workload is trained, by what a person calls it."""

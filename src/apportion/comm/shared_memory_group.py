@@ -69,7 +69,7 @@ def links_in(memory: memoryview, ranks: int) -> Links:
 
 def _starts(many: int, each: int) -> Sequence[int]:
     """The places at which the pieces of a tensor begin. An empty one has a piece too: a rank that has nothing to send
-    meets the others as well, so that one that has something is told apart from it."""
+    meets the others as well, so that one that has something is distinguished from it."""
     return range(0, many, each) if many > each else (0,)
 
 

@@ -17,7 +17,7 @@ import json
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, final
 
 import numpy as np
@@ -35,7 +35,7 @@ from apportion.core.python_state.leaves import (
     fields_leaf,
     leaf_of,
 )
-from apportion.core.python_state.records import NotStorable, ValueReader, ValueWriter
+from apportion.core.python_state.records import NotStorable, Record, ValueReader, ValueWriter
 from apportion.core.python_state.scopes import MISSING, Scope
 from apportion.core.python_state.search import ATOMS, Search, origin
 from apportion.core.replica_digest import tensor_digest
@@ -48,8 +48,6 @@ COPY_RATE, COPY_SHARE, TIMED_STEPS = 4e9, 0.01, 8
 steps after which the fastest one is known."""
 MOST_MADE = 10_000
 """The number of objects that training has put into one place up to which each is compared."""
-Record = dict[str, Any]
-"""The state as plain JSON: ``entries`` by scope and name, ``objects`` by name, and what is ``lost``, with reasons."""
 REMEDY = (
     "keep it in a buffer, or as a number, a list, a dict or a generator that is an attribute, give it by "
     "get_extra_state(), or make it a function of the step; where training does not depend on it, name it in the "
@@ -560,57 +558,6 @@ class PythonState:
         return zlib.crc32(json.dumps(found, sort_keys=True).encode()) if found else 0
 
 
-def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record, dict[str, Tensor]]:
-    """Put together what processes have recorded that each have a part of the network. What several of them have in
-    different states is lost; what has changed in one since all of them loaded it is that one's."""
-    found: Record = {"entries": {}, "objects": {}}
-    tensors: dict[str, Tensor] = {}
-    lost: dict[str, str] = {}
-
-    def add(place: dict[str, Any], key: str, stored: Any, name: str) -> None:
-        if place.setdefault(key, stored) != stored:
-            lost[name] = _DIFFERS
-
-    active = {name for record, _ in parts for name in _recorded(record) - {*record.get("resting", ())}}
-    for record, values in (_without_resting(*part, active) for part in parts):
-        lost |= record.get("lost", {})
-        found |= {"by rows": record["by rows"]} if "by rows" in record else {}
-        for name, stored in record.get("objects", {}).items():
-            add(found["objects"], name, stored, name)
-        for scope, entries in record.get("entries", {}).items():
-            for key, stored in entries.items():
-                add(found["entries"].setdefault(scope, {}), key, stored, f"{scope}.{key}")
-        for name, tensor in values.items():
-            if tensor_digest(tensors.setdefault(name, tensor)) != tensor_digest(tensor):
-                lost[name] = _DIFFERS
-    if lost:
-        found["lost"] = lost
-    return found, tensors
-
-
-def _recorded(record: Record) -> set[str]:
-    """The names of all that a record has."""
-    entries = {f"{scope}.{key}" for scope, keys in record.get("entries", {}).items() for key in keys}
-    return entries | {*record.get("objects", {})}
-
-
-def _without_resting(
-    record: Record, tensors: Mapping[str, Tensor], active: Collection[str]
-) -> tuple[Record, Mapping[str, Tensor]]:
-    """A record without what its process has only loaded, where another process has changed that since."""
-    resting = {*record.get("resting", ())} & {*active}
-    if not resting:
-        return record, tensors
-    entries = {
-        scope: {key: stored for key, stored in keys.items() if f"{scope}.{key}" not in resting}
-        for scope, keys in record["entries"].items()
-    }
-    objects = {name: stored for name, stored in record["objects"].items() if name not in resting}
-    stays = {name: t for name, t in tensors.items() if name not in resting and name.partition("[")[0] not in resting}
-    return {**record, "entries": entries, "objects": objects}, stays
-
-
-_DIFFERS = "not the same on every rank"
 _NOT: Any = object()
 _BY_ROWS = ("data", "collate", "augment")
 """The roots whose state depends on which rows a rank fetches."""

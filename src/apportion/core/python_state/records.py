@@ -15,6 +15,9 @@ from apportion.core.python_state.leaves import GENERATORS, Drawn, Fields, genera
 from apportion.core.python_state.scopes import slots_of
 from apportion.core.python_state.search import origin
 
+Record = dict[str, Any]
+"""The state as plain JSON: ``entries`` by scope and name, ``objects`` by name, and what is ``lost``, with reasons."""
+
 _DICTS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _KINDS = {of: kind for kind, of in (*_DICTS.items(), *_SEQUENCES.items())}

@@ -285,7 +285,7 @@ class ModelValue:
 def probe_model(
     value: Callable[[list[int]], ModelValue], count: Count, targets: Any, *, rows: int, weights: Iterable[object] = (1,)
 ) -> LossFinding:
-    """Tries a loss that a model computes by itself, on so many real rows. ``value`` returns the loss of some rows;
+    """Tries a loss that a model computes by itself, on ``rows`` real rows. ``value`` returns the loss of some rows;
     ``weights``: for each of these the loss is tried once more, so that they may change the weights of the model."""
     everything = list(range(rows))
     for _ in weights:

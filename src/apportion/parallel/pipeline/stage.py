@@ -203,24 +203,24 @@ def _agreed(
 ) -> list[int]:
     """The calls that the stages after the first begin with. Rank 0 alone measures, so that all ranks cut at the same
     places, those of other replicas too; ValueError, on every rank, where rank 0 refuses."""
-    told: Any = None
+    agreed: Any = None
     everyone = world.outer or world
     if everyone.rank == 0:
         known = Known(world, kind)
         at = known.read()
-        told = {"calls": list(own), "at": at, "refusal": ""}
+        agreed = {"calls": list(own), "at": at, "refusal": ""}
         if at is None:
             try:
                 places = measure()
-                told["at"] = cut_places(places, cuts, world.size)
-                known.write(told["at"])
+                agreed["at"] = cut_places(places, cuts, world.size)
+                known.write(agreed["at"])
             except ValueError as refusal:
-                told["refusal"] = str(refusal)
-    told = broadcast_message(told, everyone.group())
-    if told["refusal"]:
-        raise ValueError(told["refusal"])
-    assert told["calls"] == list(own), "every rank follows the same network"
-    return [int(i) for i in told["at"]]
+                agreed["refusal"] = str(refusal)
+    agreed = broadcast_message(agreed, everyone.group())
+    if agreed["refusal"]:
+        raise ValueError(agreed["refusal"])
+    assert agreed["calls"] == list(own), "every rank follows the same network"
+    return [int(i) for i in agreed["at"]]
 
 
 class Known:

@@ -52,10 +52,10 @@ class RunAgreement:
     def on_workload(self, workload: Workload) -> None:
         """Compares the settings of all ranks, before any strategy is built. Raises ValueError, on all of them, where
         they differ."""
-        told = self._gather(lambda: self._describe_run(workload))
-        refuse_differences(told)
+        described = self._gather(lambda: self._describe_run(workload))
+        refuse_differences(described)
         refuse_parts_apart(self._job.strategy, workload, self._world)
-        if len(processors := sorted({rank["processor"] for rank in told})) > 1 and self._world.rank == 0:
+        if len(processors := sorted({rank["processor"] for rank in described})) > 1 and self._world.rank == 0:
             warnings.warn(
                 f"the ranks compute with {' and '.join(processors)}, which round differently: a run on other hosts may "
                 "differ from this one in the last bits",
@@ -72,9 +72,9 @@ class RunAgreement:
             rows = broadcast_rows(dataset, ROWS, self._world)
             self.rows_sent = len(rows or ())
         with step.source.looking():
-            told = self._gather(lambda: describe_data(self._job, workload, step, rows))
-        refuse_differences(told)
-        if (said := unlike_code(told)) is not None and self._world.rank == 0:
+            described = self._gather(lambda: describe_data(self._job, workload, step, rows))
+        refuse_differences(described)
+        if (said := unlike_code(described)) is not None and self._world.rank == 0:
             warnings.warn(said, stacklevel=2)
 
     def _describe_run(self, workload: Workload) -> Description:
@@ -93,13 +93,13 @@ class RunAgreement:
         except Exception as error:  # whatever it is, the others are waiting for this rank
             own["raised"], raised = f"{type(error).__name__}: {error}", error
         own["code"] = self._code
-        told = gather_messages(own, self._world.group(), device=self._world.device)
+        described = gather_messages(own, self._world.group(), device=self._world.device)
         if raised is not None:
             raise raised
-        for rank, of in enumerate(told):
+        for rank, of in enumerate(described):
             if "raised" in of:
                 raise WorkerFailed(f"rank {rank} on host {of['host']}: {of['raised']}", rank=rank)
-        return told
+        return described
 
 
 @runtime_checkable
@@ -152,19 +152,19 @@ def refuse_parts_apart(strategy: Strategy, workload: Workload, world: World) -> 
         )
 
 
-def refuse_differences(told: Sequence[Description]) -> None:
+def refuse_differences(described: Sequence[Description]) -> None:
     """Raises ValueError where a rank was given another run than rank 0, or another part of the data than a rank that
-    has the same. ``told``: what each rank described."""
+    has the same. ``described``: what each rank described."""
     found = []
-    for rank in range(1, len(told)):
-        for other in (0, *_teller(told, rank)):
-            kind, names = differences(told[other], told[rank])
+    for rank in range(1, len(described)):
+        for other in (0, *_teller(described, rank)):
+            kind, names = differences(described[other], described[rank])
             if not names:
                 continue
-            both = (told[rank][kind], told[other][kind])
+            both = (described[rank][kind], described[other][kind])
             has, had = (", ".join(f"{name}={of.get(name, 'none')}" for name in names) for of in both)
-            code = _code(told[other], told[rank]) if kind in NUMBERS else ""
-            at = [f"rank {number} on host {told[number]['host']}" for number in (rank, other)]
+            code = _code(described[other], described[rank]) if kind in NUMBERS else ""
+            at = [f"rank {number} on host {described[number]['host']}" for number in (rank, other)]
             found.append(f"{at[0]} has {has} where {at[1]} has {had}{code}")
             break
     if not found:
@@ -177,16 +177,16 @@ def refuse_differences(told: Sequence[Description]) -> None:
     )
 
 
-def _teller(told: Sequence[Description], rank: int) -> Iterator[int]:
+def _teller(described: Sequence[Description], rank: int) -> Iterator[int]:
     """Yields the first rank before this one that could tell something which rank 0 could not, and this one can."""
     own = [
         (kind, name)
         for kind in ("settings", *NUMBERS)
-        for name, value in told[rank].get(kind, {}).items()
-        if value is not None and told[0].get(kind, {}).get(name, value) is None
+        for name, value in described[rank].get(kind, {}).items()
+        if value is not None and described[0].get(kind, {}).get(name, value) is None
     ]
     for other in range(1, rank if own else 0):
-        if any(told[other].get(kind, {}).get(name) is not None for kind, name in own):
+        if any(described[other].get(kind, {}).get(name) is not None for kind, name in own):
             yield other
             return
 
@@ -213,11 +213,11 @@ def _agree(one: Any, other: Any, tolerance: float) -> bool:
     return False
 
 
-def unlike_code(told: Sequence[Description]) -> str | None:
+def unlike_code(described: Sequence[Description]) -> str | None:
     """Returns what is to be said where code differs between ranks and no update was made that would show whether that
     matters; None where nothing is."""
-    numbers = [rank["numbers after the first update"] for rank in told]
-    names = sorted({name for rank in told[1:] for name in _unlike(told[0], rank)})
+    numbers = [rank["numbers after the first update"] for rank in described]
+    names = sorted({name for rank in described[1:] for name in _unlike(described[0], rank)})
     if not names or any(value is not None for of in numbers for value in of.values()):
         return None
     return (

@@ -36,7 +36,7 @@ class BatchDivision:
 
     @classmethod
     def of(cls, strategy: Strategy, ranks: int) -> BatchDivision | None:
-        """Returns how a strategy divides batches on so many ranks; None where that is not known of it."""
+        """Returns how a strategy divides batches over a number of ranks; None where that is not known of it."""
         if not (strategy.exact and strategy.divides_batches) or getattr(strategy, "of", None) is not None:
             return None
         staged = hasattr(strategy, "cuts")  # whose ranks each have the whole batch
@@ -80,9 +80,10 @@ def _seconds_a_row(source: BatchSource) -> float:
 def _steps(source: BatchSource, rare: Sequence[int]) -> Iterator[int]:
     steps = range(min(source.total, source.deal.batches))
     wanted = np.array(rare, dtype=np.int64)
-    first = [step for step in steps if np.isin(source.deal.index(step), wanted).any()] if len(wanted) else []
-    yield from first
-    yield from (step for step in steps if step not in {*first})
+    rare_steps = [step for step in steps if np.isin(source.deal.index(step), wanted).any()] if len(wanted) else []
+    yield from rare_steps
+    made = set(rare_steps)
+    yield from (step for step in steps if step not in made)
 
 
 def _divide(workload: Workload, source: BatchSource, step: int, division: BatchDivision) -> None:

@@ -93,15 +93,15 @@ def _obey(job: Job, workload: Workload, step: Step, world: World, seen: _Seen, c
         seen.watch(step.model)
     serving = _Serving(job, workload, step, world, seen)
     steps = _steps(step)
-    told = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
-    told |= {
+    about = {"steps": steps, "each": _each(step, world, steps), "precision": job.as_written().precision}
+    about |= {
         "linear": _is_linear(step),
         "whole": step.whole,
         "again": _can_be_made_again(step),
         "parameters": step.parameters,
         "batch_size": job.as_written().batch_size,
     }
-    channel.send({"kind": "built", **told})
+    channel.send({"kind": "built", **about})
     again = None
     while (order := channel.commands.get()) is not None and order["kind"] != "close":
         if order["kind"] == "again":
@@ -127,7 +127,7 @@ class _Serving:
         if kind == "go":
             if order.get("keep"):
                 self._before = self._step.state_dict()
-            return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.told()}
+            return {"kind": "went", **_go(self._step, self._world, order["steps"]), **self._seen.noted()}
         if kind == "state":
             state = self._step.state_dict()
             delivered = _deliver(state, order["path"] if rank in order["ranks"] else None)
@@ -252,7 +252,7 @@ def _serve_reference(job: Job, channel: StepChannel) -> Job | None:
                 before = state if order.get("keep") else None
                 with coarse_types(workload.precision, moves=job.coarse) as coarse:
                     state = next(states)
-            about = {"coarse": sorted(coarse), "values": _values_of(state), **seen.told()}
+            about = {"coarse": sorted(coarse), "values": _values_of(state), **seen.noted()}
             channel.send({"kind": "state", **about, **_deliver(state, order["path"])})
     return None
 
@@ -352,7 +352,7 @@ class _Seen:
         if self._observed is not None:
             self._observed.watch(model)
 
-    def told(self) -> dict[str, list[str]]:
+    def noted(self) -> dict[str, list[str]]:
         """Returns the dropout that was turned off, other draws, and operations in less than float64."""
         if self._observed is None:
             return {}
