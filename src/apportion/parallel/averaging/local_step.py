@@ -104,6 +104,10 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     def done(self) -> int:
         return self._round.done if self._round is not None else self._replica.step
 
+    @property
+    def is_finishing(self) -> bool:
+        return self._exchange.is_last
+
     # A round
 
     def take(self) -> Batch | None:
@@ -118,7 +122,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
             if self._made < self._round.many:
                 return self._batch_of(self._round.batch(self._made))
             if self._round.many == 0 and (self._round.ended or self._round.done >= self.source.total):
-                self._exchange.leave()
+                self.end()
                 return None
             self._meet()
 
@@ -286,6 +290,9 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
             buffers={k: t.clone() for k, t in self._frame.beside(average).items()},
             python=tensors,
         )
+
+    def end(self) -> None:
+        self._exchange.leave()
 
     def replicated(self) -> Iterable[Replicated]:
         if self.lockstep and self._round is not None:

@@ -106,6 +106,11 @@ class Exchange(ABC):
         return False
 
     @property
+    def is_last(self) -> bool:
+        """True where the round is the last one, and at its end each replica waits for all the others."""
+        return False
+
+    @property
     @abstractmethod
     def waited(self) -> float:
         """The seconds spent waiting in all."""

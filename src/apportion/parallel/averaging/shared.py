@@ -200,6 +200,14 @@ class SharedAverage(Exchange):
             self._own_word(_ARRIVED).publish(version + 1)
             self._wait(version)
 
+    @property
+    def is_last(self) -> bool:
+        with self._locked() as version:
+            return self._is_last(version) and not bool((self._words[self._table, _ARRIVED] == _LEFT).any())
+
+    def _is_last(self, version: int) -> bool:
+        return bool(self._heads[version % 2, _DEALT] >= self._total)
+
     def leave(self) -> None:
         self._words[self._seat, _ARRIVED] = _LEFT
 
@@ -226,7 +234,7 @@ class SharedAverage(Exchange):
 
     def _may_average(self, version: int) -> bool:
         """Return whether all replicas have come that the next average waits for."""
-        is_last = self._heads[version % 2, _DEALT] >= self._total
+        is_last = self._is_last(version)
         # The last one is everybody's. Who was late for the one before, and has not come since, is not waited for again.
         awaited = [s for s in self._table if is_last or self._rows[version % 2, _FRESH, s]]
         missing = [s for s in awaited if self._words[s, _ARRIVED] <= version]
