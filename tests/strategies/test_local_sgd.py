@@ -156,43 +156,32 @@ def cut(world: World, strategy: LocalSgd, workload: Workload, stop: int, supervi
     return step.state_dict()
 
 
-def test_every_rank_makes_the_last_round_wherever_a_stop_reaches_it() -> None:
-    """A stop reaches each rank at a step of its own: one that ended before the last average would be waited for."""
+@pytest.mark.parametrize(
+    ("stops", "done"),
+    [
+        ((12, 14), (14, 14)),  # 12 batches are handed out at 8, and the last two, one a rank, at 12
+        ((14, 4), (14, 4)),
+        ((12, 4), (12, 4)),  # one may stop as the other has
+    ],
+)
+def test_a_rank_that_stops_is_not_waited_for_and_none_stops_within_the_last_round(
+    stops: tuple[int, int], done: tuple[int, int]
+) -> None:
+    """A stop reaches each rank at a step of its own."""
     workload = replace(networks.cases["one_cycle"](61), steps=14)
     with by_value(networks):
-        last, finishing = zip(*on_ranks(made_all, 2, LocalSgd(every=2), workload), strict=True)
-    assert last == (14, 14)
-    # 12 batches are handed out at 8, and the other two, one a rank, at 12.
-    assert finishing == ({0: False, 4: False, 8: False, 12: True},) * 2
+        assert tuple(on_ranks(stopped, 2, LocalSgd(every=2), workload, stops)) == done
 
 
-def test_a_rank_that_ended_in_an_earlier_round_is_not_waited_for() -> None:
-    workload = replace(networks.cases["one_cycle"](61), steps=14)
-    with by_value(networks):
-        done, is_finishing = zip(*on_ranks(ended, 2, LocalSgd(every=2), workload, [14, 4]), strict=True)
-    assert done == (14, 4)
-    assert is_finishing == (False, False), "one may be stopped as the other was"
-
-
-def ended(world: World, strategy: LocalSgd, workload: Workload, stops: list[int]) -> tuple[int, bool]:
+def stopped(world: World, strategy: LocalSgd, workload: Workload, stops: tuple[int, int]) -> int:
     world.group()
     step = strategy.build(workload, world)
-    for batch in batches(step, stop=stops[world.rank]):
-        step(batch)
-    step.end()
-    world.group().barrier()
-    return step.done, step.is_finishing
-
-
-def made_all(world: World, strategy: LocalSgd, workload: Workload) -> tuple[int, dict[int, bool]]:
-    world.group()
-    step, found = strategy.build(workload, world), dict[int, bool]()
     for batch in batches(step):
         step(batch)
-        if step.done < workload.steps:
-            found.setdefault(step.done, step.is_finishing)
+        if stops[world.rank] <= step.done < workload.steps and step.stop():
+            break
     world.group().barrier()
-    return step.done, found
+    return step.done
 
 
 def test_a_state_goes_to_and_comes_from_other_strategies() -> None:

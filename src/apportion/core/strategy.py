@@ -170,17 +170,12 @@ class Step(ABC):
         """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
         optimizer has, is put back as the last update left it."""
 
-    @property
-    def is_finishing(self) -> bool:
-        """True once this rank must make all the steps that it has been given, because the others wait for its last one
-        wherever it stops: a run is not stopped any more then."""
-        return False
-
     def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
         """Take no more batches on this rank for now."""
 
-    def end(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
-        """Make no more steps on this rank in this run: where others would wait for its next one, they need not."""
+    def stop(self) -> bool:
+        """Make no more steps on this rank. Returns False where the others wait for its last ones: it must make them."""
+        return True
 
     def serve(self) -> None:  # noqa: B027 (nothing to do is the common case)
         """Do what a rank without batches does until the end."""

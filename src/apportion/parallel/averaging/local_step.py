@@ -104,10 +104,6 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     def done(self) -> int:
         return self._round.done if self._round is not None else self._replica.step
 
-    @property
-    def is_finishing(self) -> bool:
-        return self._exchange.is_last
-
     # A round
 
     def take(self) -> Batch | None:
@@ -122,7 +118,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
             if self._made < self._round.many:
                 return self._batch_of(self._round.batch(self._made))
             if self._round.many == 0 and (self._round.ended or self._round.done >= self.source.total):
-                self.end()
+                self._exchange.leave()
                 return None
             self._meet()
 
@@ -291,8 +287,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
             python=tensors,
         )
 
-    def end(self) -> None:
-        self._exchange.leave()
+    def stop(self) -> bool:
+        return self._exchange.stop()
 
     def replicated(self) -> Iterable[Replicated]:
         if self.lockstep and self._round is not None:

@@ -106,11 +106,6 @@ class Exchange(ABC):
         return False
 
     @property
-    def is_last(self) -> bool:
-        """True where the round is the last one, and at its end each replica waits for all the others."""
-        return False
-
-    @property
     @abstractmethod
     def waited(self) -> float:
         """The seconds spent waiting in all."""
@@ -123,6 +118,12 @@ class Exchange(ABC):
 
     def leave(self) -> None:  # noqa: B027 (nobody waits)
         """Declare that this replica has nothing more to do."""
+
+    def stop(self) -> bool:
+        """Leave, unless all replicas wait for each other at the end of this round, the last one. Return whether this
+        one has left."""
+        self.leave()
+        return True
 
     def close(self) -> None:  # noqa: B027 (there is nothing to let go of)
         """Let go of what the exchange holds besides memory."""

@@ -200,16 +200,19 @@ class SharedAverage(Exchange):
             self._own_word(_ARRIVED).publish(version + 1)
             self._wait(version)
 
-    @property
-    def is_last(self) -> bool:
+    def leave(self) -> None:
+        self._words[self._seat, _ARRIVED] = _LEFT
+
+    def stop(self) -> bool:
         with self._locked() as version:
-            return self._is_last(version) and not bool((self._words[self._table, _ARRIVED] == _LEFT).any())
+            # Where one has left before the last round, another may leave within it.
+            goes_on = self._is_last(version) and not (self._words[self._table, _ARRIVED] == _LEFT).any()
+            if not goes_on:
+                self.leave()
+        return not goes_on
 
     def _is_last(self, version: int) -> bool:
         return bool(self._heads[version % 2, _DEALT] >= self._total)
-
-    def leave(self) -> None:
-        self._words[self._seat, _ARRIVED] = _LEFT
 
     def _wait(self, version: int) -> None:
         """Wait until there is a newer average; make it where that is possible."""

@@ -285,7 +285,7 @@ class _TrainingLoop:
             self.meter.go_on()
         yield from self._tell_checkpoints()
         yield from self.reporter.lost(python)
-        return stop and not self.step.is_finishing
+        return stop and self.step.stop()
 
     def _compare_python(self) -> None:
         """Finds what the training keeps in Python and ranks do not have alike, before a checkpoint has one rank's."""
@@ -361,7 +361,6 @@ class _TrainingLoop:
         if self.meter.steps:
             yield from self.reporter.speed(self.world.rank)
         yield from self.reporter.warnings(self.world.rank)
-        self.step.end()  # another rank may not have stopped yet, and be about to wait for this one
         if not self.step.lockstep and self.step.ends_together:  # until everyone's last update has been made
             self.world.group().barrier()
         if reason == "finished":
