@@ -174,7 +174,12 @@ class BatchSource:
 
     def sample(self, rows: int) -> tuple[Any, Any]:
         """Inputs and targets of the first rows of the first batch, loaded by themselves, not to be trained on; of the
-        parts that are opened here, where there are parts."""
+        parts that are opened here, where there are parts. What loading them changes in the data set is put back."""
+        with self.looking():
+            return self.first_rows(rows)
+
+    def first_rows(self, rows: int) -> tuple[Any, Any]:
+        """As ``sample``, but what loading these rows changes in the data set stays changed."""
         deal, dataset = self.deal, self.dataset
         if isinstance(deal, PartSampler) and isinstance(dataset, PartedDataset):
             index = deal.first_rows(dataset.opened, rows)
@@ -184,8 +189,7 @@ class BatchSource:
         batch = Batch(self, whole, index=index, rows=slice(0, len(index)))
         seconds = self.seconds
         try:
-            with self.looking():
-                return self._fetcher.load(batch)
+            return self._fetcher.load(batch)
         finally:
             self.seconds = seconds
 

@@ -204,7 +204,7 @@ class _TrainingLoop:
             self._rejoin_until_it_holds(change)
             self._prepare_evaluation()
         if self.step.python is not None and self.job.loaders:
-            self.step.python.try_loading(lambda: self.source.sample(2))
+            self.step.python.try_loading(lambda: self.source.first_rows(2))
         yield from self.reporter.lost(self.step.python)
         if self.world.rank == 0 and not self.control.progress.started:
             self.control.progress.started = 1
