@@ -19,6 +19,7 @@ from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import ProofLimits
 from apportion.runtime.proof.proof import Proof
+from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 
@@ -75,6 +76,8 @@ class ProofRequest:
     added: bool = False
     """True where the answer is added to that of the proof which this one follows, as that of its rare rows; False
     where it takes its place."""
+    importer: Spare | None = None
+    """The process that those of the proof are forked from; None: each imports the workload's packages by itself."""
     cuts: tuple[str, ...] = ()
     """The layers before which ranks that are running already cut their stages, as the run does."""
 
@@ -127,13 +130,13 @@ class ProofWorkers:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="apportion-check-"))
             first: Pool
             if ranks is None:
-                first = WorkerPool(asked.chosen.launcher, f"{entry}:steps", tried, asked.chosen.ranks)
+                first = WorkerPool(asked.chosen.launcher, f"{entry}:steps", tried, asked.chosen.ranks, asked.importer)
             else:
                 first = ranks.begin(tried, asked.cuts)
             stack.callback(first.close)
             pools: list[WorkerPool] = []
             for job in references:
-                pools.append(WorkerPool(alone, f"{entry}:reference", job, 1))
+                pools.append(WorkerPool(alone, f"{entry}:reference", job, 1, asked.importer))
                 stack.callback(pools[-1].close)
                 if ranks is not None:
                     stack.enter_context(ranks.beside(pools[-1]))

@@ -20,6 +20,7 @@ from typing import Any
 from apportion.api.proof_passes import STEPS, on_few_rows, on_rare_rows
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.prover import prove
+from apportion.api.shared_imports import shared_imports
 from apportion.api.workload_survey import WorkloadSurvey
 from apportion.core import fast_paths
 from apportion.core.parts.sent_rows import SentRows
@@ -34,10 +35,13 @@ from apportion.runtime.proof.budget import BUDGET_SHARE, budget
 from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
 from apportion.runtime.proof.proof import Proof, Settled
 from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.worker.job import Job
 
 LEAST_SECONDS = 3.0
 """The seconds that a proof is given at least, where choosing the strategy has taken the rest."""
+IMPORTING_SHARE = 0.5
+"""The share of the time of a proof that its processes wait for one which imports the workload's packages."""
 READING_SHARE = 0.2
 """The share of the time of a proof in which the targets of the data are read."""
 QUICK_SHARE, MANY_SHARE = 0.35, 0.5
@@ -71,6 +75,8 @@ class SelfProof:
         self._proved = chosen
         """The candidate with its stages cut as the run's are."""
         self._surveyed = Surveyed()
+        self._importer: Spare | None = None
+        """The process that those of the proof are forked from."""
         self._known: Settled | None = None
         self._outdated = ""
         """Why the proof that an earlier run has made of this workload is not reused, as the end of a sentence."""
@@ -136,7 +142,10 @@ class SelfProof:
         self._ranks = ranks
         self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
         self._lengths = tuple(asked.get("lengths", ()))
-        found = self._found(began, self.seconds(asked["steps"]))
+        seconds = self.seconds(asked["steps"])
+        given = asked.get("imports", ()), asked.get("environment", {}), IMPORTING_SHARE * seconds
+        with shared_imports(*given) as self._importer:
+            found = self._found(began, seconds)
         give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)
         if found.verdict in ("equal", "different"):
@@ -280,6 +289,7 @@ class SelfProof:
             share=BUDGET_SHARE,
             hosts=max(1, len(self._hosts)),
             cuts=self._cuts,
+            importer=self._importer,
         )
 
     def _proof_on_rows(self, until: float, asked: ProofRequest, looking: WorkloadSurvey | Surveyed) -> Proof:

@@ -51,7 +51,7 @@ class WorkloadSurvey:
             pool = None
             try:
                 alone = Local(workers=1, threads=surveyed.threads, device="cpu")
-                pool = WorkerPool(alone, "apportion.runtime.worker.entry:survey", surveyed, 1)
+                pool = WorkerPool(alone, "apportion.runtime.worker.entry:survey", surveyed, 1, asked.importer)
                 stack.callback(pool.close)
                 if ranks is not None:
                     stack.enter_context(ranks.beside(pool))

@@ -6,11 +6,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import cloudpickle
 
 from apportion.core.value import Value
 from apportion.process import usable_cores
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
+from apportion.runtime.spawn.imports import Imports
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
 
@@ -74,12 +78,13 @@ class Local(Value):
         """Has these modules imported once by what processes are forked from, and returns at once."""
         template().import_ahead(modules)
 
-    def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
-        """Starts one process for each rank, which calls ``target`` with its channel and the payload."""
-        parent, started = template(), list[Process]()
+    def start(self, target: str, payload: bytes, ranks: int, port: int, spare: Spare | None = None) -> list[Process]:
+        """Starts one process for each rank, which calls ``target`` with its channel and the payload. They are forked
+        from the spare where that can be, else from the template."""
+        started = list[Process]()
         try:
             for rank in range(ranks):
-                started.append(self._seat(rank, self._task(target, payload, (rank, ranks, port)), parent.spawn))
+                started.append(self._started(rank, self._task(target, payload, (rank, ranks, port)), spare))
         except BaseException:
             for process in started:
                 process.kill()
@@ -101,6 +106,17 @@ class Local(Value):
     def spare(self, payload: bytes) -> Spare:
         """Starts the process that replacements are forked from; it takes a while until it is ready."""
         return Spare(self._task(Spare.program, payload, None))
+
+    def importer(self, imports: Imports) -> Spare:
+        """Starts a process that imports these packages once for those that are then forked from it."""
+        task = self._task(Spare.importer, cloudpickle.dumps(imports), None)
+        return Spare(replace(task, environment={**task.environment, **_threads(1)}))
+
+    def _started(self, seat: int, task: SpawnTask, spare: Spare | None) -> Process:
+        if spare is not None and spare.ready:
+            with suppress(NotForked):  # it was lost
+                return self._seat(seat, task, spare.spawn)
+        return self._seat(seat, task, template().spawn)
 
     def _seat(self, seat: int, task: SpawnTask, spawn: Callable[[SpawnTask, socket.socket], ForkedProcess]) -> Process:
         ours, theirs = socket.socketpair()
@@ -132,9 +148,12 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the driver holds the store: no rank has to outlive the others
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+        **_threads(threads),
     }
+
+
+def _threads(number: int) -> Mapping[str, str]:
+    return {"OMP_NUM_THREADS": str(number), "MKL_NUM_THREADS": str(number)}
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any, final
 
 from apportion.comm.channel import Lines
 from apportion.process import die_with_parent, in_slurm_job, outlive_notice
+from apportion.runtime.spawn.imports import note_beginning
 from apportion.runtime.spawn.stacks import print_stacks_when_told
 
 _STRANGERS = 1000
@@ -37,10 +38,13 @@ def freeze() -> None:
 @final
 class ForkServer:
     """Forks what it is told to. ``gives_to``: the process id of an ancestor that its children are given to: they
-    outlive this process, and die with that one."""
+    outlive this process, and die with that one. ``sets``: variables that its children have where they are not told
+    others: what this process has imported has set them."""
 
-    def __init__(self, sock: socket.socket, *, gives_to: int | None = None) -> None:
-        self._lines, self._gives_to = Lines(sock), gives_to
+    def __init__(
+        self, sock: socket.socket, *, gives_to: int | None = None, sets: Mapping[str, str] | None = None
+    ) -> None:
+        self._lines, self._gives_to, self._sets = Lines(sock), gives_to, sets or {}
         self._children: dict[int, int] = {}
         """The driver's numbers of the child processes, by process id."""
         self._strangers: dict[int, int] = {}
@@ -122,10 +126,11 @@ class ForkServer:
             os.setsid()
             print_stacks_when_told()
             die_with_parent(parent)
-            _set_environment(message["environment"])
+            _set_environment({**self._sets, **message["environment"]})
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed worker has no time to flush
             sys.path[:] = message["path"]
             os.chdir(message["directory"])
+            note_beginning()
             module, _, function = message["target"].partition(":")
             call = getattr(importlib.import_module(module), function)
             with open(payload, "rb") as file:

@@ -28,6 +28,8 @@ class Spare:
     """A spare as the driver sees it, from its start on."""
 
     program: ClassVar[str] = "apportion.runtime.worker.preloaded:serve"
+    importer: ClassVar[str] = "apportion.runtime.worker.preloaded:serve_imports"
+    """The program of a spare that opens no job: what it forks finds packages imported, and nothing else."""
     target: ClassVar[str] = "apportion.runtime.worker.preloaded:train_opened"
     """The function that a replacement is to call."""
 
@@ -44,6 +46,10 @@ class Spare:
     def ready(self) -> bool:
         """True while the spare can fork at once."""
         return self._forks.ready and not self._forks.gone
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Blocks until the spare can fork at once, or is gone, or the time is up; returns whether it can."""
+        return self._forks.wait_for(lambda: self._forks.ready, seconds) and self.ready
 
     @property
     def gone(self) -> bool:

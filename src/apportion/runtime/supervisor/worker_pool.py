@@ -42,11 +42,12 @@ class AnyThreadPool(Protocol):
 
 
 class WorkerPool:
-    """Worker processes that run ``target`` (``module:function``) on a job, one for each rank."""
+    """Worker processes that run ``target`` (``module:function``) on a job, one for each rank. ``importer``: the spare
+    that they are forked from, where it can fork; it belongs to the caller."""
 
     survives = True
 
-    def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int) -> None:
+    def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int, importer: Spare | None = None) -> None:
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
         self._replaceable = isinstance(job, Job) and job.replaceable
         self._imports = job.strategy.imports if isinstance(job, Job) and ranks > 1 else ()
@@ -59,18 +60,18 @@ class WorkerPool:
         self._shared: SharedResources | None = None
         self.spare: Spare | None = None
         try:
-            self._start()
+            self._start(importer)
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> None:
+    def _start(self, importer: Spare | None = None) -> None:
         self._places, self._channels.slots = self.ranks, list(range(self.ranks))
         """The number of slots."""
         port = self.renew()
         if self._imports:
             self._launcher.import_ahead(self._imports)
-        for slot, process in enumerate(self._launcher.start(self._target, self._payload, self.ranks, port)):
+        for slot, process in enumerate(self._launcher.start(self._target, self._payload, self.ranks, port, importer)):
             self._channels.add(slot, process)
 
     def renew(self) -> int:

@@ -11,7 +11,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from apportion.core.sampling.rng import RngState, seed_everything
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.runtime.spawn.fork_server import ForkServer
+from apportion.runtime.spawn.imports import Imports, import_again
 from apportion.runtime.spawn.standby import UNFIT
 from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
@@ -46,9 +47,15 @@ def serve(sock: socket.socket, payload: bytes) -> int:
     return stand_by(sock, lambda: opened_job(cloudpickle.loads(payload)))
 
 
-def stand_by(sock: socket.socket, open_job: Callable[[], Any]) -> int:
+def serve_imports(sock: socket.socket, payload: bytes) -> int:
+    """Imports what a workload does, and forks processes that open it by themselves."""
+    imports: Imports = cloudpickle.loads(payload)
+    return stand_by(sock, lambda: import_again(imports) or None, sets=imports.environment)
+
+
+def stand_by(sock: socket.socket, open_job: Callable[[], Any], *, sets: Mapping[str, str] | None = None) -> int:
     """Opens a job, and forks the processes that are asked for, which find it in ``opened``. Returns the exit status of
-    this process."""
+    this process. ``sets``: variables that they have where they are not told others."""
     global opened
     torch.set_num_threads(1)
     files = _files()
@@ -58,7 +65,7 @@ def stand_by(sock: socket.socket, open_job: Callable[[], Any]) -> int:
     gc.freeze()  # a collection would write to every page that is shared with the template
     if opened is None or _threads() > 1 or _files() - files:
         return UNFIT
-    ForkServer(sock, gives_to=os.getppid()).serve()
+    ForkServer(sock, gives_to=os.getppid(), sets=sets).serve()
     return 0
 
 

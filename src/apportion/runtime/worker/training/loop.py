@@ -29,6 +29,7 @@ from apportion.errors import CheckpointError, MembershipChanged, NotFinite, Peer
 from apportion.parallel.replica.resync import lose_what_differs
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder, recorder
 from apportion.runtime.checkpoint.run_directory import RunDirectory
+from apportion.runtime.spawn.imports import Imports, imported
 from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
@@ -138,14 +139,14 @@ class _TrainingLoop:
             if reads is not None:
                 reads.stop()
             return None
-        key = None
+        key, imports = None, Imports(())
         if self.world.rank == 0:
             from apportion.runtime.cached_proof.proof_key import proof_key  # it knows every kind of value
 
             made = proof_key(
                 self.workload, self.source.dataset, reads, parameters=self.step.parameters, reprove=self.job.reprove
             )
-            key = made.to_json()
+            key, imports = made.to_json(), imported()
         lengths = self.source.dataset.lengths if isinstance(self.source.dataset, PartedDataset) else ()
         return self.control.settle(
             {
@@ -154,6 +155,8 @@ class _TrainingLoop:
                 "parameters": self.step.parameters,
                 "lengths": lengths,
                 "cuts": self.step.cuts,
+                "imports": imports.modules,
+                "environment": imports.environment,
             }
         )
 

@@ -1,0 +1,33 @@
+"""One process that imports a workload's packages for all the processes of its proof, which are forked from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from apportion.errors import ApportionError
+from apportion.runtime.launch.local import Local
+from apportion.runtime.spawn.imports import Imports
+from apportion.runtime.spawn.standby import Spare
+
+FEWEST = 100
+"""The number of modules below which each process imports them by itself: that takes less time than to wait for one."""
+
+
+@contextmanager
+def shared_imports(modules: Sequence[str], environment: Mapping[str, Any], seconds: float) -> Iterator[Spare | None]:
+    """Starts the process and ends it; None where there is little to import, where that takes more than ``seconds``, or
+    where the process is not fit to be forked (it has threads, or open files)."""
+    if len(modules) < FEWEST:
+        yield None
+        return
+    try:
+        spare = Local(workers=1, device="cpu").importer(Imports(tuple(modules), dict(environment)))
+    except (ApportionError, OSError):  # the processes of the proof report why
+        yield None
+        return
+    try:
+        yield spare if spare.wait_ready(seconds) else None
+    finally:
+        spare.close()
