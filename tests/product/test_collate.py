@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_sequence
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 import apportion
 
@@ -407,4 +407,24 @@ def test_a_batch_of_later_is_named_before_the_first_step(
     with pytest.raises(Exception, match=rf"the batch of step \d+ cannot be trained on: {message}"):
         made.extend(event.kind for event in events)
     assert "start" not in made
+    assert "step" not in made
+
+
+def shifted(batch: Any, draws: Any) -> Any:
+    """An augmentation for shares of ten rows: it adds rows to those of the short batch at the end of an epoch."""
+    missing = max(0, 10 - len(batch.targets))
+    return batch.replace(inputs=F.pad(batch.inputs, (0, 0, 0, missing)), targets=F.pad(batch.targets, (0, missing)))
+
+
+@pytest.mark.thorough
+def test_a_short_batch_that_augment_changes_is_named_before_the_first_step(tmp_path: Any) -> None:
+    inputs = drawn(610, 10, seed=3)
+    workload = apportion.Workload(
+        model=Classifier, data=lambda: TensorDataset(inputs, inputs[:, :3].argmax(1)), augment=shifted,
+        loss=F.cross_entropy, optimizer=sgd, batch_size=20, order="sequential", precision="float64",
+    )  # fmt: skip
+    launcher, made = apportion.local(workers=2), list[str]()
+    events = apportion.run(workload, "data_parallel(microbatches=2)", launcher=launcher, run_dir=tmp_path / "run")
+    with pytest.raises(Exception, match=r"the batch of step 31 cannot be trained on: "):
+        made.extend(event.kind for event in events)
     assert "step" not in made

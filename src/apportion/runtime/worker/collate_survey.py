@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
+from torch.utils.data import default_collate
 
 from apportion.comm.group import unlike_rows
 from apportion.core import tree
@@ -23,6 +24,10 @@ from apportion.runtime.worker.mistakes import is_mistake
 
 MOST_ROWS = 4096
 """The number of rows of a batch up to which batches are made: larger ones may not fit the memory beside a proof."""
+
+
+AUGMENT_SECONDS = 0.25
+"""The seconds in which batches are made of rows that are collated as usual, at most."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,12 @@ class BatchDivision:
 
 
 def refused_batch(workload: Workload, division: BatchDivision, rare: Sequence[int], seconds: float) -> str | None:
-    """Makes the batches of the first epoch, those with rare rows first, for as long as there is time; returns how one
+    """Makes the batches of the first epoch, one of each size and those with rare rows first, for as long as there is time; returns how one
     of them cannot be divided, as a clause; None where each that was made can. What the workload itself raises is left
-    to the run."""
+    to the run. Where rows are collated as usual, and augmented, that is AUGMENT_SECONDS at most: what augment makes of
+    a batch seldom depends on its rows."""
+    if workload.collate is default_collate:
+        seconds = min(seconds, AUGMENT_SECONDS)
     until = time.monotonic() + seconds
     source = BatchSource(workload)
     if source.keeps_rows or source.deal.lanes or workload.batch_size > MOST_ROWS:
@@ -81,8 +89,10 @@ def _steps(source: BatchSource, rare: Sequence[int]) -> Iterator[int]:
     steps = range(min(source.total, source.deal.batches))
     wanted = np.array(rare, dtype=np.int64)
     rare_steps = [step for step in steps if np.isin(source.deal.index(step), wanted).any()] if len(wanted) else []
-    yield from rare_steps
-    made = set(rare_steps)
+    sizes = {source.deal.size(step): step for step in reversed(steps)}
+    first = [*dict.fromkeys([*sizes.values(), *rare_steps])]
+    yield from first
+    made = set(first)
     yield from (step for step in steps if step not in made)
 
 

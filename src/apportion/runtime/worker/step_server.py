@@ -36,6 +36,7 @@ from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceSt
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.module_taps import taps
+from apportion.runtime.proof.opened_once import opened_once
 from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.determinism import Observed, silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.evaluation import evaluate
@@ -63,10 +64,14 @@ def serve_steps(job: Job, world: World, channel: StepChannel, *, failed: Failed 
 
     ``failed``: for a process that goes on after an error; it is called with it before the step is closed.
     """
-    again: Job | None = job
+    again: Job | None = _with_data_kept(job)
     while again is not None:
         again = _serve_steps(again, world, channel, failed)
     world.close()
+
+
+def _with_data_kept(job: Job) -> Job:
+    return replace(job, workload=opened_once(job.as_written())) if job.proof else job
 
 
 def _serve_steps(job: Job, world: World, channel: StepChannel, failed: Failed | None) -> Job | None:
@@ -214,7 +219,7 @@ def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
 def serve_reference(job: Job, world: World, channel: StepChannel) -> None:
     """Gives the states that the strategy must compute: one on each ``next``, or the one that a log leads to; ``again``
     and ``close`` as in ``serve_steps``."""
-    again: Job | None = job
+    again: Job | None = _with_data_kept(job)
     while again is not None:
         again = _serve_reference(again, channel)
 

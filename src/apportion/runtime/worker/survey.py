@@ -35,6 +35,7 @@ from apportion.parallel.batch_coupling.loss_probe import (
 from apportion.parallel.batch_coupling.row_probe import Steady
 from apportion.parallel.replica.initial_model import fresh_model
 from apportion.parallel.replica.replica import called
+from apportion.runtime.proof.opened_once import opened_once
 from apportion.runtime.proof.proof_workload import chosen_rows, spread_with
 from apportion.runtime.proof.rare_rows import RareRows, rare_rows
 from apportion.runtime.worker.collate_survey import BatchDivision, refused_batch
@@ -56,7 +57,7 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
     batches and the loss have shown."""
     order = channel.commands.get()
     if order is not None and order["kind"] == "survey":
-        workload = job.open()
+        workload = opened_once(job.open())
         with seeded_rng(workload.seed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             data = _opened(workload, sent=job.sent is not None)
