@@ -12,6 +12,8 @@ FEW_EACH, ROWS_EACH = 3, 16
 rows, so that terms which do not count, or classes, fall unevenly on the ranks."""
 STEPS = 4
 """The number of steps that a pass makes: two epochs of a whole batch and a short one."""
+EPOCH = 2
+"""The number of steps in which a pass meets each of its rows once."""
 
 
 def on_few_rows(asked: ProofRequest) -> ProofRequest:
@@ -20,5 +22,8 @@ def on_few_rows(asked: ProofRequest) -> ProofRequest:
 
 
 def on_rare_rows(asked: ProofRequest, surveyed: Surveyed) -> ProofRequest:
-    """Returns the request for a pass whose rows have the rare ones among them that a survey has named."""
-    return replace(asked, rows=ROWS_EACH * asked.chosen.ranks + 1, rare=surveyed.rare, run_steps=0, then=None)
+    """Returns the request for a pass whose rows have the rare ones among them that a survey has named. The first pass
+    has shown what comes of more steps; ranks that average now and then make as many as in that."""
+    rows = ROWS_EACH * asked.chosen.ranks + 1
+    steps = asked.steps if asked.steps > STEPS or not asked.chosen.strategy.exact else EPOCH
+    return replace(asked, rows=rows, steps=steps, rare=surveyed.rare, run_steps=0, then=None)
