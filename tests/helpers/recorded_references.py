@@ -25,6 +25,7 @@ from apportion.core.workload import Workload
 from apportion.parallel.replica import single_process
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof_workload import few_rows
+from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.worker.job import Job
 from apportion.strategies.single_device import SingleDevice
 
@@ -49,8 +50,11 @@ class Answer:
 remembered: OrderedDict[Hashable, Answer] = OrderedDict()
 
 
-def pool(launcher: Local, target: str, job: Job, ranks: int) -> warm_ranks.Kept | Reference:
-    """Returns ranks, or for a reference what answers in their place."""
+def pool(
+    launcher: Local, target: str, job: Job, ranks: int, importer: Spare | None = None
+) -> warm_ranks.Kept | Reference:
+    """Returns ranks, or for a reference what answers in their place. ``importer``: of no use to ranks that are there
+    already."""
     if not target.endswith(":reference") or isinstance(job.workload, str) or job.strategy.replays(job.workers):
         return warm_ranks.kept(launcher, target, job, ranks)
     return Reference(lambda: warm_ranks.kept(launcher, target, job, ranks), _beginning(launcher, job))

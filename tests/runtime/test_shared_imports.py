@@ -49,7 +49,7 @@ def look(sock: socket.socket, payload: bytes) -> int:
 def found_by(spare: Spare | None, ranks: int) -> list[dict[str, object]]:
     sys.path.insert(0, str(Path(__file__).parent))
     try:
-        started = Local(device="cpu").start(f"{Path(__file__).stem}:look", b"", ranks, 0, spare)
+        started = Local(device="cpu").start_from(spare, f"{Path(__file__).stem}:look", b"", ranks, 0)
     finally:
         sys.path.pop(0)
     found = []

@@ -179,7 +179,8 @@ class BatchSource:
             return self.first_rows(rows)
 
     def first_rows(self, rows: int) -> tuple[Any, Any]:
-        """As ``sample``, but what loading these rows changes in the data set stays changed."""
+        """Inputs and targets of the first rows of the first batch, loaded by themselves; what loading them changes in
+        the data set stays changed."""
         deal, dataset = self.deal, self.dataset
         if isinstance(deal, PartSampler) and isinstance(dataset, PartedDataset):
             index = deal.first_rows(dataset.opened, rows)

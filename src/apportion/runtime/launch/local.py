@@ -78,9 +78,13 @@ class Local(Value):
         """Has these modules imported once by what processes are forked from, and returns at once."""
         template().import_ahead(modules)
 
-    def start(self, target: str, payload: bytes, ranks: int, port: int, spare: Spare | None = None) -> list[Process]:
-        """Starts one process for each rank, which calls ``target`` with its channel and the payload. They are forked
-        from the spare where that can be, else from the template."""
+    def start(self, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
+        """Starts one process for each rank, which calls ``target`` with its channel and the payload."""
+        return self.start_from(None, target, payload, ranks, port)
+
+    def start_from(self, spare: Spare | None, target: str, payload: bytes, ranks: int, port: int) -> list[Process]:
+        """Does what ``start`` does, with processes that are forked from the spare where that can be, else from the
+        template."""
         started = list[Process]()
         try:
             for rank in range(ranks):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, TensorDataset
 
+from apportion.core.torch_private import version_of
 from apportion.core.workload import Workload
 
 
@@ -25,9 +26,9 @@ class _Opened:
 
     def __call__(self) -> Dataset[Any]:
         kept = self._kept
-        if kept is not None and [t._version for t in kept.tensors] == self._versions:
+        if kept is not None and [version_of(t) for t in kept.tensors] == self._versions:
             return kept
         found = self.make()
         if type(found) is TensorDataset:
-            self._kept, self._versions = found, [t._version for t in found.tensors]
+            self._kept, self._versions = found, [version_of(t) for t in found.tensors]
         return found

@@ -71,7 +71,10 @@ class WorkerPool:
         port = self.renew()
         if self._imports:
             self._launcher.import_ahead(self._imports)
-        for slot, process in enumerate(self._launcher.start(self._target, self._payload, self.ranks, port, importer)):
+        given = self._target, self._payload, self.ranks, port
+        own = importer is None or type(self._launcher) is not Local  # another launcher starts ranks in its own way
+        started = self._launcher.start(*given) if own else self._launcher.start_from(importer, *given)
+        for slot, process in enumerate(started):
             self._channels.add(slot, process)
 
     def renew(self) -> int:

@@ -49,10 +49,10 @@ class BatchDivision:
 
 
 def refused_batch(workload: Workload, division: BatchDivision, rare: Sequence[int], seconds: float) -> str | None:
-    """Makes the batches of the first epoch, one of each size and those with rare rows first, for as long as there is time; returns how one
-    of them cannot be divided, as a clause; None where each that was made can. What the workload itself raises is left
-    to the run. Where rows are collated as usual, and augmented, that is AUGMENT_SECONDS at most: what augment makes of
-    a batch seldom depends on its rows."""
+    """Makes the batches of the first epoch, one of each size and those with rare rows first, for as long as there is
+    time; returns how one of them cannot be divided, as a clause; None where each that was made can. What the workload
+    itself raises is left to the run. Where rows are collated as usual, and augmented, AUGMENT_SECONDS are enough: what
+    augment makes of a batch seldom depends on its rows."""
     if workload.collate is default_collate:
         seconds = min(seconds, AUGMENT_SECONDS)
     until = time.monotonic() + seconds
