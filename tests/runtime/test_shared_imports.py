@@ -106,9 +106,13 @@ def test_the_modules_are_those_that_are_installed_and_were_not_inherited(tmp_pat
         [
             sys.executable,
             "-c",
-            "import sys, json; sys.path[:0] = sys.argv[1:3]\n"
+            "import json, os, sys; sys.path[:0] = sys.argv[1:3]\n"
             "import early_package\n"
             "from apportion.runtime.spawn.imports import imported, note_beginning\n"
+            "import own\n"
+            "assert not imported().modules\n"
+            "del sys.modules['own'], sys.modules['late_package']\n"
+            "os.environ.pop('LATE')\n"
             "note_beginning()\n"
             "import own\n"
             "found = imported()\n"

@@ -39,9 +39,20 @@ def explain(interrupt: BaseException, text: str) -> None:
     written to standard error."""
     interrupt.add_note(text)
     if isinstance(interrupt, ToldToEnd):
-        with suppress(OSError, ValueError, AttributeError):  # the terminal may be what has ended the run
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+        with suppress(OSError, ValueError, AttributeError, RuntimeError):  # the terminal may be what has ended the run
+            _write_in_handler(f"{text}\n")
+
+
+def _write_in_handler(text: str) -> None:
+    """Writes to standard error while whatever was interrupted may hold the locks of its stream, or those of a progress
+    bar that stands in for it: past them where there is a file."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):  # a notebook's, or a test's
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    else:
+        os.write(descriptor, text.encode(errors="replace"))
 
 
 @final

@@ -37,15 +37,18 @@ def note_beginning() -> None:
 
 
 def imported() -> Imports:
-    """Returns what this process has imported since ``note_beginning``, or since it began, in the order in which the
-    imports began."""
+    """Returns what this process has imported since ``note_beginning``, in the order in which the imports began: nothing
+    where it was not forked, since a program of the user's may have imported what its workload does not, and what may
+    be imported once alone, as MPI."""
+    if _environment is None:
+        return Imports(())
     # An import in another thread adds modules meanwhile.
     modules = [
         name
         for name, module in [*sys.modules.items()]
         if name not in _inherited and not name.startswith("__") and _is_installed(getattr(module, "__file__", None))
     ]
-    return Imports(tuple(modules), {} if _environment is None else _set_since(_environment))
+    return Imports(tuple(modules), _set_since(_environment))
 
 
 def import_again(imports: Imports) -> bool:
