@@ -15,6 +15,7 @@ from apportion.api import shared_imports as module
 from apportion.api.shared_imports import shared_imports
 from apportion.comm.channel import Lines
 from apportion.runtime.launch.local import Local
+from apportion.runtime.spawn.imports import Imports
 from apportion.runtime.spawn.standby import Spare
 
 pytestmark = pytest.mark.processes
@@ -62,7 +63,7 @@ def found_by(spare: Spare | None, ranks: int) -> list[dict[str, object]]:
 
 
 def test_a_package_is_imported_once_and_what_it_sets_is_set_in_all(package: Path) -> None:
-    with shared_imports(["counted_package"], {"COUNTED": "yes"}, 30) as spare:
+    with shared_imports(Imports(("counted_package",), {"COUNTED": "yes"}), 30) as spare:
         assert spare is not None
         found = found_by(spare, 3)
     assert [one["rank"] for one in found] == ["0", "1", "2"]
@@ -70,8 +71,11 @@ def test_a_package_is_imported_once_and_what_it_sets_is_set_in_all(package: Path
     assert len(package.read_text().splitlines()) == 1
 
 
-def test_what_the_users_own_code_has_set_before_the_imports_leaves_each_process_to_import(package: Path) -> None:
-    with shared_imports(["counted_package"], {"COUNTED": "yes", "HF_HOME": "/elsewhere"}, 30) as spare:
+@pytest.mark.parametrize("changed", [{"HF_HOME": "/elsewhere"}, {"PATH": None}])
+def test_what_the_users_own_code_has_changed_before_the_imports_leaves_each_process_to_import(
+    changed: dict[str, str | None], package: Path
+) -> None:
+    with shared_imports(Imports(("counted_package",), {"COUNTED": "yes", **changed}), 30) as spare:
         assert spare is None
         assert found_by(spare, 1) == [{"there": False, "variable": None, "rank": "0"}]
 
@@ -80,19 +84,19 @@ def test_a_package_that_starts_threads_leaves_each_process_to_import(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THREADED", "1")
-    with shared_imports(["counted_package"], {"COUNTED": "yes"}, 30) as spare:
+    with shared_imports(Imports(("counted_package",), {"COUNTED": "yes"}), 30) as spare:
         assert spare is None
 
 
 def test_a_spare_that_is_lost_leaves_each_process_to_import(package: Path) -> None:
-    with shared_imports(["counted_package"], {"COUNTED": "yes"}, 30) as spare:
+    with shared_imports(Imports(("counted_package",), {"COUNTED": "yes"}), 30) as spare:
         assert spare is not None
         os.kill(spare.pid, 9)
         assert [one["there"] for one in found_by(spare, 2)] == [False, False]
 
 
 def test_few_modules_start_no_process() -> None:
-    with shared_imports(["json"] * (module.FEWEST - 1), {}, 30) as spare:
+    with shared_imports(Imports((*["json"] * (module.FEWEST - 1),), {}), 30) as spare:
         assert spare is None
 
 
@@ -114,15 +118,16 @@ def test_the_modules_are_those_that_are_installed_and_were_not_inherited(tmp_pat
             "del sys.modules['own'], sys.modules['late_package']\n"
             "os.environ.pop('LATE')\n"
             "note_beginning()\n"
-            "import own\n"
+            "import own; del os.environ['GONE']\n"
             "found = imported()\n"
             "print(json.dumps([found.modules, found.environment]))",
             str(tmp_path / "site-packages"),
             str(tmp_path),
         ],
         capture_output=True,
+        env={**os.environ, "GONE": "1"},
         text=True,
         timeout=60,
         check=True,
     )
-    assert json.loads(told.stdout) == [["late_package"], {"LATE": "1"}]
+    assert json.loads(told.stdout) == [["late_package"], {"LATE": "1", "GONE": None}]

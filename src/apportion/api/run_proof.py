@@ -35,6 +35,7 @@ from apportion.runtime.proof.budget import BUDGET_SHARE, budget
 from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
 from apportion.runtime.proof.proof import Proof, Settled
 from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.spawn.imports import Imports
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.worker.job import Job
 
@@ -143,8 +144,8 @@ class SelfProof:
         self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
         self._lengths = tuple(asked.get("lengths", ()))
         seconds = self.seconds(asked["steps"])
-        given = asked.get("imports", ()), asked.get("environment", {}), IMPORTING_SHARE * seconds
-        with shared_imports(*given) as self._importer:
+        imports = Imports(tuple(asked.get("imports", ())), asked.get("environment", {}))
+        with shared_imports(imports, IMPORTING_SHARE * seconds) as self._importer:
             found = self._found(began, seconds)
         give_back()  # the states that were compared: the run goes on in this process
         self._known = replace(found, seconds=time.monotonic() - began)

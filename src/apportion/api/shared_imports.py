@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from apportion.errors import ApportionError
 from apportion.runtime.launch.local import Local
@@ -16,14 +15,15 @@ FEWEST = 100
 
 
 @contextmanager
-def shared_imports(modules: Sequence[str], environment: Mapping[str, Any], seconds: float) -> Iterator[Spare | None]:
-    """Starts the process and ends it; None where there is little to import, where that takes more than ``seconds``, or
-    where the process is not fit to be forked (it has threads, or open files)."""
-    if len(modules) < FEWEST:
+def shared_imports(imports: Imports, seconds: float) -> Iterator[Spare | None]:
+    """Starts the process and ends it. None where there is little to import, where that takes more than ``seconds``, or
+    where the process is not fit to be forked: it has threads or open files, or packages that may depend on a variable
+    which the user's code has changed."""
+    if len(imports.modules) < FEWEST:
         yield None
         return
     try:
-        spare = Local(workers=1, device="cpu").importer(Imports(tuple(modules), dict(environment)))
+        spare = Local(workers=1, device="cpu").importer(imports)
     except (ApportionError, OSError):  # the processes of the proof report why
         yield None
         return

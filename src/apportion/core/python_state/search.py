@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from apportion.core.installed import in_packages
 from apportion.core.python_state.leaves import ExtraLeaf, Leaf, has_extra_state, leaf_of
 from apportion.core.python_state.scopes import Cell, ClassScope, Scope, Slots, slots_of
 from apportion.core.torch_private import modules_of
@@ -296,5 +297,4 @@ def _origin(module: str) -> str:
     if top in sys.stdlib_module_names:
         return "standard"
     file = getattr(sys.modules.get(module) or sys.modules.get(top), "__file__", None) or ""
-    installed = any(part in file for part in ("/site-packages/", "/dist-packages/"))
-    return "library" if installed else "user"
+    return "library" if in_packages(file) else "user"

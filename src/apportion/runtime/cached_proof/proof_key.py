@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Self
 
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.rng import seeded_rng
@@ -102,8 +103,9 @@ def proof_key(
     try:
         if parameters > MOST_PARAMETERS:
             return ProofKey(why=f"an update of {parameters:,} parameters would take longer than the proof")
-        # A fork reads an open file at the same place as this process.
-        opens = partial(_opened_again, workload) if recorder.holds_files() else _rows_here
+        # A fork reads an open file at the same place as this process; tensors are read in memory.
+        reopens = recorder.holds_files() and type(dataset) is not TensorDataset
+        opens = partial(_opened_again, workload) if reopens else _rows_here
         opened = partial(opens, dataset)
         return _proof_key(_KeyMaker(workload, dataset, opened, recorder), reprove=reprove)
     except (ForkedCallError, OSError) as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from apportion.core.installed import in_packages
 from apportion.process import PACKAGE
 
 MARKS = ("pyproject.toml", ".git")
@@ -63,7 +64,7 @@ def _project(start: Path) -> Path | None:
 def is_installed(file: Path) -> bool:
     """Tells whether a file belongs to an installed package, to Python, or to this package."""
     file = file.absolute()
-    if any(part in ("site-packages", "dist-packages") for part in file.parts):
+    if in_packages(file):
         return True
     # Not resolved: the programs of a virtual environment lie in it, and the Python that they link to does not.
     ours = (Path(sys.prefix).absolute(), Path(os.__file__).parent, PACKAGE)

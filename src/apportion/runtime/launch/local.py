@@ -88,7 +88,8 @@ class Local(Value):
         started = list[Process]()
         try:
             for rank in range(ranks):
-                started.append(self._started(rank, self._task(target, payload, (rank, ranks, port)), spare))
+                task = self._task(target, payload, (rank, ranks, port))
+                started.append(self._forked(rank, task, spare))
         except BaseException:
             for process in started:
                 process.kill()
@@ -102,10 +103,10 @@ class Local(Value):
         place = (seat, seats, port)
         if spare is not None and spare.ready:
             try:
-                return self._seat(seat, self._task(spare.target, b"", place), spare.spawn)
+                return self._spawned(seat, self._task(spare.target, b"", place), spare.spawn)
             except NotForked:  # it was lost too
                 spare.close()
-        return self._seat(seat, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
+        return self._spawned(seat, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
 
     def spare(self, payload: bytes) -> Spare:
         """Starts the process that replacements are forked from; it takes a while until it is ready."""
@@ -116,17 +117,19 @@ class Local(Value):
         task = self._task(Spare.importer, cloudpickle.dumps(imports), None)
         return Spare(replace(task, environment={**task.environment, **_threads(1)}))
 
-    def _started(self, seat: int, task: SpawnTask, spare: Spare | None) -> Process:
+    def _forked(self, slot: int, task: SpawnTask, spare: Spare | None) -> Process:
         if spare is not None and spare.ready:
             with suppress(NotForked):  # it was lost
-                return self._seat(seat, task, spare.spawn)
-        return self._seat(seat, task, template().spawn)
+                return self._spawned(slot, task, spare.spawn)
+        return self._spawned(slot, task, template().spawn)
 
-    def _seat(self, seat: int, task: SpawnTask, spawn: Callable[[SpawnTask, socket.socket], ForkedProcess]) -> Process:
+    def _spawned(
+        self, slot: int, task: SpawnTask, spawn: Callable[[SpawnTask, socket.socket], ForkedProcess]
+    ) -> Process:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                return Process(seat, ours, spawn(task, theirs))
+                return Process(slot, ours, spawn(task, theirs))
         except BaseException:
             ours.close()
             raise

@@ -14,13 +14,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, final
 
 from apportion.comm.channel import Lines
 from apportion.process import die_with_parent, in_slurm_job, outlive_notice
-from apportion.runtime.spawn.imports import note_beginning
+from apportion.runtime.spawn.imports import import_modules, note_beginning
 from apportion.runtime.spawn.stacks import print_stacks_when_told
 
 _STRANGERS = 1000
@@ -38,8 +38,8 @@ def freeze() -> None:
 @final
 class ForkServer:
     """Forks what it is told to. ``gives_to``: the process id of an ancestor that its children are given to: they
-    outlive this process, and die with that one. ``sets``: variables that its children have where they are not told
-    others: what this process has imported has set them."""
+    outlive this process, and die with that one. ``sets``: environment variables that its children
+    have besides those of their task: the packages that this process has imported have set them."""
 
     def __init__(
         self, sock: socket.socket, *, gives_to: int | None = None, sets: Mapping[str, str] | None = None
@@ -87,7 +87,8 @@ class ForkServer:
             if message["kind"] == "spawn":
                 self._spawn(message)
             elif message["kind"] == "import":
-                _import(message["modules"])
+                if import_modules(message["modules"]):
+                    freeze()
             elif message["kind"] == "adopt":
                 self._adopt(message["pid"], message["worker"])
             else:
@@ -174,15 +175,6 @@ class ForkServer:
     def _ended(self, pid: int, worker: int, code: int) -> None:
         _kill_group(pid)
         self._tell({"kind": "exited", "worker": worker, "status": code})
-
-
-def _import(modules: Sequence[str]) -> None:
-    missing = [name for name in modules if name not in sys.modules]
-    for name in missing:
-        with suppress(Exception):  # the code that needs it imports it again, and raises what it raises
-            importlib.import_module(name)
-    if missing:
-        freeze()
 
 
 def _fork_away() -> int:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-INSTALLED = ("site-packages", "dist-packages")
-"""The folders of packages that were installed; what lies elsewhere is the user's own."""
+from apportion.core.installed import in_packages
 
 
 @dataclass(frozen=True)
 class Imports:
-    """Installed modules, and the variables of the environment that a process which has imported them had set."""
+    """Installed modules, and what a process that has imported them has changed in its environment."""
 
-    modules: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """The values of the variables that were set, None for one that was removed."""
 
 
 _environment: dict[str, str] | None = None
@@ -37,33 +36,39 @@ def note_beginning() -> None:
 
 
 def imported() -> Imports:
-    """Returns what this process has imported since ``note_beginning``, in the order in which the imports began: nothing
-    where it was not forked, since a program of the user's may have imported what its workload does not, and what may
-    be imported once alone, as MPI."""
+    """Returns what this process has imported since ``note_beginning``, in the order in which the imports began.
+
+    In a process that was not forked that is nothing: the program of a rank that others have started may have imported
+    what its workload does not, and what only one process may import, as MPI.
+    """
     if _environment is None:
-        return Imports(())
-    # An import in another thread adds modules meanwhile.
+        return Imports()
     modules = [
         name
-        for name, module in [*sys.modules.items()]
-        if name not in _inherited and not name.startswith("__") and _is_installed(getattr(module, "__file__", None))
+        for name, module in [*sys.modules.items()]  # a copy: an import in another thread adds to it
+        if name not in _inherited and not name.startswith("__") and in_packages(getattr(module, "__file__", None) or "")
     ]
-    return Imports(tuple(modules), _set_since(_environment))
+    return Imports(tuple(modules), _changed_since(_environment))
 
 
-def import_again(imports: Imports) -> bool:
-    """Imports the modules in this process; returns whether that has set the same variables: if not, the user's own code
-    has, and the modules may depend on them."""
-    before = dict(os.environ)
-    for name in imports.modules:
-        with suppress(Exception):  # the code that needs it imports it again, and raises what it raises
+def import_modules(modules: Iterable[str]) -> bool:
+    """Imports what this process does not have yet; returns whether there was any. A module that cannot be imported is
+    left to the code that needs it, which raises why."""
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        with suppress(Exception):
             importlib.import_module(name)
-    return _set_since(before) == imports.environment
+    return bool(missing)
 
 
-def _is_installed(file: object) -> bool:
-    return isinstance(file, str) and any(folder in Path(file).parts for folder in INSTALLED)
+def repeat(imports: Imports) -> bool:
+    """Imports the modules in this process; returns whether that has changed the environment as it did in the other: if
+    not, the user's own code has changed it, and the modules may depend on that."""
+    before = dict(os.environ)
+    import_modules(imports.modules)
+    return _changed_since(before) == imports.environment
 
 
-def _set_since(before: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+def _changed_since(before: Mapping[str, str]) -> dict[str, str | None]:
+    names = before.keys() | os.environ.keys()
+    return {name: os.environ.get(name) for name in names if os.environ.get(name) != before.get(name)}

@@ -1,9 +1,9 @@
-"""The process that replacements of lost workers are forked from, as the driver sees it.
+"""The process that replacements of lost workers, or the processes of a proof, are forked from, as the driver sees it.
 
-It is forked from the template once a run is under way, opens the job, and from then on only waits and forks: a
-replacement begins with everything loaded, in milliseconds. What it forks it gives to the template, so that its own
-death costs no worker. A workload that it cannot stand by for (see ``standby``) has its replacements forked from the
-template, with torch imported but the job still to open.
+That of replacements is forked from the template once a run is under way, opens the job, and from then on only waits and
+forks: a replacement begins with everything loaded, in milliseconds. What it forks it gives to the template, so that its
+own death costs no worker. A workload that it cannot stand by for (see ``preloaded``) has its replacements forked from
+the template, with torch imported but the job still to open. That of a proof imports the workload's packages alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Spare:
 
     program: ClassVar[str] = "apportion.runtime.worker.preloaded:serve"
     importer: ClassVar[str] = "apportion.runtime.worker.preloaded:serve_imports"
-    """The program of a spare that opens no job: what it forks finds packages imported, and nothing else."""
+    """The program of a spare that imports packages and opens no job."""
     target: ClassVar[str] = "apportion.runtime.worker.preloaded:train_opened"
     """The function that a replacement is to call."""
 

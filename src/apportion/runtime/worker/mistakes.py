@@ -6,6 +6,7 @@ import os
 import traceback
 from pathlib import Path
 
+from apportion.core.installed import in_packages
 from apportion.process import PACKAGE
 
 _STANDARD = Path(os.__file__).parent
@@ -27,5 +28,8 @@ def package_of(frame: traceback.FrameSummary) -> str | None:
     file = Path(frame.filename)
     if file.is_relative_to(PACKAGE):
         return "apportion"
-    installed = any(part in ("site-packages", "dist-packages") for part in file.parts)
-    return "library" if installed or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD) else None
+    return (
+        "library"
+        if in_packages(file) or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD)
+        else None
+    )

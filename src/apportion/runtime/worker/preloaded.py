@@ -1,4 +1,4 @@
-"""A spare's own side: it opens a job before a worker needs it, and forks workers that find it open.
+"""A spare's own side: it opens a job, or imports packages, before they are needed, and forks workers that have them.
 
 The spare is as single-threaded as the template, and shares nothing that moves: a workload that starts threads, or
 keeps files open (all copies of an open file read at one place of it), cannot be stood by for.
@@ -26,7 +26,7 @@ from apportion.core.sampling.rng import RngState, seed_everything
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.runtime.spawn.fork_server import ForkServer
-from apportion.runtime.spawn.imports import Imports, import_again
+from apportion.runtime.spawn.imports import Imports, repeat
 from apportion.runtime.spawn.standby import UNFIT
 from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
@@ -48,14 +48,16 @@ def serve(sock: socket.socket, payload: bytes) -> int:
 
 
 def serve_imports(sock: socket.socket, payload: bytes) -> int:
-    """Imports what a workload does, and forks processes that open it by themselves."""
+    """Imports the packages of a workload, and forks processes that open the workload by themselves."""
     imports: Imports = cloudpickle.loads(payload)
-    return stand_by(sock, lambda: import_again(imports) or None, sets=imports.environment)
+    sets = {name: value for name, value in imports.environment.items() if value is not None}
+    return stand_by(sock, lambda: repeat(imports) or None, sets=sets)
 
 
 def stand_by(sock: socket.socket, open_job: Callable[[], Any], *, sets: Mapping[str, str] | None = None) -> int:
     """Opens a job, and forks the processes that are asked for, which find it in ``opened``. Returns the exit status of
-    this process. ``sets``: variables that they have where they are not told others."""
+    this process: UNFIT where ``open_job`` raises or returns None, or leaves threads or open files. ``sets``: the
+    environment variables that the forked processes have besides those of their task."""
     global opened
     torch.set_num_threads(1)
     files = _files()

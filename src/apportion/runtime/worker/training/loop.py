@@ -139,7 +139,7 @@ class _TrainingLoop:
             if reads is not None:
                 reads.stop()
             return None
-        key, imports = None, Imports(())
+        key, imports = None, Imports()
         if self.world.rank == 0:
             from apportion.runtime.cached_proof.proof_key import proof_key  # it knows every kind of value
 
