@@ -76,6 +76,13 @@ def test_padded_sequences_are_told_apart_by_what_they_have() -> None:
     assert {11, 444} <= {*rare_rows(TensorDataset(padded, LABELS), 0.0).rows}
 
 
+def test_the_sequence_with_the_most_ignored_words_is_found() -> None:
+    words = SOME_IGNORED.clone()
+    words[40] = 0  # as few words as the one after it
+    words[1600] = -100
+    assert {77, 1600} <= {*rare_rows(TensorDataset(X, words), 1).rows[:4]}
+
+
 def test_a_subset_names_its_own_rows() -> None:
     found = rare_rows(Subset(TensorDataset(X, IGNORED), range(1000, 2000)), 0.0)
     assert found.rows[0] == 234

@@ -28,8 +28,5 @@ def package_of(frame: traceback.FrameSummary) -> str | None:
     file = Path(frame.filename)
     if file.is_relative_to(PACKAGE):
         return "apportion"
-    return (
-        "library"
-        if in_packages(file) or frame.filename.startswith("<frozen") or file.is_relative_to(_STANDARD)
-        else None
-    )
+    installed = in_packages(file) or file.is_relative_to(_STANDARD) or frame.filename.startswith("<frozen")
+    return "library" if installed else None
