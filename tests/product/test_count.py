@@ -107,7 +107,7 @@ class Speaker(nn.Module):
 def gpt2(kind: str = "GPT2LMHeadModel") -> nn.Module:
     transformers = pytest.importorskip("transformers")
     tokens: dict[str, Any] = {"vocab_size": 12, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "classifier_dropout"), 0.0)
     config = transformers.GPT2Config(
         n_positions=8, n_embd=8, n_layer=1, n_head=2, num_labels=12, **tokens, **no_dropout
     )

@@ -14,10 +14,10 @@ import apportion
 
 
 class Slow(nn.Linear):
-    """A layer that takes most of a second."""
+    """A layer that takes more than a second."""
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.7)
+        time.sleep(1.4)
         return super().forward(x)
 
 
