@@ -3,11 +3,14 @@ is named and refused."""
 
 from __future__ import annotations
 
+import io
 import os
+import queue
 import random
 import shutil
 import signal
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -70,6 +73,27 @@ class Remembering(nn.Linear):
             self.dict["norms"][self.dict["calls"] % 4] = norm
             factor = sum(self.dict["norms"].values()) / 4 + 0.01 * self.dict["calls"]
         return super().forward(x) / (1 + factor)
+
+
+class Logging(nn.Linear):
+    """A log of calls in bytes or text that change in place, whose length the forward uses."""
+
+    def __init__(self, *sizes: int, kind: str) -> None:
+        super().__init__(*sizes)
+        self.bytes, self.shorts, self.file = bytearray(), array("h"), io.BytesIO()
+        self.text, self.queue = io.StringIO(), queue.Queue[int]()
+        self.log: Any = getattr(self, kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.log, queue.Queue):
+            self.log.put(self.log.qsize())
+            length = self.log.qsize()
+        elif isinstance(self.log, io.IOBase):
+            length = self.log.write("." if isinstance(self.log, io.StringIO) else b".") * self.log.tell()
+        else:
+            self.log.append(7)
+            length = len(self.log)
+        return super().forward(x) / (1 + 0.05 * length)
 
 
 class Smoothed(nn.Linear):
@@ -200,6 +224,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "list": lambda: Remembering(10, 3, kind="list"),
     "deque": lambda: Remembering(10, 3, kind="deque"),
     "dict": lambda: Remembering(10, 3, kind="dict"),
+    "bytearray": lambda: Logging(10, 3, kind="bytes"),
+    "array of the standard library": lambda: Logging(10, 3, kind="shorts"),
+    "file in memory": lambda: Logging(10, 3, kind="file"),
+    "text in memory": lambda: Logging(10, 3, kind="text"),
+    "queue": lambda: Logging(10, 3, kind="queue"),
     "tensor": lambda: Smoothed(10, 3),
     "torch generator": lambda: Drawing(10, 3, kind="torch"),
     "numpy generator": lambda: Drawing(10, 3, kind="numpy"),

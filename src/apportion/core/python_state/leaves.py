@@ -7,9 +7,10 @@ so that whatever else refers to it sees that too.
 from __future__ import annotations
 
 import copy
-import random
+import io
 import zlib
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from operator import is_
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apportion.core.python_state.generators import GENERATORS, generator_state, set_generator_state
 from apportion.core.python_state.scopes import slots_of
 from apportion.core.torch_private import version_of
 
@@ -262,6 +264,53 @@ class ArrayLeaf(Leaf):
         return kept[0] is not None and kept[0].shape == self.target.shape
 
 
+BUFFERS = (bytearray, array, io.BytesIO, io.StringIO)
+
+
+@final
+class BufferLeaf(Leaf):
+    """Bytes or text that change in place: a bytearray, an array of the standard library, a file in memory. The position
+    of such a file is no state: reading moves it, and a data set reads on each rank what it needs."""
+
+    __slots__ = ()
+
+    def same(self, kept: Any, *, thorough: bool) -> bool:
+        target = self.target
+        if isinstance(target, bytearray | array) and len(target) > COPIED and not thorough:
+            return len(target) * getattr(target, "itemsize", 1) == len(kept[0])
+        return bool(self.keep() == kept)
+
+    def keep(self, before: Any = None) -> Any:
+        target = self.target
+        if isinstance(target, bytearray | array):
+            return (bytes(target),)
+        return () if target.closed else (target.getvalue(),)
+
+    def value(self, kept: Any) -> Any:
+        return self.target  # which no record holds: only an object that every process has is carried
+
+    def plain(self, kept: Any) -> Any:
+        return kept
+
+    def can_put(self, kept: Any) -> bool:
+        return bool(kept) and not getattr(self.target, "closed", False)
+
+    def put(self, kept: Any) -> None:
+        target, (contents,) = self.target, kept
+        if isinstance(target, bytearray):
+            target[:] = contents
+        elif isinstance(target, array):
+            del target[:]
+            target.frombytes(contents)
+        else:
+            place, appends = target.tell(), target.tell() == len(target.getvalue())
+            target.seek(0)
+            target.truncate()
+            target.write(contents)
+            if not appends:
+                target.seek(min(place, len(contents)))
+
+
 @final
 class FieldsLeaf(Leaf):
     """What an object keeps in slots and attributes, where training has made the object."""
@@ -375,69 +424,6 @@ def refuse_other_extra_state(model: nn.Module, strategy: str) -> None:
             )
 
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
-
-
-def generator_state(generator: Any) -> Any:
-    """The state of a generator as text, whole numbers and tuples of them, which can be compared."""
-    if isinstance(generator, torch.Generator):
-        return "torch", str(generator.device), generator.get_state().numpy().tobytes()
-    if isinstance(generator, random.Random):
-        return "python", generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return "numpy legacy", _frozen(generator.get_state(legacy=False))
-    if isinstance(generator, np.random.BitGenerator):
-        return "numpy bits", _frozen(generator.state)
-    return "numpy", _frozen(generator.bit_generator.state)
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator of the same kind into a state."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state[2]), dtype=torch.uint8))
-    elif isinstance(generator, random.Random):
-        generator.setstate(state[1])
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_thawed(state[1]))
-    elif isinstance(generator, np.random.BitGenerator):
-        generator.state = _thawed(state[1])
-    else:
-        generator.bit_generator.state = _thawed(state[1])
-
-
-def new_generator(state: Any) -> Any:
-    """A generator in this state. ValueError where the state names a kind that is not known."""
-    kind = state[0]
-    if kind == "torch":
-        made: Any = torch.Generator(state[1])
-    elif kind == "python":
-        made = random.Random()
-    elif kind == "numpy legacy":
-        made = np.random.RandomState()
-    else:
-        name = dict(state[1]).get("bit_generator")
-        if name not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
-            raise ValueError(f"a numpy generator of kind {name!r} is not known")
-        bits = getattr(np.random, name)()
-        made = bits if kind == "numpy bits" else np.random.Generator(bits)
-    set_generator_state(made, state)
-    return made
-
-
-def _frozen(state: Any) -> Any:
-    if isinstance(state, dict):
-        return tuple((name, _frozen(value)) for name, value in state.items())
-    if isinstance(state, np.ndarray):
-        return "array", str(state.dtype), tuple(state.shape), state.tobytes()
-    return state.item() if isinstance(state, np.generic) else state
-
-
-def _thawed(state: Any) -> Any:
-    if isinstance(state, tuple) and state[:1] == ("array",):
-        return np.frombuffer(state[3], dtype=state[1]).reshape(state[2]).copy()
-    return {name: _thawed(value) for name, value in state} if isinstance(state, tuple) else state
-
-
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
@@ -469,6 +455,8 @@ def leaf_of(name: str, value: Any) -> Leaf | None:
         return _Sequence(name, value)
     if isinstance(value, set):
         return SetLeaf(name, value)
+    if isinstance(value, BUFFERS):
+        return None if isinstance(value, io.IOBase) and value.closed else BufferLeaf(name, value)
     if isinstance(value, Tensor):
         plain = type(value) in (Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided and not value.is_meta
         return TensorLeaf(name, value) if plain else None

@@ -27,6 +27,7 @@ from apportion.core.python_state.entries import Entries
 from apportion.core.python_state.handles import is_handle
 from apportion.core.python_state.leaves import (
     ArrayLeaf,
+    BufferLeaf,
     DictLeaf,
     ExtraLeaf,
     Leaf,
@@ -118,7 +119,7 @@ class PythonState:
             self._leaves.append(leaf)
             self._contents.append(leaf.keep())
         for name, kind in self._search.iterators.items():
-            self.lost.setdefault(name, f"an iterator ({kind}), whose position cannot be read")
+            self.lost.setdefault(name, f"a {kind}, whose contents cannot be read without changing them")
 
     @property
     def moved(self) -> bool:
@@ -474,6 +475,8 @@ class PythonState:
             target.update(found)
         elif isinstance(stored, dict) and "generator" in stored:
             leaf.put(reader.state(stored["generator"]))
+        elif isinstance(leaf, BufferLeaf):
+            leaf.put(reader.value(stored))
         elif isinstance(leaf, TensorLeaf):
             leaf.put([reader.value(stored), 0, None])
         elif isinstance(stored, dict) and "array" in stored:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apportion.core.python_state.leaves import GENERATORS, Drawn, Fields, generator_state, new_generator
+from apportion.core.python_state.generators import GENERATORS, generator_state, new_generator
+from apportion.core.python_state.leaves import Drawn, Fields
 from apportion.core.python_state.scopes import slots_of
 from apportion.core.python_state.search import origin
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import io
+import queue
 import sys
 import types
 import weakref
@@ -40,7 +41,7 @@ _OF_OPTIMIZERS = frozenset(
         *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused", "_step_supports_amp_scaling"),
     )
 )
-_INSPECTED = (UserDict, UserList, types.SimpleNamespace)
+_INSPECTED = (UserDict, UserList, types.SimpleNamespace, queue.Queue)
 """Classes of the standard library whose objects are looked into."""
 
 
@@ -53,7 +54,7 @@ class Search:
         self.scopes: list[Scope] = []
         self.leaves: list[Leaf] = []
         self.iterators: dict[str, str] = {}
-        """Objects whose position cannot be read, by path: the names of their classes."""
+        """What cannot be read without changing it (iterators, queues), by path: the names of the classes."""
         self.seen: dict[int, Any] = {}
         """What was looked at, by its identity, which stays its own as long as it is kept here."""
         self.models: dict[str, weakref.ref[nn.Module]] = {}
@@ -110,7 +111,9 @@ class Search:
             self._todo += [(f"{name}{at}", item) for at, item in leaf.inside()]
             if getattr(value, "__dict__", None) is not None and origin(type(value)) == "user":
                 self._object(name, value)  # a class made from a built-in one, with attributes of its own
-        elif hasattr(type(value), "__next__") and not isinstance(value, io.IOBase):
+        elif isinstance(value, queue.SimpleQueue) or (
+            hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)
+        ):
             self.iterators[name] = type(value).__name__
         else:
             self._object(name, value)
