@@ -16,7 +16,8 @@ from apportion.parallel.ops.factored_linear import plain_layers, redirect
 from apportion.parallel.ops.running_statistics import RunningStatistics
 from apportion.parallel.rollouts.acting import NumpyActing, TorchActing, fastest
 from apportion.parallel.rollouts.actor import Actor, Rollout
-from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
+from apportion.parallel.rollouts.environment_loop import EnvironmentLoop
+from apportion.parallel.rollouts.environment_vector import VectorOfEnvironments
 from apportion.parallel.rollouts.episodes import Episodes
 from apportion.parallel.rollouts.loss import ActorCriticLoss
 from apportion.parallel.rollouts.policy import ActionPolicy, Categorical, Gaussian, MultiCategorical
@@ -25,13 +26,15 @@ from apportion.parallel.rollouts.unrolled import Unrolled
 
 WIDTH, STEPS, CHOICES, NUMBERS = 3, 12, 3, 2
 Discrete = type("Discrete", (SimpleNamespace,), {})
+Box = type("Box", (SimpleNamespace,), {})
+SPACE = Box(shape=(NUMBERS,), dtype=np.dtype(np.float32))
 
 
 class Walk:
     """An episode of environment k ends after 3 + 2 k steps, and is cut short after 5; the observation says the episode,
     and the step in it."""
 
-    observation_space = None
+    observation_space = SPACE
     action_space = Discrete(n=CHOICES)
 
     def __init__(self, length: int = 3, limit: int = 5) -> None:
@@ -55,7 +58,8 @@ class Walk:
 class Vector:
     """The same environments as a vector, which begins episodes again in one of gymnasium's three ways."""
 
-    num_envs, single_observation_space, single_action_space = WIDTH, None, Walk.action_space
+    num_envs, single_observation_space, single_action_space = WIDTH, SPACE, Walk.action_space
+    observation_space = SPACE
 
     def __init__(self, mode: str) -> None:
         self.metadata = {"autoreset_mode": SimpleNamespace(value=mode)}

@@ -45,6 +45,10 @@ class ActedDataset(ABC):
         be seen."""
         return None
 
+    def news(self) -> list[str]:
+        """What is to be reported of how examples were made, a sentence each, since this was last asked."""
+        return []
+
     @abstractmethod
     def told(self) -> Mapping[str, Any]:
         """What a ``rollouts`` event tells: of the examples that were made since this was last asked."""

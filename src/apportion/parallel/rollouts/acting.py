@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from apportion.core import tree
 from apportion.core.torch_private import hooked
 from apportion.parallel.ops.factored_linear import computes_as_linear
+from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.unrolled import MOST_DEVIATIONS, Unrolled
 
 Array = NDArray[Any]
@@ -27,10 +28,11 @@ as fast as numpy's."""
 
 @final
 class TorchActing:
-    """The policy's numbers by the module itself, without gradients."""
+    """The policy's numbers by the module itself, without gradients. ``observed``: how observations are tensors; None:
+    each is one."""
 
-    def __init__(self, unrolled: Unrolled) -> None:
-        self._unrolled = unrolled
+    def __init__(self, unrolled: Unrolled, observed: ObservationFormat | None = None) -> None:
+        self._unrolled, self._observed = unrolled, observed
 
     def refresh(self) -> None:
         """Nothing is kept of the weights."""
@@ -39,8 +41,11 @@ class TorchActing:
         unrolled = self._unrolled
         parameter = next(unrolled.parameters())
         with torch.no_grad():  # and not inference_mode: the state goes into a backward pass
-            given = torch.from_numpy(observations).to(parameter.device)
-            given = given.to(parameter.dtype) if given.is_floating_point() else given
+            if self._observed is None or not self._observed.structured:
+                given: Any = torch.from_numpy(observations).to(parameter.device)
+                given = given.to(parameter.dtype) if given.is_floating_point() else given
+            else:
+                given = tree.cast(self._observed.tensors(observations), parameter.device, parameter.dtype)
             given = unrolled.normalised(given)
             if unrolled.begin is None:
                 numbers: Tensor = unrolled.network(given)[0]
@@ -146,20 +151,26 @@ class Acting:
     def __init__(self) -> None:
         self._unrolled: nn.Module | None = None
 
-    def by(self, unrolled: nn.Module, observations: Callable[[], Array]) -> NumpyActing | TorchActing:
+    def by(
+        self, unrolled: nn.Module, observations: Callable[[], tuple[Array, ObservationFormat]]
+    ) -> NumpyActing | TorchActing:
         """The way in which it acts, until the weights are moved. ``observations``: makes some, to hold the ways against
-        each other."""
+        each other, and says how they are tensors."""
         if unrolled is not self._unrolled:
             assert isinstance(unrolled, Unrolled), "the network of an actor-critic is unrolled"
-            self._unrolled, self._way = unrolled, fastest(unrolled, observations())
+            self._unrolled, self._way = unrolled, fastest(unrolled, *observations())
         self._way.refresh()
         return self._way
 
 
-def fastest(unrolled: Unrolled, observations: Array) -> NumpyActing | TorchActing:
+def fastest(
+    unrolled: Unrolled, observations: Array, observed: ObservationFormat | None = None
+) -> NumpyActing | TorchActing:
     """The faster way of those that there are for this network. It is a function of the network and not of a clock:
     a run that is done again takes the same, and has the same bits."""
-    by_torch = TorchActing(unrolled)
+    by_torch = TorchActing(unrolled, observed)
+    if observed is not None and observed.structured:  # a perceptron is given one array
+        return by_torch
     if any(p.device.type != "cpu" for p in unrolled.parameters()):
         return by_torch
     if max((p.numel() for p in unrolled.parameters()), default=0) > MOST_WEIGHTS:

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from apportion.core import tree
 from apportion.core.sampling.sampler import mix
-from apportion.parallel.rollouts.environments import Environments
+from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import ActionPolicy
+from apportion.parallel.rollouts.transition import Environments
 
 Array = NDArray[Any]
 
@@ -46,6 +47,8 @@ class Rollout:
     """(T + 1, K): True where the observation begins an episode."""
     state: Any
     """The recurrent state before the first step, each tensor (K, ...); () where there is none."""
+    observed: ObservationFormat
+    """How the observations are tensors."""
     scores: list[float] = field(default_factory=list)
     """The sums of the rewards of the episodes that came to an end."""
     lengths: list[int] = field(default_factory=list)
@@ -65,6 +68,7 @@ class Actor:
         self, environments: Environments, policy: ActionPolicy, *, seed: int, key: int, gamma: float, state: Any = ()
     ) -> None:
         self._environments, self.policy, self._seed, self._key = environments, policy, seed, key
+        self.name = environments.name
         self._gamma, self._state = gamma, state
         self._remembers = bool(tree.tensors(state))
         self._observations: Array | None = None
@@ -105,7 +109,7 @@ class Actor:
             numbers, state = act(seen, state, begins)
             found.actions[t] = chosen = policy.act(numbers, noise[t])
             acted = clock()
-            moved = step(policy.bounded(chosen))
+            moved = step(policy.for_environment(chosen))
             acting += acted - before
             moving += clock() - acted
             seen, found.rewards[t], found.ended[t], found.cut[t] = moved[:4]
@@ -139,6 +143,7 @@ class Actor:
             returns=np.zeros((steps, width)),
             begins=np.empty((steps + 1, width), dtype=bool),
             state=tree.map_tensors(lambda t: t.clone(), self._state) if self._remembers else (),
+            observed=self._environments.observed,
         )
 
     def _count(self, found: Rollout, over: Array) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from apportion.core.sampling.rng import seeded_rng
 from apportion.core.workload import Evaluation, Parameters, Workload
 from apportion.parallel.rollouts.environments import Factory, open_environments
-from apportion.parallel.rollouts.episodes import Episodes, judged, lasted
+from apportion.parallel.rollouts.episodes import LONGEST_EPISODE, Episodes, judged, lasted
 from apportion.parallel.rollouts.loss import ActorCriticLoss, terms
+from apportion.parallel.rollouts.network_check import check_network
 from apportion.parallel.rollouts.policy import policy_of
 from apportion.parallel.rollouts.rollouts import Rollouts
+from apportion.parallel.rollouts.spaces import text_of
 from apportion.parallel.rollouts.unrolled import Unrolled
 
 
@@ -39,6 +41,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     anneal: bool = True,
     episodes: int = 20,
     evaluate_every: int | None = None,
+    longest_episode: int = LONGEST_EPISODE,
     seed: int = 0,
     **more: Any,
 ) -> Workload:
@@ -50,38 +53,56 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
 
     ``environment``: the id of one of gymnasium's, with ``package:`` before it where a package registers it; or a
     function that makes one environment, or one that is given their number and makes a vector of them. ``model()`` is
-    called with observations (n, ...) and returns the policy (n, numbers) and the value (n, 1) or (n,); what the numbers
-    are is in ``policy.py``. ``frames``: the steps of environments in the whole training, over all workers; ``anneal``
-    takes the learning rate to 0 over them. ``gae``: the lambda of generalised advantage estimation, of which 1 is the
-    n-step return of A3C. ``value`` and ``entropy`` weigh the value's error and the entropy in the loss.
-    ``normalise_observations`` and ``normalise_rewards`` use running statistics that all workers share.
-    ``state``: the factory of a recurrent state for n environments (dimension 0, float tensors): the model is then
-    called with observations and state, and returns policy, value, and state. ``episodes``: how many the evaluation
-    plays, each with the most probable actions, every ``evaluate_every`` frames. ``more``: fields of ``Workload``.
+    called with observations (n, ...) of their space's type, those of a Dict or a Tuple as one dict or tuple, and
+    returns the policy (n, numbers) and the value (n, 1) or (n,); what the numbers are is in ``policy.py``. It is made
+    and called once here, to see that. ``frames``: the steps of environments in the whole training, over all workers;
+    ``anneal`` takes the learning rate to 0 over them. ``gae``: the lambda of generalised advantage estimation, of which
+    1 is the n-step return of A3C. ``value`` and ``entropy`` weigh the value's error and the entropy in the loss.
+    ``normalise_observations`` and ``normalise_rewards`` use running statistics that all workers share. ``state``: the
+    factory of a recurrent state for n environments (dimension 0, float tensors): the model is then called with
+    observations and state, and returns policy, value, and state. ``episodes``: how many the evaluation plays, each with
+    the most probable actions, every ``evaluate_every`` frames; after ``longest_episode`` steps an episode of it is cut,
+    which is reported. ``more``: fields of ``Workload``.
 
-    Raises ValueError for settings out of range, and for spaces without a policy. Mnih et al., "Asynchronous Methods for
-    Deep Reinforcement Learning", ICML 2016.
+    Raises ValueError for settings out of range, for spaces of observations or actions that are not supported, for an
+    environment that breaks gymnasium's contract, and for a network that does not fit its spaces. Mnih et al.,
+    "Asynchronous Methods for Deep Reinforcement Learning", ICML 2016.
     """
     _check(frames=frames, actors=actors, environments=environments, steps=steps, episodes=episodes)
+    _check(longest_episode=longest_episode)
     for name, share in (("gamma", gamma), ("gae", gae)):
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"{name}={share} must be from 0 to 1: it weighs what comes later")
     if more.get("compile"):
         raise ValueError("compile=True compiles one shape of a call, and a network that acts is called with others")
+    if isinstance(model, nn.Module) or not callable(model):
+        raise ValueError(
+            f"model={_short(model)} must be a function that makes the network: a class, or lambda: Net(...)"
+        )
     one = open_environments(environment, 1)
-    policy, size = policy_of(one.action_space), math.prod(one.observation_space.shape)
-    one.close()
+    try:
+        policy, observed, action_space = policy_of(one.action_space), one.observed, one.action_space
+        with seeded_rng(0):
+            trial = observed.tensors(observed.trials(one.reset(0)))
+    finally:
+        one.close()
+    parts = tuple(normalise_observations and leaf.numeric for leaf in observed.leaves)
+    numbers = sum(leaf.size for leaf, taken in zip(observed.leaves, parts, strict=True) if taken)
+    if normalise_observations and not any(parts):
+        raise ValueError(
+            f"normalise_observations=True has no mean to take of {text_of(observed.space)}, whose numbers stand for "
+            "categories: leave it out"
+        )
     a_step = actors * environments * steps
 
-    def make() -> nn.Module:
-        seen = size if normalise_observations else 0
-        return Unrolled(model(), state=state, observations=seen, rewards=normalise_rewards)
+    def make() -> Unrolled:
+        return Unrolled(model(), state=state, observations=numbers, rewards=normalise_rewards, parts=parts)
 
     def rollouts() -> Any:
         sizes = {"actors": actors, "environments": environments, "steps": steps}
         return Rollouts(environment, **sizes, gamma=gamma if normalise_rewards else 0.0, state=state)
 
-    return Workload(
+    workload = Workload(
         model=make,
         data=rollouts,
         optimizer=optimizer,
@@ -91,7 +112,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         count=terms,
         steps=max(1, frames // a_step),
         evaluation=_evaluation(
-            lambda: Episodes(environment, episodes, state=state),
+            lambda: Episodes(environment, episodes, state=state, longest=longest_episode),
             None if evaluate_every is None else max(1, evaluate_every // a_step),
             actors,
         ),
@@ -99,6 +120,9 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         seed=seed,
         **more,
     )
+    with seeded_rng(seed):
+        check_network(make(), trial, policy, observed=observed, action_space=action_space)
+    return workload
 
 
 def _evaluation(data: Callable[[], Any], every: int | None, at_once: int) -> Evaluation:
@@ -110,6 +134,11 @@ def _evaluation(data: Callable[[], Any], every: int | None, at_once: int) -> Eva
 def _annealed(optimizer: Optimizer, total: int) -> LRScheduler:
     """The learning rate falls in a straight line to 0 with the frames."""
     return LambdaLR(optimizer, lambda done: 1.0 - done / total)
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _check(**settings: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -9,27 +10,42 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.event import EPISODE
 from apportion.core.sampling.sampler import Index, mix
 from apportion.parallel.rollouts.acting import Acting
-from apportion.parallel.rollouts.environments import Environments, Factory, open_environments
+from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of
 from apportion.parallel.rollouts.recording import as_gif, filmed
+from apportion.parallel.rollouts.transition import Environments
 
 MOST_AT_ONCE = 32
+LONGEST_EPISODE = 30_000
+"""The steps after which an episode of an evaluation is cut. The longest of Atari's have 27,000."""
 
 
 @final
 class Episodes(ActedDataset):
     """A data set of whole episodes, some at once: example i is the first episode of each of ``width`` environments that
-    begin with a seed of their own, so that the episodes are the same whenever they are played, and by whomever."""
+    begin with a seed of their own, so that the episodes are the same whenever they are played, and by whomever.
+    ``longest``: the steps after which an episode is cut."""
 
-    def __init__(self, environment: str | Factory, episodes: int, *, state: Callable[[int], Any] | None = None) -> None:
+    def __init__(
+        self,
+        environment: str | Factory,
+        episodes: int,
+        *,
+        state: Callable[[int], Any] | None = None,
+        longest: int = LONGEST_EPISODE,
+    ) -> None:
         self.width = max(n for n in range(1, MOST_AT_ONCE + 1) if episodes % n == 0)
         self._environment, self._many, self._state = environment, episodes // self.width, state
+        self._longest = longest
         self._acting = Acting()
         self._opened: Environments | None = None
+        self._news: list[str] = []
+        self._was_cut = False
 
     def __len__(self) -> int:
         return self._many
@@ -41,10 +57,15 @@ class Episodes(ActedDataset):
 
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         """An example as it may be, made without the network."""
-        return torch.from_numpy(self._environments().reset(0)[0]), {
-            "score": torch.tensor(0.0),
-            "length": torch.tensor(0.0),
-        }
+        inputs = tree.map_tensors(lambda t: t[0], self._first())
+        return inputs, {"score": torch.tensor(0.0), "length": torch.tensor(0.0)}
+
+    def _first(self) -> Any:
+        """An observation (1, ...) as the inputs of the network, in memory of its own; a dict or a tuple is one
+        argument."""
+        environments = self._environments()
+        seen = environments.observed.tensors(environments.reset(0)[:1].copy())
+        return (seen,) if environments.observed.structured else seen
 
     def _environments(self) -> Environments:
         if self._opened is None:
@@ -52,10 +73,10 @@ class Episodes(ActedDataset):
         return self._opened
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
-        seen = torch.from_numpy(self._environments().reset(0)[0])
+        seen = self._first()
         found = [{"score": 0.0, "length": 0.0} if self.network is None else self._played(n) for n in index.tolist()]
         told = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
-        return seen.expand(len(index), *seen.shape), told
+        return tree.map_tensors(lambda t: t.expand(len(index), *t.shape[1:]), seen), told
 
     def _played(self, number: int) -> dict[str, float]:
         """The mean score and length of the first episodes."""
@@ -63,20 +84,41 @@ class Episodes(ActedDataset):
         policy = policy_of(environments.action_space)
         assert self.network is not None
         seen = environments.reset(mix(self.seed, number, 0xE9A1) & 0x7FFFFFFF)
-        act = self._acting.by(self.network, lambda: seen)
+        act = self._acting.by(self.network, lambda: (seen, environments.observed))
         width = self.width
         score, length, over = np.zeros(width), np.zeros(width), np.zeros(width, dtype=bool)
         state = () if self._state is None else self._state(width)
         begins = np.ones(width, dtype=bool)
-        while not over.all():
+        for _ in range(self._longest):
             self.beat()
             numbers, state = act(seen, state, begins)
-            moved = environments.step(policy.bounded(policy.best(numbers)))
+            moved = environments.step(policy.for_environment(policy.best(numbers)))
             score += np.where(over, 0.0, moved.rewards)
             length += ~over
             over |= moved.ended | moved.cut
             seen, begins = moved.observations, moved.ended | moved.cut  # those that are over do not matter any more
+            if over.all():
+                break
+        if not over.all():
+            self._report_cut(int((~over).sum()), environments.name)
         return {"score": float(score.mean()), "length": float(length.mean())}
+
+    def _report_cut(self, cut: int, name: str) -> None:
+        """Report, once, that episodes had no end."""
+        if self._was_cut:
+            return
+        self._was_cut = True
+        cause = (
+            f"{cut} of {self.width} episodes of {name} in an evaluation had no end after {self._longest:,} steps and "
+            "were cut there, so that their scores are those of these steps: wrap the environment in "
+            "gymnasium.wrappers.TimeLimit(environment, max_episode_steps=...), or set longest_episode="
+        )
+        print(f"warning: {cause}", file=sys.stderr, flush=True)  # by then, as the next evaluation may take as long
+        self._news.append(cause)
+
+    def news(self) -> list[str]:
+        news, self._news = self._news, []
+        return news
 
     def record(self, folder: Path) -> Path | None:
         """Play one episode, and keep it as a GIF."""

@@ -38,7 +38,8 @@ class ActorCriticLoss:
         loss: Tensor = self.value * error - chosen * gain
         if self.entropy:
             loss = loss - self.entropy * entropy
-        mean: Tensor = (loss * counts).sum() / counts.sum()
+        # A rollout of one step may be one that only resets: its loss is 0, and so is its gradient.
+        mean: Tensor = (loss * counts).sum() / counts.sum().clamp_min(1.0)
         return mean
 
     @torch.no_grad()
@@ -51,7 +52,7 @@ class ActorCriticLoss:
 
 
 def _normalised(gain: Tensor, counts: Tensor) -> Tensor:
-    many = counts.sum((1, 2), keepdim=True)
+    many = counts.sum((1, 2), keepdim=True).clamp_min(1.0)
     centred = (gain - (gain * counts).sum((1, 2), keepdim=True) / many) * counts
     return centred / ((centred.square().sum((1, 2), keepdim=True) / many).sqrt() + 1e-8)
 

@@ -37,17 +37,16 @@ def filmed(
         return []
     try:
         policy = policy_of(seen.action_space)
-        observation, memory = np.asarray(seen.reset(seed=seed)[0])[None], () if state is None else state(1)
-        act, pictures = acting.by(network, lambda: observation), []
-        begins, whole = np.ones(1, dtype=bool), type(seen.action_space).__name__ == "Discrete"
+        observation, memory = seen.reset(seed), () if state is None else state(1)
+        act, pictures = acting.by(network, lambda: (observation, seen.observed)), []
+        begins = np.ones(1, dtype=bool)
         for _ in range(MOST_STEPS):
             beat()
-            pictures.append(np.asarray(seen.render()))
+            pictures.append(seen.render())
             numbers, memory = act(observation, memory, begins)
-            chosen = policy.bounded(policy.best(numbers))[0]
-            following, _, ended, cut, _ = seen.step(int(chosen) if whole else chosen)
-            observation, begins = np.asarray(following)[None], np.zeros(1, dtype=bool)
-            if ended or cut:
+            moved = seen.step(policy.for_environment(policy.best(numbers)))
+            observation, begins = moved.observations, np.zeros(1, dtype=bool)
+            if moved.ended[0] or moved.cut[0]:
                 break
     finally:
         seen.close()

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
@@ -16,9 +17,12 @@ from apportion.core.sampling.sampler import Index
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments
+from apportion.parallel.rollouts.finite import check_finite
+from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import policy_of
 from apportion.parallel.rollouts.unrolled import Played
 
+Array = NDArray[Any]
 _TARGETS = "actions", "rewards", "ended", "cut", "counts"
 
 
@@ -117,16 +121,24 @@ class Rollouts(ActedDataset):
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         if self.network is None:  # of the right shape, and nothing that the actors have done
             return self._sample(len(index))
-        act = self._acting.by(self.network, lambda: self._sample(1)[0].observations[0, 0].numpy())
+        act = self._acting.by(self.network, self._seen)
         played = []
         for number in index.tolist():
             key = self.worker, number
             if self._made.get(key, (-1, None))[0] != step:
-                rollout = self._actor(number).play(act, self.steps, step)
+                actor = self._actor(number)
+                rollout = actor.play(act, self.steps, step)
+                check_finite(rollout, actor.name, self.network, act)
                 self._made[key] = step, rollout
                 self._told.take(rollout)
             played.append(self._made[key][1])
         return _inputs(played), _targets(played)
+
+    def _seen(self) -> tuple[Array, ObservationFormat]:
+        """Observations (environments, ...) as there may be, and how they are tensors."""
+        self._sample(1)
+        assert self._example is not None
+        return self._example.observations[0].repeat(self.environments, axis=0), self._example.observed
 
     def told(self) -> Mapping[str, Any]:
         return self._told.flush()
@@ -195,8 +207,8 @@ def _inputs(played: list[Rollout]) -> Played:
     states = [tree.tensors(rollout.state) for rollout in played]
     stacked = iter([torch.stack(tensors) for tensors in zip(*states, strict=True)])
     return Played(
-        observations=_stacked(played, "observations"),
-        last=torch.from_numpy(last),
+        observations=played[0].observed.tensors(_arrays(played, "observations")),
+        last=played[0].observed.tensors(last),
         last_at=_stacked(played, "last_at"),
         returns=_stacked(played, "returns"),
         begins=_stacked(played, "begins"),
@@ -211,5 +223,10 @@ def _targets(played: list[Rollout]) -> dict[str, torch.Tensor]:
 
 
 def _stacked(played: list[Rollout], name: str) -> torch.Tensor:
+    return torch.from_numpy(_arrays(played, name))
+
+
+def _arrays(played: list[Rollout], name: str) -> Array:
     arrays = [getattr(rollout, name) for rollout in played]
-    return torch.from_numpy(arrays[0][None] if len(arrays) == 1 else np.stack(arrays))
+    found: Array = arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
+    return found

@@ -18,9 +18,9 @@ MOST_DEVIATIONS = 10.0
 class Played(NamedTuple):
     """What a rollout gives the network: A actors, T steps, K environments."""
 
-    observations: Tensor
-    """(A, T + 1, K, ...): the last ones were not acted on."""
-    last: Tensor
+    observations: Any
+    """(A, T + 1, K, ...), or a dict or tuple of such: the last ones were not acted on."""
+    last: Any
     """(A, F, ...): the observations with which episodes were cut short."""
     last_at: Tensor
     """(A, T, K): the number in ``last`` of the observation that a step led to; -1 where no episode was cut."""
@@ -53,7 +53,8 @@ class Unrolled(nn.Module):
     ``network(observations (n, ...)) -> (policy (n, numbers), value (n,) or (n, 1))``; with ``state``, a factory of the
     recurrent state of n environments (dimension 0), ``network(observations, state) -> (policy, value, state)``.
     ``observations``: the number of an observation's numbers where they are normalised; 0: they are not.
-    ``rewards``: are rewards divided by the deviation of the returns?
+    ``rewards``: are rewards divided by the deviation of the returns? ``parts``: of observations that are dicts or
+    tuples, whether each tensor is normalised.
     """
 
     def __init__(
@@ -63,25 +64,49 @@ class Unrolled(nn.Module):
         state: Callable[[int], Any] | None = None,
         observations: int = 0,
         rewards: bool = False,
+        parts: tuple[bool, ...] = (True,),
     ) -> None:
         super().__init__()
+        self._parts = parts
         self.network = network
         self.begin = state
         self.observation_statistics = RunningStatistics(observations) if observations else None
         self.return_statistics = RunningStatistics(1) if rewards else None
 
-    def normalised(self, observations: Tensor) -> Tensor:
+    def normalised(self, observations: Any) -> Any:
         """The observations as the network is given them. (n, ...)."""
         known = self.observation_statistics
         if known is None:
             return observations
-        centred = observations.flatten(1).to(torch.float64) - known.mean
-        found = (centred / known.deviation).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
-        return found.to(observations.dtype).view_as(observations)
+        mean, deviation = known.mean, known.deviation
+        if isinstance(observations, Tensor):
+            return self._normalised(observations, mean, deviation)
+        parts, begin = iter(self._parts), 0
+
+        def one(t: Tensor) -> Tensor:
+            nonlocal begin
+            if not next(parts):
+                return t
+            at = slice(begin, begin + t[:1].numel())
+            begin = at.stop
+            return self._normalised(t, mean[at], deviation[at])
+
+        return tree.map_tensors(one, observations)
+
+    def _normalised(self, observations: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+        """These numbers of the observations; integers become numbers of the network's own type."""
+        centred = observations.reshape(len(observations), len(mean)).to(torch.float64) - mean
+        found = (centred / deviation).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
+        dtype = observations.dtype if observations.is_floating_point() else self._dtype
+        return found.to(dtype).view_as(observations)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.network.parameters() if p.is_floating_point())
 
     def forward(
         self,
-        observations: Tensor,
+        observations: Any,
         last: Any = None,
         last_at: Tensor | None = None,
         returns: Tensor | None = None,
@@ -97,23 +122,25 @@ class Unrolled(nn.Module):
             self._take_in(found)
         return judged
 
-    def _observed(self, observations: Tensor, state: Any) -> Any:
+    def _observed(self, observations: Any, state: Any) -> Any:
         if self.begin is None:
             return self.network(self.normalised(observations))
-        return self.network(self.normalised(observations), self.begin(len(observations)) if state is None else state)
+        many = tree.length(observations)
+        return self.network(self.normalised(observations), self.begin(many) if state is None else state)
 
     def _at_once(self, played: Played) -> Judged:
         """All steps by one call."""
-        observations, last = played.observations, played.last
-        many, steps, width = observations.shape[:3]
-        flat = self.normalised(torch.cat([observations.flatten(0, 2), last.flatten(0, 1)]))
+        many, steps, width = played.begins.shape
+        cut = iter(tree.tensors(played.last))
+        flat = tree.map_tensors(lambda t: torch.cat([t.flatten(0, 2), next(cut).flatten(0, 1)]), played.observations)
+        flat = self.normalised(flat)
         policy, value = self.network(flat)
         value, steps_in_all = value.flatten(), many * steps * width
         policies = policy[:steps_in_all].unflatten(0, (many, steps, width))[:, :-1]
         values = value[:steps_in_all].unflatten(0, (many, steps, width))
         after = values[:, 1:]
-        if last.shape[1]:
-            found = value[steps_in_all:].unflatten(0, (many, last.shape[1]))
+        if len(value) > steps_in_all:
+            found = value[steps_in_all:].unflatten(0, (many, -1))
             there = found.gather(1, played.last_at.clamp_min(0).flatten(1)).view_as(after)
             after = torch.where(played.last_at >= 0, there, after)
         return Judged(policies, values, after, self._scale(values))
@@ -121,15 +148,16 @@ class Unrolled(nn.Module):
     def _step_by_step(self, played: Played) -> Judged:
         """One step after the other, each with the state that the one before it has left."""
         observations, last, last_at = played.observations, played.last, played.last_at
-        many, steps, width = observations.shape[:3]
+        many, steps, width = played.begins.shape
+        any_cut = tree.tensors(last)[0].shape[1] > 0
         state = tree.map_tensors(lambda t: t.flatten(0, 1), played.state)
         policies, values, last_values = [], [], {}
         for t in range(steps):
             state = self.begun_again(state, played.begins[:, t].flatten())
-            policy, value, state = self.network(self.normalised(observations[:, t].flatten(0, 1)), state)
+            policy, value, state = self.network(self._at(observations, t), state)
             policies.append(policy.unflatten(0, (many, width)))
             values.append(value.view(many, width))
-            if t < steps - 1 and last.shape[1] and (last_at[:, t] >= 0).any():
+            if t < steps - 1 and any_cut and (last_at[:, t] >= 0).any():
                 last_values[t] = self._last_values(last, last_at[:, t], state)
         found = torch.stack(values, 1)
         led_to = [
@@ -137,6 +165,10 @@ class Unrolled(nn.Module):
             for t, value in enumerate(values[1:])
         ]
         return Judged(torch.stack(policies[:-1], 1), found, torch.stack(led_to, 1), self._scale(found))
+
+    def _at(self, observations: Any, t: int) -> Any:
+        """The observations of a step, as the network is given them."""
+        return self.normalised(tree.map_tensors(lambda o: o[:, t].flatten(0, 1), observations))
 
     def begun_again(self, state: Any, begins: Tensor) -> Any:
         """The state with a fresh one in the place of those of episodes that begin. begins: (n,)."""
@@ -146,11 +178,11 @@ class Unrolled(nn.Module):
         new = iter(fresh)
         return tree.map_tensors(lambda t: torch.where(begins.view(-1, *[1] * (t.dim() - 1)), next(new).to(t), t), state)
 
-    def _last_values(self, last: Tensor, at: Tensor, state: Any) -> Tensor:
+    def _last_values(self, last: Any, at: Tensor, state: Any) -> Tensor:
         """The values of the observations with which episodes were cut at this step, of others at other places. at: (A,
         K)."""
         actors = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
-        seen = last[actors, at.clamp_min(0)].flatten(0, 1)
+        seen = tree.map_tensors(lambda t: t[actors, at.clamp_min(0)].flatten(0, 1), last)
         value: Tensor = self.network(self.normalised(seen), state)[1]
         return value
 
@@ -159,8 +191,14 @@ class Unrolled(nn.Module):
             return like.new_ones(1)
         return self.return_statistics.deviation.to(like.dtype)
 
+    def _numbers(self, observations: Any) -> Tensor:
+        """The numbers that are normalised of the observations that were acted on. (n, size)."""
+        parts = [t[:, :-1].flatten(0, 2) for t in tree.tensors(observations)]
+        rows = [t.reshape(len(t), t[:1].numel()) for t, taken in zip(parts, self._parts, strict=True) if taken]
+        return rows[0] if len(rows) == 1 else torch.cat([t.to(torch.float64) for t in rows], 1)
+
     def _take_in(self, played: Played) -> None:
         if self.observation_statistics is not None:
-            self.observation_statistics.take(played.observations[:, :-1].flatten(0, 2).flatten(1))
+            self.observation_statistics.take(self._numbers(played.observations))
         if self.return_statistics is not None:
             self.return_statistics.take(played.returns.reshape(-1, 1))

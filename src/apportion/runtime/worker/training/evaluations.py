@@ -33,6 +33,7 @@ class RunEvaluations:
             rank = 0 if step.whole else rank  # who loads the same batch draws the same numbers for it
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
+        self._news: list[str] = []
         self.beside: Evaluator | None = None
         """The process that evaluates while this rank trains; None: this rank evaluates."""
         if alone and self._source is not None and isinstance(self._source.dataset, ActedDataset):
@@ -67,7 +68,14 @@ class RunEvaluations:
         if isinstance(dataset := self._source.dataset, ActedDataset):
             dataset.beat = beat
         self.metrics = evaluate(self._step, self._evaluation, self._source, group, beat)
+        if isinstance(dataset, ActedDataset):
+            self._news += dataset.news()
         return best.agree(best.improve(self._evaluation.best, self.metrics), group, self._step.device)
+
+    def news(self) -> list[str]:
+        """What is to be reported of the evaluations since this was last asked, a sentence each."""
+        news, self._news = self._news, []
+        return news + (self.beside.news() if self.beside is not None else [])
 
     def taken(self, state: State, metrics: Mapping[str, float], best: BestMetric) -> bool:
         """Takes the metrics of a snapshot, and returns whether it is the best so far."""

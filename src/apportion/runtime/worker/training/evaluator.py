@@ -66,6 +66,7 @@ class Evaluator:
         self._answer: bytes | None = None
         """An answer that has come and was not taken yet."""
         self._starts = 0
+        self._news: list[str] = []
 
     def ask(self, state: State, beat: Callable[[], None]) -> list[tuple[State, Mapping[str, float]]]:
         """Have this snapshot evaluated. Returns those that are done by now; it waits for the oldest where too many are
@@ -146,7 +147,13 @@ class Evaluator:
         told = torch.load(io.BytesIO(answer), weights_only=True)
         if "failed" in told:
             raise EvaluationFailed(f"the evaluation failed: {told['failed']}\n{told['traceback']}")
-        return self._asked.popleft(), told
+        self._news += told["news"]
+        return self._asked.popleft(), told["metrics"]
+
+    def news(self) -> list[str]:
+        """Return what is to be reported of the evaluations since this was last asked, a sentence each."""
+        news, self._news = self._news, []
+        return news
 
     def _start_again(self) -> None:
         """Start another one in the place of one that has ended, and ask it the same."""
@@ -189,7 +196,7 @@ def _serve(workload: Workload, dtype: torch.dtype | None, parents: Connection, p
             asked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=True, map_location="cpu")
             try:
                 played = played or _Snapshot(workload, dtype)
-                told: Mapping[str, Any] = played.metrics(asked, _Pulse(pipe))
+                told: Mapping[str, Any] = {"metrics": played.metrics(asked, _Pulse(pipe)), "news": played.news()}
             except Exception as error:
                 told = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             file = io.BytesIO()
@@ -238,6 +245,10 @@ class _Snapshot:
         if isinstance(dataset := self._source.dataset, ActedDataset):
             dataset.beat = beat
         return evaluate(self, self._evaluation, self._source, Alone(), beat)
+
+    def news(self) -> list[str]:
+        """What is to be reported of the evaluations since this was last asked."""
+        return self._source.dataset.news() if isinstance(self._source.dataset, ActedDataset) else []
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:

@@ -333,6 +333,7 @@ class _TrainingLoop:
             self._save(best=True)
         if best is not None and self.world.rank == 0:
             yield self.reporter.event("evaluation", metrics=dict(self.evaluations.metrics), final=final, best=best)
+        yield from self._evaluation_news()
 
     def _evaluated(self, take: Callable[[], Sequence[tuple[State, Mapping[str, float]]]]) -> Iterator[Event]:
         """Tells what has come from the process that evaluates, and keeps the best."""
@@ -347,6 +348,12 @@ class _TrainingLoop:
                 self.checkpoints.keep(state, best=True)
             event = self.reporter.event("evaluation", metrics=dict(metrics), final=False, best=best)
             yield replace(event, step=state.step, epoch=state.step / self.source.deal.batches)
+        yield from self._evaluation_news()
+
+    def _evaluation_news(self) -> Iterator[Event]:
+        """Reports what evaluations did not do as they were asked."""
+        for cause in self.evaluations.news():
+            yield self.reporter.event("fault", rank=self.world.rank, cause=cause, traceback=None, action="goes on")
 
     def _beat(self) -> None:
         """Notes that something got done, or is being written: this rank is not late."""
