@@ -43,9 +43,8 @@ class TorchActing:
         with torch.no_grad():  # and not inference_mode: the state goes into a backward pass
             if self._observed is None or not self._observed.structured:
                 given: Any = torch.from_numpy(observations).to(parameter.device)
-                given = given.to(parameter.dtype) if given.is_floating_point() else given
             else:
-                given = tree.cast(self._observed.tensors(observations), parameter.device, parameter.dtype)
+                given = tree.cast(self._observed.tensors(observations), parameter.device, None)
             given = unrolled.normalised(given)
             if unrolled.begin is None:
                 numbers: Tensor = unrolled.network(given)[0]

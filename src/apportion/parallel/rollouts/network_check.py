@@ -22,7 +22,7 @@ def check_network(
     with them, or does not return the numbers of the policy and a value (and a state, where it takes one)."""
     unrolled.eval()
     first = next((p for p in unrolled.network.parameters() if p.is_floating_point()), torch.empty(0))
-    given = tree.cast(observations, first.device, first.dtype)
+    given = tree.cast(observations, first.device, None)
     count = tree.length(given)
     state = None if unrolled.begin is None else tree.cast(unrolled.begin(count), first.device, first.dtype)
     try:

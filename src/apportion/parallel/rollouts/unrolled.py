@@ -74,35 +74,29 @@ class Unrolled(nn.Module):
         self.return_statistics = RunningStatistics(1) if rewards else None
 
     def normalised(self, observations: Any) -> Any:
-        """The observations as the network is given them. (n, ...)."""
-        known = self.observation_statistics
+        """The observations as the network is given them: real numbers in its own type. (n, ...)."""
+        known, dtype = self.observation_statistics, self._dtype
         if known is None:
-            return observations
+            return tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, observations)
         mean, deviation = known.mean, known.deviation
         if isinstance(observations, Tensor):
-            return self._normalised(observations, mean, deviation)
+            return _normalised(observations, mean, deviation, dtype)
         parts, begin = iter(self._parts), 0
 
         def one(t: Tensor) -> Tensor:
             nonlocal begin
             if not next(parts):
-                return t
+                return t.to(dtype) if t.is_floating_point() else t
             at = slice(begin, begin + t[:1].numel())
             begin = at.stop
-            return self._normalised(t, mean[at], deviation[at])
+            return _normalised(t, mean[at], deviation[at], dtype)
 
         return tree.map_tensors(one, observations)
 
-    def _normalised(self, observations: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-        """These numbers of the observations; integers become numbers of the network's own type."""
-        centred = observations.reshape(len(observations), len(mean)).to(torch.float64) - mean
-        found = (centred / deviation).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
-        dtype = observations.dtype if observations.is_floating_point() else self._dtype
-        return found.to(dtype).view_as(observations)
-
     @property
     def _dtype(self) -> torch.dtype:
-        return next(p.dtype for p in self.network.parameters() if p.is_floating_point())
+        found = (p.dtype for p in self.network.parameters() if p.is_floating_point())
+        return next(found, torch.get_default_dtype())
 
     def forward(
         self,
@@ -202,3 +196,10 @@ class Unrolled(nn.Module):
             self.observation_statistics.take(self._numbers(played.observations))
         if self.return_statistics is not None:
             self.return_statistics.take(played.returns.reshape(-1, 1))
+
+
+def _normalised(observations: Tensor, mean: Tensor, deviation: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers by their mean and deviation (size,), computed in float64 whatever they are, and given in this type."""
+    centred = observations.reshape(len(observations), len(mean)).to(torch.float64) - mean
+    found = (centred / deviation).clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
+    return found.to(dtype).view_as(observations)
