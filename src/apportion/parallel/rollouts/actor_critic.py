@@ -14,7 +14,8 @@ from apportion.core.workload import Evaluation, Parameters, Workload
 from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.episodes import LONGEST_EPISODE, Episodes, judged, lasted
 from apportion.parallel.rollouts.loss import ActorCriticLoss, terms
-from apportion.parallel.rollouts.network_check import check_network
+from apportion.parallel.rollouts.network_check import KnownSpaces, check_network
+from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import policy_of
 from apportion.parallel.rollouts.rollouts import Rollouts
 from apportion.parallel.rollouts.spaces import text_of
@@ -68,31 +69,12 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     environment that breaks gymnasium's contract, and for a network that does not fit its spaces. Mnih et al.,
     "Asynchronous Methods for Deep Reinforcement Learning", ICML 2016.
     """
-    _check(frames=frames, actors=actors, environments=environments, steps=steps, episodes=episodes)
-    _check(longest_episode=longest_episode)
-    for name, share in (("gamma", gamma), ("gae", gae)):
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{name}={share} must be from 0 to 1: it weighs what comes later")
-    if more.get("compile"):
-        raise ValueError("compile=True compiles one shape of a call, and a network that acts is called with others")
-    if isinstance(model, nn.Module) or not callable(model):
-        raise ValueError(
-            f"model={_short(model)} must be a function that makes the network: a class, or lambda: Net(...)"
-        )
-    one = open_environments(environment, 1)
-    try:
-        policy, observed, action_space = policy_of(one.action_space), one.observed, one.action_space
-        with seeded_rng(0):
-            trial = observed.tensors(observed.trials(one.reset(0)))
-    finally:
-        one.close()
-    parts = tuple(normalise_observations and leaf.numeric for leaf in observed.leaves)
-    numbers = sum(leaf.size for leaf, taken in zip(observed.leaves, parts, strict=True) if taken)
-    if normalise_observations and not any(parts):
-        raise ValueError(
-            f"normalise_observations=True has no mean to take of {text_of(observed.space)}, whose numbers stand for "
-            "categories: leave it out"
-        )
+    _check_counts(frames=frames, actors=actors, environments=environments, steps=steps, episodes=episodes)
+    _check_counts(longest_episode=longest_episode)
+    _check_shares(gamma=gamma, gae=gae)
+    _check_model(model, compiled=bool(more.get("compile")))
+    known = _looked_at(environment)
+    parts, numbers = _normalised_parts(known.observed) if normalise_observations else ((), 0)
     a_step = actors * environments * steps
 
     def make() -> Unrolled:
@@ -108,7 +90,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         optimizer=optimizer,
         batch_size=actors,
         order="sequential",
-        loss=ActorCriticLoss(policy, gamma, gae, value, entropy, normalise_advantages),
+        loss=ActorCriticLoss(known.policy, gamma, gae, value, entropy, normalise_advantages),
         count=terms,
         steps=max(1, frames // a_step),
         evaluation=_evaluation(
@@ -121,8 +103,30 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         **more,
     )
     with seeded_rng(seed):
-        check_network(make(), trial, policy, observed=observed, action_space=action_space)
+        check_network(make(), known)
     return workload
+
+
+def _looked_at(environment: str | Factory) -> KnownSpaces:
+    """The spaces of an environment, and a few observations of it."""
+    one = open_environments(environment, 1)
+    try:
+        with seeded_rng(0):
+            trial = one.observed.tensors(one.observed.trials(one.reset(0)))
+        return KnownSpaces(one.observed, one.action_space, policy_of(one.action_space), trial)
+    finally:
+        one.close()
+
+
+def _normalised_parts(observed: ObservationFormat) -> tuple[tuple[bool, ...], int]:
+    """Which parts of observations are normalised, and how many numbers they have."""
+    parts = tuple(leaf.numeric for leaf in observed.leaves)
+    if not any(parts):
+        raise ValueError(
+            f"normalise_observations=True has no mean to take of {text_of(observed.space)}, whose numbers stand for "
+            "categories: leave it out"
+        )
+    return parts, sum(leaf.size for leaf in observed.leaves if leaf.numeric)
 
 
 def _evaluation(data: Callable[[], Any], every: int | None, at_once: int) -> Evaluation:
@@ -136,12 +140,22 @@ def _annealed(optimizer: Optimizer, total: int) -> LRScheduler:
     return LambdaLR(optimizer, lambda done: 1.0 - done / total)
 
 
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:80]}..."
+def _check_shares(**settings: float) -> None:
+    for name, share in settings.items():
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{name}={share} must be from 0 to 1: it weighs what comes later")
 
 
-def _check(**settings: int) -> None:
+def _check_model(model: object, *, compiled: bool) -> None:
+    if compiled:
+        raise ValueError("compile=True compiles one shape of a call, and a network that acts is called with others")
+    if isinstance(model, nn.Module) or not callable(model):
+        text = " ".join(repr(model).split())
+        text = text if len(text) <= 80 else f"{text[:80]}..."
+        raise ValueError(f"model={text} must be a function that makes the network: a class, or lambda: Net(...)")
+
+
+def _check_counts(**settings: int) -> None:
     for name, count in settings.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name}={count!r} must be a whole number of at least 1")

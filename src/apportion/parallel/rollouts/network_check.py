@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,23 @@ from apportion.parallel.rollouts.spaces import text_of
 from apportion.parallel.rollouts.unrolled import Unrolled
 
 
+class KnownSpaces(NamedTuple):
+    """What the network of an environment has to fit."""
+
+    observed: ObservationFormat
+    action_space: Any
+    policy: ActionPolicy
+    observations: Any
+    """(n, ...): a few, as the network is given them."""
+
+
 @torch.no_grad()
-def check_network(
-    unrolled: Unrolled, observations: Any, policy: ActionPolicy, *, observed: ObservationFormat, action_space: Any
-) -> None:
-    """Call the network with observations (n, ...). Raises ValueError, which names the space, where it cannot be called
+def check_network(unrolled: Unrolled, known: KnownSpaces) -> None:
+    """Call the network with the observations. Raises ValueError, which names the space, where it cannot be called
     with them, or does not return the numbers of the policy and a value (and a state, where it takes one)."""
     unrolled.eval()
     first = next((p for p in unrolled.network.parameters() if p.is_floating_point()), torch.empty(0))
-    given = tree.cast(observations, first.device, None)
+    observed, given = known.observed, tree.cast(known.observations, first.device, None)
     count = tree.length(given)
     state = None if unrolled.begin is None else tree.cast(unrolled.begin(count), first.device, first.dtype)
     try:
@@ -38,7 +46,7 @@ def check_network(
         raise ValueError(
             f"the network {_name(unrolled)} returns {_described(returned)}: it must return ({', '.join(expected)})"
         )
-    _check_policy(unrolled, returned[0], count, policy, action_space)
+    _check_policy(unrolled, returned[0], count, known.policy, known.action_space)
     value = returned[1]
     if not isinstance(value, Tensor) or tuple(value.shape) not in ((count,), (count, 1)):
         raise ValueError(

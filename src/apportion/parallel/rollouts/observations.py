@@ -26,7 +26,7 @@ REMEDY = "wrap the environment (gymnasium.ObservationWrapper) so that its observ
 
 @final
 @dataclass(frozen=True)
-class Leaf:
+class ObservationPart:
     """A part of an observation that is one array."""
 
     path: tuple[Any, ...]
@@ -71,7 +71,7 @@ class ObservationFormat:
 
     def __init__(self, space: Any, owner: str) -> None:
         self.space, self.owner = space, owner
-        self.leaves: list[Leaf] = []
+        self.leaves: list[ObservationPart] = []
         self._structure = self._described(space, ())
         self.structured = kind_of(space) in ("Dict", "Tuple")
         if self.structured and not self.leaves:
@@ -92,7 +92,7 @@ class ObservationFormat:
         if kind not in _LEAVES:
             raise ValueError(self._refusal(space, "its observations are no arrays of one shape"))
         shape = tuple(map(int, space.shape or ()))
-        self.leaves.append(Leaf(path, space, kind, shape, self._dtype_of(space)))
+        self.leaves.append(ObservationPart(path, space, kind, shape, self._dtype_of(space)))
         return len(self.leaves) - 1
 
     def _dtype_of(self, space: Any) -> np.dtype[Any]:
@@ -129,21 +129,21 @@ class ObservationFormat:
             self._check_count(found, count)
             return _converted(found, self.leaves[0], self._wrong)
 
-        def part(leaf: Leaf) -> Array:
+        def part(leaf: ObservationPart) -> Array:
             found = np.asarray(self._parts([observations], leaf)[0])
             self._check_count(found, count)
             return found
 
         return self._filled(count, part)
 
-    def _filled(self, count: int, part: Callable[[Leaf], Array]) -> Array:
+    def _filled(self, count: int, part: Callable[[ObservationPart], Array]) -> Array:
         """A structured array whose fields are these parts."""
         found = np.empty(count, dtype=self.dtype)
         for n, leaf in enumerate(self.leaves):
             found[f"f{n}"] = _converted(part(leaf), leaf, self._wrong)
         return found
 
-    def _parts(self, observations: Sequence[Any], leaf: Leaf) -> list[Any]:
+    def _parts(self, observations: Sequence[Any], leaf: ObservationPart) -> list[Any]:
         try:
             return [leaf.taken_from(one) for one in observations]
         except (KeyError, IndexError, TypeError) as error:
@@ -151,7 +151,7 @@ class ObservationFormat:
                 self._wrong(f"one without {_place(leaf)} ({type(error).__name__}: {error})", leaf)
             ) from error
 
-    def _joined(self, values: Sequence[Any], leaf: Leaf) -> Array:
+    def _joined(self, values: Sequence[Any], leaf: ObservationPart) -> Array:
         try:
             return np.array(values)
         except ValueError as error:  # they have different shapes
@@ -166,7 +166,7 @@ class ObservationFormat:
                 "be the environment"
             )
 
-    def _wrong(self, found: str, leaf: Leaf) -> str:
+    def _wrong(self, found: str, leaf: ObservationPart) -> str:
         within = "" if leaf.space is self.space else f", in {_place(leaf)} of {text_of(self.space)}"
         return (
             f"{self.owner} returned {found}, where its observation space is {text_of(leaf.space)}{within}: an "
@@ -202,11 +202,11 @@ class ObservationFormat:
         return found
 
 
-def _place(leaf: Leaf) -> str:
+def _place(leaf: ObservationPart) -> str:
     return "".join(f"[{key!r}]" for key in leaf.path)
 
 
-def _converted(found: Array, leaf: Leaf, wrong: Callable[[str, Leaf], str]) -> Array:
+def _converted(found: Array, leaf: ObservationPart, wrong: Callable[[str, ObservationPart], str]) -> Array:
     """Return values (K, ...) in the shape and type of a leaf. Raises ValueError where they have another shape, or would
     become others."""
     if found.dtype == leaf.dtype and found.shape[1:] == leaf.shape:  # nearly always
