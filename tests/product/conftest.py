@@ -7,15 +7,22 @@ parts of the product in its own process.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import durations
+import numpy as np
 import pytest
 import torch
 
@@ -127,3 +134,68 @@ def furthest() -> Callable[[Mapping[str, Any], Mapping[str, Any]], float]:
         return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
 
     return difference
+
+
+class Served:
+    """A server that runs. ``url``: its address. ``events``: what its log says, as far as it has been read."""
+
+    def __init__(self, process: subprocess.Popen[str], within: float) -> None:
+        self.events: list[str] = []
+        self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._addressed = threading.Event()
+        self.url = ""
+        self._reader.start()
+        assert self._addressed.wait(within), f"it did not serve within {within} s: {self.events}"
+        assert self.url, self.events
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            self.events.append(json.loads(line)["event"] if line.startswith("{") else line.rstrip())
+            if (found := re.match(r"serving on (http://\S+)", self.events[-1])) is not None:
+                self.url = found[1]
+                self._addressed.set()
+        self._addressed.set()
+
+    def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """(status, the JSON that is answered) of a GET, or of a POST where there is a body."""
+        request = urllib.request.Request(f"{self.url}{path}", None if body is None else json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def infer(self, model: str, inputs: Mapping[str, tuple[str, Any]], **parameters: Any) -> tuple[int, Any]:
+        """(status, outputs by name or the error) for inputs by name, (datatype, values as nested lists)."""
+        listed = [
+            {
+                "name": name,
+                "datatype": datatype,
+                "shape": np.shape(x),
+                "data": np.asarray(x, object).reshape(-1).tolist(),
+            }
+            for name, (datatype, x) in inputs.items()
+        ]
+        status, told = self.ask(f"/v2/models/{model}/infer", {"inputs": listed, "parameters": parameters})
+        if status != 200:
+            return status, told["error"]
+        return status, {x["name"]: np.array(x["data"]).reshape(x["shape"]) for x in told["outputs"]}
+
+
+@pytest.fixture
+def serve_command(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """``serve_command("net.onnx", "--quorum", "1")`` is a server on a port of its own, which ends with the test."""
+    with contextlib.ExitStack() as ends:
+
+        def serve(*arguments: str, within: float = 60.0) -> Served:
+            command = [sys.executable, "-m", "apportion", "serve", *arguments, "--port", "0"]
+            process = ends.enter_context(
+                subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            )
+            ends.callback(process.kill)
+            ends.callback(process.wait, 20)
+            ends.callback(process.terminate)
+            return Served(process, within)
+
+        yield serve

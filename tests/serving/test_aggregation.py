@@ -40,7 +40,7 @@ def test_a_vote_on_labels_is_what_most_say_and_the_smallest_of_as_many() -> None
 
 
 def test_what_cannot_be_combined_is_refused() -> None:
-    with pytest.raises(ValueError, match="have no mean: use aggregation='vote'"):
+    with pytest.raises(ValueError, match="have no mean, such as labels: use aggregation='vote'"):
         check_outputs("mean", ["f", "i"])
     check_outputs("vote", ["f", "i"])
     with pytest.raises(ValueError, match="'median' must be one of mean, weighted_mean, vote"):

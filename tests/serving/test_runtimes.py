@@ -14,8 +14,9 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from apportion.exporting.exporter import export
+from apportion.serving.row_independence.row_trials import why_rows_differ
 from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
-from apportion.serving.runtimes.runtime import Expired, Runtime, rows_by_themselves, timed
+from apportion.serving.runtimes.runtime import Expired, Runtime, timed
 from apportion.serving.runtimes.torch_runtime import TorchRuntime, opened
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
@@ -65,7 +66,7 @@ def test_each_runtime_computes_the_net(kind: str, tmp_path: Path) -> None:
     (found,) = program.run([X], time.monotonic() + 5)
     np.testing.assert_allclose(found, net()(torch.from_numpy(X)).detach().numpy(), rtol=1e-5, atol=1e-6)
     assert [spec.shape for spec in (*program.inputs, *program.outputs)] == [(None, 8), (None, 3)]
-    assert rows_by_themselves(program, None)
+    assert why_rows_differ(program, [X[:1]]) is None
     assert set(timed(program, None, seconds=5.0, sizes=[1, 2, 4]).seconds) == {1, 2, 4}
     with pytest.raises(Expired):
         program.run([X], time.monotonic() - 1)
@@ -93,7 +94,7 @@ def test_what_is_past_its_deadline_is_stopped_while_it_is_computed(kind: str, tm
 def test_rows_that_depend_on_each_other_are_never_computed_together(kind: str, tmp_path: Path) -> None:
     program = by_onnx(Centred(), tmp_path) if kind == "onnx" else TorchRuntime(Centred(), torch.from_numpy(X[:1]))
     assert program.batched, "by its shapes it could be"
-    assert not rows_by_themselves(program, [X[:1]])
+    assert why_rows_differ(program, [X[:1]]) == "a row has another output beside other rows than alone, in a trial"
     program.close()
 
 
@@ -136,7 +137,7 @@ def test_a_file_of_bfloat16_takes_and_gives_its_bits(tmp_path: Path) -> None:
     for x in (sample, sample[:0]):
         (found,) = program.run([x.view(torch.uint16).numpy()], time.monotonic() + 5)
         np.testing.assert_array_equal(found, Narrow()(x).view(torch.uint16).numpy())
-    assert rows_by_themselves(program, None)
+    assert why_rows_differ(program, [x.view(torch.uint16).numpy() for x in (sample[:1],)]) is None
     with pytest.raises(ValueError, match=r"."):
         program.run([x.view(torch.uint16).numpy()[:, :5].T], float("inf"))
     program.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from apportion.core.value import parse_as
 from apportion.serving.config import Serving, check_names, named
 
 
@@ -14,18 +15,19 @@ def serve(
     deadline: float | None = None,
     quorum: int | None = None,
     trust: bool = False,
-    serving: Serving | None = None,
+    serving: Serving | str | None = None,
 ) -> int:
     """Serve these nets until SIGTERM or Ctrl-C; the signal's number is returned.
 
     ``members``: places, which are then called m1, m2, ...; or places by name. A place is an ONNX file, a program of
     ``torch.export`` (.pt2), a run or a checkpoint of ours, or the address of a model on another server of the protocol
     (http://host:port/v2/models/NAME). ``deadline``: seconds. ``trust``: the file that a run names may run
-    whosever it is (see ``load``). ValueError where a place holds no net, or nets do not fit
-    each other; ApportionError where the address cannot be had or a member cannot be started.
+    whosever it is (see ``load``). ``serving``: the other settings, also as a text, "serving(most_rows=64)". ValueError
+    where a place holds no net, or nets do not fit each other; ApportionError where the address cannot be had or a
+    member cannot be started.
     """
     given = dict(members) if isinstance(members, Mapping) else named(members)
-    serving = serving or Serving()
+    serving = parse_as(serving, Serving) if isinstance(serving, str) else serving or Serving()
     if deadline is not None:
         serving = replace(serving, deadline=deadline)
     if quorum is not None:

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -385,10 +385,15 @@ def serve(  # noqa: PLR0913 (the flags)
         str | None,
         typer.Option(metavar="DATA", help="FILE:NAME or FILE.npz: say what answers without a member cost, and end"),
     ] = None,
+    settings: Annotated[
+        str | None,
+        typer.Option("--serving", metavar="S", help="for example \"serving(most_rows=64, aggregation='vote')\""),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
     with _guarded():
+        from apportion.core.value import parse_as
         from apportion.serving.config import Serving, named, seconds_of
 
         given = {"quorum": quorum, "replication": replication, "port": port} | {
@@ -396,8 +401,9 @@ def serve(  # noqa: PLR0913 (the flags)
             "host": host[0] if host else None,
             "names": tuple(host[1:]) if host else None,
         }
-        given["trust"] = trust
-        serving = Serving(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        given["trust"] = trust or None
+        serving = Serving() if settings is None else parse_as(settings, Serving)
+        serving = replace(serving, **{name: value for name, value in given.items() if value is not None})
         if evaluate is not None:
             from apportion.serving import offline_evaluation
 

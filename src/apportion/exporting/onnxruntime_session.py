@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 BF16 = "tensor(bfloat16)"
 WEIGHTS = "apportion.weights"
 """The key of a file's metadata with the digest of the weights that it was exported from."""
+_TRAINING = b"training_mode"
 _BF16_NUMBER = 16
 """ONNX's number of the type bfloat16."""
 
@@ -36,7 +38,21 @@ def session(path: str | Path | bytes, *, threads: int) -> Any:
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    # Batch normalization in training mode writes its running statistics over its inputs. Constants of equal numbers are
+    # made one by ConstantSharing, so that a bias of zeros would be written over as well.
+    apart = ["ConstantSharing"] if _may_train(path) else []
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"], disabled_optimizers=apart)
+
+
+def _may_train(path: str | Path | bytes) -> bool:
+    """Return whether a file has a node with the attribute training_mode, whatever its value is."""
+    if isinstance(path, bytes):
+        return _TRAINING in path
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(_TRAINING) >= 0
 
 
 def metadata(path: str | Path) -> dict[str, str]:

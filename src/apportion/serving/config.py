@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from apportion.core.value import Value
 from apportion.serving.ensemble.aggregation import Aggregation
@@ -30,6 +30,12 @@ class Serving(Value):
     aggregation: Aggregation = "mean"
     weights: Mapping[str, float] | None = None
     """The weight of each member by its name, for ``aggregation="weighted_mean"``."""
+    rename: Mapping[str, Mapping[str, str]] | None = None
+    """By member, the name in the ensemble of an input or output by the name that it has in the member's own file:
+    ``{"m2": {"logits": "p"}}``."""
+    batch: bool = True
+    """Allow requests to be computed together where each row of a member's outputs is known to depend on its own row of
+    the inputs alone. False: every request is computed by itself."""
     host: str = "127.0.0.1"
     names: tuple[str, ...] = ()
     """Names by which clients address the server, besides ``host``, this machine's own name, localhost and the addresses
@@ -65,21 +71,55 @@ class Serving(Value):
 
     def __post_init__(self) -> None:
         for name in ("deadline", "longest_deadline", "body_seconds", "load_seconds", "drain_seconds"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} must be a positive number of seconds")
+            value = getattr(self, name)
+            if not _is_number(value, int | float) or not 0.0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r} must be a positive number of seconds")
         for name in (
             "queue_length", "most_rows", "most_bytes", "most_json_bytes", "most_requests", "inbox_bytes", "outbox_bytes"
         ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if not _is_number(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
         if self.deadline > self.longest_deadline:
             raise ValueError(f"deadline={self.deadline} is longer than longest_deadline={self.longest_deadline}")
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"port={self.port} must be from 0 (any that is free) to 65535")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads={self.threads} must be at least 1")
-        if self.replication not in get_args(Replication):
-            raise ValueError(f"replication={self.replication!r} must be one of {', '.join(get_args(Replication))}")
+        self._check_choices()
+        self._check_members()
+
+    def _check_choices(self) -> None:
+        if not _is_number(self.quorum, int):
+            raise ValueError(f"quorum={self.quorum!r} must be a whole number of members")
+        if not _is_number(self.port, int) or not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port={self.port!r} must be from 0 (any that is free) to 65535")
+        if self.threads is not None and (not _is_number(self.threads, int) or self.threads < 1):
+            raise ValueError(f"threads={self.threads!r} must be a whole number of at least 1, or None")
+        for name, known in (("replication", get_args(Replication)), ("aggregation", get_args(Aggregation))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
+        for name in ("batch", "trust"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+
+    def _check_members(self) -> None:
+        if not isinstance(self.host, str) or not all(isinstance(name, str) for name in self.names):
+            raise ValueError(f"host={self.host!r} and names={self.names!r} must be texts")
+        if self.weights is not None and not (
+            isinstance(self.weights, Mapping) and all(_is_number(w, int | float) for w in self.weights.values())
+        ):
+            raise ValueError(f"weights={self.weights!r} must be numbers by the member's name, {{'m1': 2.0, 'm2': 1.0}}")
+        if self.rename is not None and not (
+            isinstance(self.rename, Mapping)
+            and all(
+                isinstance(names, Mapping) and all(isinstance(n, str) and n for pair in names.items() for n in pair)
+                for names in self.rename.values()
+            )
+        ):
+            raise ValueError(
+                f"rename={self.rename!r} must be names by member, that of the member's own first: "
+                "{'m2': {'logits': 'p'}}"
+            )
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def seconds_of(text: str) -> float:

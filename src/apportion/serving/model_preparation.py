@@ -29,7 +29,7 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
     cores = usable_cores()
     threads = [serving.threads] if serving.threads else sorted({1, max(1, cores // members)})
     order: dict[str, Any] = {"name": name, "place": place, "folder": str(folder), "threads": threads}
-    order |= {"trust": serving.trust, "projects": [str(project) for project in projects()]}
+    order |= {"batch": serving.batch, "trust": serving.trust, "projects": [str(project) for project in projects()]}
     command = [sys.executable, "-m", "apportion.serving.prepare", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -46,7 +46,7 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
         raise (ValueError if told["user"] else ApportionError)(told["refused"])
     for line in told["said"]:
         log(line, member=name)
-    return Source(**told["source"])
+    return Source.from_json(told["source"])
 
 
 def _answer(process: subprocess.Popen[str], order: str | None, member: str) -> str:

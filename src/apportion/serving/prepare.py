@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ from apportion.errors import ApportionError
 from apportion.exporting.onnxruntime_session import WEIGHTS, metadata
 from apportion.process import die_with_parent
 from apportion.serving.protocol.datatypes import Array
-from apportion.serving.runtimes.remote_runtime import check_address
-from apportion.serving.runtimes.runtime import Runtime
+from apportion.serving.row_independence.decision import NOT_ALLOWED, why_not_together
+from apportion.serving.runtimes.arranged import as_they_are
+from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
+from apportion.serving.runtimes.remote_runtime import RemoteRuntime
+from apportion.serving.runtimes.runtime import Runtime, Spec
 from apportion.serving.runtimes.source import Source, save_rows
 
 TIMES, SECONDS = 30, 0.5
@@ -44,7 +47,7 @@ class TimedPreparation:
     """The median of the seconds that one row takes."""
 
 
-def prepare(
+def prepare(  # noqa: PLR0913 (as main is ordered)
     name: str,
     place: str,
     folder: Path,
@@ -52,20 +55,22 @@ def prepare(
     threads: Sequence[int],
     trust: bool = False,
     projects: Sequence[Path] | None = None,
+    batch: bool = True,
 ) -> tuple[Source, list[str]]:
     """Return the fastest way to run the member, and a line for each that was tried. ``threads``: numbers to try.
+    ``batch``: requests may be computed together, where no row depends on others.
     ``trust``: a run's code may run even where it does not belong to the caller's ``projects``. Raises ValueError where
     the place holds no model, or one of another owner."""
     if place.startswith(("http://", "https://")):
-        check_address(place)
-        return Source(name=name, runtime="remote", path=place), [f"{name}: {place}"]
+        return _elsewhere(name, place, batch=batch)
     path = Path(place)
     if not path.exists():
         raise ValueError(f"member {name}: there is no {place}")
     said: list[str] = []
     if path.suffix == ".onnx":
         own = Source(name=name, runtime="onnx", path=str(path.resolve()))
-        sources = [own, *_in_int8(own, path.parent, f"{path.stem}{INT8}", _digest(path), folder)]
+        int8 = None if path.name.endswith(INT8) else path.parent / f"{path.stem}{INT8}"
+        sources = [own, *_in_int8(own, int8, _digest(path), folder, said)]
     else:
         run = path if path.is_dir() else None
         if run is not None:
@@ -73,7 +78,61 @@ def prepare(
             said.append(f"{name}: {path.name} of {run}")
         sources = _of_torch(name, path, run, folder, said)
     found = _fastest([replace(source, threads=n) for source in sources for n in threads], said)
-    return found, said
+    graph = next((source.path for source in sources if source.runtime == "onnx"), None)
+    return _described(found, folder, said, graph=found.path if found.runtime == "onnx" else graph, batch=batch), said
+
+
+def _elsewhere(name: str, place: str, *, batch: bool) -> tuple[Source, list[str]]:
+    """Return a model on another server, which is asked what it takes."""
+    program = RemoteRuntime(place)
+    try:
+        source = Source(name=name, runtime="remote", path=place)
+        source = replace(source, inputs=as_they_are(program.inputs), outputs=as_they_are(program.outputs))
+    finally:
+        program.close()
+    why = "the graph of a model on another server cannot be read" if batch else NOT_ALLOWED
+    return source, [f"{name}: {place}", _one_by_one(name, why)]
+
+
+def _described(found: Source, folder: Path, said: list[str], *, graph: str | None, batch: bool) -> Source:
+    """Return the source with its inputs and outputs, a sample, and whether requests may be computed together.
+    ``graph``: the ONNX file of the net, which is read for that; None where there is none."""
+    program = found.open()
+    try:
+        row = found.rows()
+        if row is None:
+            row = program.example() if isinstance(program, OnnxRuntime) else None
+        if row is not None and found.sample is None:
+            found = replace(found, sample=save_rows(folder / f"{found.name}.npz", row))
+        inputs, outputs = program.inputs, program.outputs
+        if found.runtime == "torch" and graph is not None:  # a sample does not show which of its dimensions may vary
+            inputs, outputs = _with_free_sizes(graph, inputs, outputs)
+        why = why_not_together(program, row, graph, batch=batch)
+    except ValueError as error:
+        raise ValueError(f"member {found.name} ({found.path}): {error}") from error
+    finally:
+        program.close()
+    together = f"{found.name}: requests are computed together: each row depends on itself alone"
+    said.append(together if why is None else _one_by_one(found.name, why))
+    return replace(found, inputs=as_they_are(inputs), outputs=as_they_are(outputs), batched=why is None)
+
+
+def _one_by_one(name: str, why: str) -> str:
+    return f"{name}: requests are computed one by one: {why}"
+
+
+def _with_free_sizes(graph: str, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> tuple[tuple[Spec, ...], ...]:
+    """Return the inputs and outputs with the dimensions of any size that the net has as ONNX."""
+    program = OnnxRuntime(graph)
+    try:
+        return tuple(
+            tuple(replace(own, shape=other.shape) for own, other in zip(some, others, strict=True))
+            if [own.name for own in some] == [other.name for other in others]
+            else some
+            for some, others in ((inputs, program.inputs), (outputs, program.outputs))
+        )
+    finally:
+        program.close()
 
 
 def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | None) -> Path:
@@ -98,16 +157,25 @@ def _of_torch(name: str, path: Path, run: Path | None, folder: Path, said: list[
         said.append(f"{name}: no ONNX: {error}")
         return sources
     own = replace(base, runtime="onnx", path=str(made.path))
-    beside = [] if run is None else _in_int8(own, run, f"model{INT8}", weights_digest(module), folder)
+    beside = _in_int8(own, None if run is None else run / f"model{INT8}", weights_digest(module), folder, said)
     return [own, *beside, *sources]
 
 
-def _in_int8(own: Source, place: Path, file: str, digest: str | None, folder: Path) -> list[Source]:
-    """The same net in int8, where its file lies there and was exported from these weights: a copy of it, which stays as
-    it is while it is served."""
-    if digest is None or not (place / file).is_file() or _digest(place / file) != digest:
+def _in_int8(own: Source, file: Path | None, digest: str | None, folder: Path, said: list[str]) -> list[Source]:
+    """The same net in int8, where its file is there and was exported from these weights: a copy of it, which stays as
+    it is while it is served. Why a file is left out is said."""
+    if file is None or not file.is_file():
         return []
-    return [replace(own, path=str(shutil.copyfile(place / file, folder / f"{own.name}{INT8}")))]
+    if digest is None:
+        why = "the float file does not name the weights that it was exported from, so that they cannot be compared"
+    elif (other := _digest(file)) is None:
+        why = "it does not name the weights that it was exported from, as files by apportion do"
+    elif other != digest:
+        why = "it was exported from other weights"
+    else:
+        return [replace(own, path=str(shutil.copyfile(file, folder / f"{own.name}{INT8}")))]
+    said.append(f"{own.name}: {file.name} is left out: {why}")
+    return []
 
 
 def _digest(path: Path) -> str | None:
@@ -154,12 +222,15 @@ def chosen(found: Sequence[TimedPreparation]) -> TimedPreparation:
 
 
 def _rows(source: Source, program: Runtime) -> list[Array]:
-    return source.rows() or [spec.filled(1) for spec in program.inputs]
+    found = source.rows()
+    if found is None and isinstance(program, OnnxRuntime):
+        found = program.example()
+    return found or [spec.filled(1) for spec in program.inputs]
 
 
 def main() -> None:
-    """Run the process that prepares a member: {"name", "place", "folder", "threads", "trust", "projects"} come on
-    standard input, and the number of its parent as argument."""
+    """Run the process that prepares a member: {"name", "place", "folder", "threads", "trust", "projects", "batch"} come
+    on standard input, and the number of its parent as argument."""
     die_with_parent(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = json.loads(sys.stdin.read())
@@ -174,8 +245,9 @@ def main() -> None:
             threads=order["threads"],
             trust=order["trust"],
             projects=[Path(folder) for folder in order["projects"]],
+            batch=order["batch"],
         )
-        told = {"source": asdict(source), "said": said}
+        told = {"source": source.to_json(), "said": said}
     except (ValueError, ApportionError) as error:
         told = {"refused": str(error), "user": isinstance(error, ValueError)}
     except OSError as error:

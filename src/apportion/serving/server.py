@@ -29,6 +29,7 @@ from apportion.serving.metrics import Metrics
 from apportion.serving.model_preparation import prepared
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.replication.choose import Means, Staffed, replicated
+from apportion.serving.replication.matching import matched
 from apportion.serving.runtimes.source import Source
 
 PREFIX = "apportion-serve-"
@@ -48,6 +49,7 @@ def answer(members: Mapping[str, str], serving: Serving) -> int:
             _listening(serving) as sock,
         ):
             sources = [prepared(name, place, folder, serving, len(members)) for name, place in members.items()]
+            sources = matched(sources, serving.rename)
             return asyncio.run(_serve(sources, serving, folder, sock))
     except _Told:
         return int(signal.SIGTERM)

@@ -28,6 +28,7 @@ from apportion.exporting.blamed_layer import CHOOSE, ONE_WAY, blamed_layer, deci
 from apportion.exporting.onnxruntime_session import BF16, WEIGHTS, run_bits, runtime, session
 from apportion.exporting.quantization.files import write_float16, write_int8
 from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
+from apportion.exporting.tensor_names import input_names, output_names
 from apportion.exporting.weights_digest import weights_digest
 
 MOST_BYTES = 2**31 - 2**20
@@ -105,7 +106,7 @@ class Onnx(Target):
                     dynamo=True,
                     opset_version=self.opset,
                     input_names=names,
-                    output_names=_output_names(outputs),
+                    output_names=output_names(outputs),
                     dynamic_shapes=shapes if isinstance(sample, dict | tuple) else (shapes,),
                 )
         except torch.onnx.errors.OnnxExporterError as error:
@@ -192,21 +193,8 @@ def described(path: Path) -> dict[str, Any]:
 def _called(module: nn.Module, sample: Inputs) -> tuple[tuple[Any, ...], dict[str, Any], list[str]]:
     """Return (the positional arguments, the keyword arguments, the names of the file's inputs)."""
     if isinstance(sample, dict):
-        return (), dict(sample), [".".join(map(_key, path)) for path, _ in pytree.tree_leaves_with_path(sample)]
-    args = sample if isinstance(sample, tuple) else (sample,)
-    leaves = len(pytree.tree_leaves(args))
-    return args, {}, ["input"] if leaves == 1 else [f"input_{n}" for n in range(leaves)]
-
-
-def _output_names(outputs: Any) -> list[str]:
-    if isinstance(outputs, dict):
-        return [".".join(map(_key, path)) for path, _ in pytree.tree_leaves_with_path(outputs)]
-    leaves = len(pytree.tree_leaves(outputs))
-    return ["output"] if leaves == 1 else [f"output_{n}" for n in range(leaves)]
-
-
-def _key(entry: Any) -> str:
-    return str(getattr(entry, "key", getattr(entry, "idx", entry)))
+        return (), dict(sample), input_names(sample)
+    return sample if isinstance(sample, tuple) else (sample,), {}, input_names(sample)
 
 
 @contextlib.contextmanager

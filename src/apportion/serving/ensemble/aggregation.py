@@ -26,7 +26,10 @@ def check_outputs(how: str, kinds: Sequence[str]) -> None:
     """Raise ValueError where the outputs have no mean but the aggregation takes one. ``kinds``: numpy's kinds of the
     outputs' dtypes."""
     if how != "vote" and (wrong := [kind for kind in kinds if kind not in "f"]):
-        raise ValueError(f"outputs of kind {wrong[0]!r} have no mean: use aggregation='vote'")
+        raise ValueError(
+            f"aggregation={how!r}: outputs of kind {wrong[0]!r} have no mean, such as labels: use aggregation='vote', "
+            "on the command line --serving \"serving(aggregation='vote')\""
+        )
 
 
 def combined(how: Aggregation, outputs: Sequence[Array], weights: Sequence[float] | None = None) -> Array:

@@ -54,6 +54,8 @@ class QuorumState:
     deadline: float
     answered: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    expired: frozenset[str] = frozenset()
+    """The members that have said themselves that the deadline passed before they had an answer."""
 
     def __post_init__(self) -> None:
         check_quorum(self.quorum, self.members)
@@ -62,36 +64,42 @@ class QuorumState:
 
     def with_answer(self, member: str) -> QuorumState:
         """Return the state after a member has answered; one that had failed before may answer too."""
-        return self._with(self.answered | {member}, self.failed - {member})
+        return self._with(self.answered | {member}, self.failed - {member}, self.expired - {member})
 
     def with_failure(self, member: str) -> QuorumState:
         """Return the state after a member has failed; an answer that it gave before stays."""
-        return self if member in self.answered else self._with(self.answered, self.failed | {member})
+        return self if member in self.answered else self._with(self.answered, self.failed | {member}, self.expired)
 
-    def _with(self, answered: frozenset[str], failed: frozenset[str]) -> QuorumState:
+    def with_expired(self, member: str) -> QuorumState:
+        """Return the state after a member has said that its time is up; an answer that it gave before stays."""
+        return self if member in self.answered else self._with(self.answered, self.failed, self.expired | {member})
+
+    def _with(self, answered: frozenset[str], failed: frozenset[str], expired: frozenset[str]) -> QuorumState:
         """Do what ``dataclasses.replace`` does, without checking again what has not changed."""
         made = object.__new__(QuorumState)
-        made.__dict__.update(self.__dict__, answered=answered, failed=failed)
+        made.__dict__.update(self.__dict__, answered=answered, failed=failed, expired=expired)
         return made
 
     @property
     def open(self) -> frozenset[str]:
         """The members that are still waited for."""
-        return self.awaited - self.answered - self.failed
+        return self.awaited - self.answered - self.failed - self.expired
 
     def outcome(self, now: float) -> Answer | DeadlineExceeded | NoQuorum | None:
         """Return the outcome of the request; None where it is still to wait, at most until the deadline."""
         reached = len(self.answered) >= self.quorum
-        if not self.open and reached:
+        if reached and (not self.open or now >= self.deadline):
             return self._answer()
-        if not self.open and not self.answered and not self.awaited:
+        unreachable = len(self.answered) + len(self.open) < self.quorum or (not self.open and not self.awaited)
+        # What a client is to do next depends on the time alone, also where members have failed as well: a member's
+        # word that its time is up may come before this process's own timer.
+        if now >= self.deadline or (self.expired and unreachable):
+            late = self.open | self.expired
+            return DeadlineExceeded(f"the deadline passed before {self._told(late)} answered: {self._needs}")
+        if not self.awaited and unreachable and not self.answered:
             return NoQuorum(f"none of the members {', '.join(self.members)} is up: {self._needs}")
-        if len(self.answered) + len(self.open) < self.quorum:
+        if unreachable:
             return NoQuorum(f"{self._told(self.failed)} failed: {self._needs}")
-        if now >= self.deadline:
-            if reached:
-                return self._answer()
-            return DeadlineExceeded(f"the deadline passed before {self._told(self.open)} answered: {self._needs}")
         return None
 
     @property
@@ -104,9 +112,9 @@ class QuorumState:
     def _answer(self) -> Answer:
         return Answer(
             used=self._in_order(self.answered),
-            late=self._in_order(self.open),
+            late=self._in_order(self.open | self.expired),
             failed=self._in_order(self.failed),
-            absent=self._in_order(set(self.members) - self.answered - self.failed - self.awaited),
+            absent=self._in_order(set(self.members) - self.answered - self.failed - self.expired - self.awaited),
         )
 
     def _in_order(self, some: Collection[str]) -> tuple[str, ...]:

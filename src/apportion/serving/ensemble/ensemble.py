@@ -8,8 +8,8 @@ callers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from apportion.serving.ensemble.aggregation import Aggregation, combined
@@ -20,6 +20,7 @@ from apportion.serving.pool.member import Member
 from apportion.serving.pool.shared_arena import Lease
 from apportion.serving.pool.task import Lost, MemberTask, Outcome, Refused
 from apportion.serving.protocol.datatypes import Array
+from apportion.serving.runtimes.runtime import Expired, Spec
 
 SLOW = 4.0
 """The factor by which a member's slowdown (``ServiceTimes.slowdown``) may exceed the median of the others' where it
@@ -43,6 +44,8 @@ class InferenceRequest:
     deadline: float
     names: tuple[str, ...]
     held: Sequence[Lease] = ()
+    combined: bool = True
+    """Tells whether the outputs are those of the ensemble, or a member's own."""
 
 
 @dataclass(eq=False)
@@ -54,6 +57,8 @@ class Ensemble:
     quorum: int
     aggregation: Aggregation = "mean"
     weights: dict[str, float] | None = None
+    specs: Mapping[str, tuple[tuple[Spec, ...], tuple[Spec, ...]]] = field(default_factory=dict)
+    """The inputs and outputs of each member by its name, in the order of the first one's, which are the ensemble's."""
     reserve: float = 0.001
     """The seconds before the deadline in which an answer is put together and sent."""
     missed: Callable[[str], None] = lambda member: None
@@ -195,8 +200,10 @@ class PendingRequest:
             seat.breaker = seat.breaker.in_time(now)
         elif not isinstance(outcome, Lost):
             self._late(seat, names, now)
+        expired = isinstance(outcome, Expired)
         for name in names:
-            self.gathering = self.gathering.with_failure(name)
+            state = self.gathering
+            self.gathering = state.with_expired(name) if expired else state.with_failure(name)
         self._decide()
 
     def _answered(self, seat: Member, names: list[str], outputs: list[Array], now: float) -> None:
@@ -286,6 +293,6 @@ class PendingRequest:
         weights = self.ensemble.weights
         used = None if weights is None else [weights[name] for name in answer.used]
         columns = zip(*(self.outputs[name] for name in answer.used), strict=True)
-        if len(self.names) == 1:
+        if not self.question.combined:
             return self.outputs[answer.used[0]]
         return [combined(self.ensemble.aggregation, column, used) for column in columns]

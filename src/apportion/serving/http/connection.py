@@ -293,6 +293,15 @@ class Connection(asyncio.BufferedProtocol):
         if self._state is HEAD and self._writer.done:
             self._transport.close()
 
+    def end(self) -> None:
+        """Answer 503 where an answer is still due, since the server ends, and close the connection."""
+        if self._state in (BODY, ANSWER):
+            self._refuse(HTTPError(503, "the server has ended before this was answered", (b"retry-after", b"1")))
+        if self._state is not OVER and not self._writer.busy:
+            self._transport.close()  # what the system has of the answer is still sent
+        else:
+            self._transport.abort()
+
     def abort(self) -> None:
         """Close the connection at once."""
         self._transport.abort()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from apportion.comm.sync import CACHE_LINE
-from apportion.serving.config import Serving
+from apportion.serving.config import ENSEMBLE, Serving
 from apportion.serving.ensemble.deadline import expires
 from apportion.serving.ensemble.ensemble import Ensemble, EnsembleResult, InferenceRequest, PendingRequest
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
@@ -154,7 +154,8 @@ class InferCall:
             )
         rows = len(given[0].array) if given[0].array.ndim else 1
         tensors, leases = placed([(tensor.datatype, tensor.array) for tensor in given], app.inbox, held)
-        return InferenceRequest(tensors, rows, expires(self._came, timeout, app.serving.deadline), self._names, leases)
+        deadline = expires(self._came, timeout, app.serving.deadline)
+        return InferenceRequest(tensors, rows, deadline, self._names, leases, combined=self._model == ENSEMBLE)
 
     def _answered(self, found: EnsembleResult | Exception) -> None:
         assert self._told is not None

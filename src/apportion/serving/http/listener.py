@@ -146,7 +146,8 @@ class Listener:
             self._drain()  # who had just connected as well
         self._looking.cancel()
         for connection in [*self._every, *self._refusing]:
-            connection.abort()
+            connection.end()
+        await asyncio.sleep(0)  # in which connections that have nothing left to send are closed
 
     def _drain(self) -> None:
         for connection in [*self._every, *self._refusing]:

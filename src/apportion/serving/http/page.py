@@ -44,6 +44,7 @@ def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -
                 "state": seat.state if seat.state != "up" else seat.breaker.state(now),
                 "proven": seat.batcher.proven,
                 "runtime": seat.runtime,
+                "batched": seat.batcher.batched,
                 "row_ms": round(seat.batcher.times.pace.expected(1) * 1e3, 3),
                 "waiting": seat.batcher.waiting,
                 "computing": sum(len(flight.works) for flight in seat.batcher.in_flight.values()),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -49,8 +48,8 @@ class App:
         self._metrics, self._version, self._pages, self._hosts = metrics, version, pages, hosts
         names = list(ensemble.members)
         self._models: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
-        self._models[ENSEMBLE if len(names) > 1 else names[0]] = tuple(names)
-        self._known_specs: dict[str, tuple[Specs, tuple[Specs, Specs]]] = {}
+        self._models[ENSEMBLE] = tuple(names)
+        self._specs = {model: ensemble.specs[first] for model, (first, *_) in self._models.items()}
         self.busy = 0
         """The number of requests for inference that are being answered."""
         self.draining = False
@@ -141,15 +140,7 @@ class App:
 
     def specs(self, model: str) -> tuple[Specs, Specs]:
         """Return the inputs and outputs of a model."""
-        seat = self.ensemble.members[self._models[model][0]]
-        if (known := self._known_specs.get(model)) is not None and known[0] is seat.outputs:
-            return known[1]
-        each = len(seat.outputs) // sum(other is seat for other in self.ensemble.members.values())
-        outputs = seat.outputs[:each]
-        if each < len(seat.outputs):  # of a merged program: "m1/output"
-            outputs = tuple(replace(spec, name=spec.name.partition("/")[2]) for spec in outputs)
-        self._known_specs[model] = seat.outputs, (seat.inputs, outputs)
-        return seat.inputs, outputs
+        return self._specs[model]
 
     # Inference
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from apportion.errors import ApportionError
@@ -131,7 +130,7 @@ class MemberPool:
                 hired,
                 "become",
                 self._load if child is None else BECOME_SECONDS,
-                source=asdict(seat.source),
+                source=seat.source.to_json(),
                 seconds=0.0 if known else self._timing,
                 most_rows=seat.batcher.most_rows,
                 batched=seat.batcher.batched if known else None,
@@ -200,7 +199,7 @@ class MemberPool:
     async def _keep_spare(self, wait: float = 0.0) -> None:
         """Start spares until one is ready, with as many models as can be loaded."""
         await asyncio.sleep(wait)
-        sources = [asdict(seat.source) for seat in self._seats]
+        sources = [seat.source.to_json() for seat in self._seats]
         while not self._over and self._spare is None:
             spare = None
             try:

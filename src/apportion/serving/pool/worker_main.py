@@ -25,7 +25,7 @@ from apportion.process import die_with_parent
 from apportion.serving.pool.frames import INLINE_BYTES, Frame, Kind, Placed, Reader, decode, encode
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import Array
-from apportion.serving.runtimes.runtime import SIZES, Expired, Runtime, rows_by_themselves, timed
+from apportion.serving.runtimes.runtime import SIZES, Expired, Runtime, timed
 from apportion.serving.runtimes.source import Source
 
 NEVER = math.inf
@@ -64,7 +64,7 @@ class MemberProcess:
             if what == "prepare":  # as a spare: whoever dies can be replaced at once
                 return {"what": "prepared", "refused": self._prepared(order["sources"])}
             assert what == "become", order
-            return self._become(Source(**order["source"]), order)
+            return self._become(Source.from_json(order["source"]), order)
         except _REFUSALS as error:
             return {"what": "refused", "why": f"{error}"}
 
@@ -73,7 +73,7 @@ class MemberProcess:
         refused = {}
         for source in sources:
             try:
-                self._load(Source(**source))
+                self._load(Source.from_json(source))
             except _REFUSALS as error:
                 refused[source["name"]] = f"{error}"
         return refused
@@ -87,7 +87,7 @@ class MemberProcess:
         self._program = program = self._load(source)
         for other in [name for name in self._known if name != source.name]:
             self._known.pop(other).close()
-        batched = rows_by_themselves(program, source.rows()) if order["batched"] is None else order["batched"]
+        batched = source.batched and program.batched if order["batched"] is None else order["batched"]
         gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
         told: dict[str, Any] = {"what": "became", "runtime": program.runtime, "batched": batched}
         told |= {what: [spec.to_json() for spec in getattr(program, what)] for what in ("inputs", "outputs")}

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
 from apportion.serving.protocol import json_numbers
-from apportion.serving.protocol.datatypes import DATATYPES, Array, from_bytes, from_json, to_bytes, to_json
+from apportion.serving.protocol.datatypes import DATATYPES, Array, from_bf16, from_bytes, from_json, to_bytes, to_json
 
 HEADER = "Inference-Header-Content-Length"
 MOST_DIMS = 32
@@ -174,6 +175,11 @@ def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in parameters:
         if name.startswith("shared_memory_"):
             raise ValueError(f"parameters.{name}: shared memory is not offered; send the tensor itself")
+        if name.startswith("sequence_"):
+            raise ValueError(
+                f"parameters.{name}: sequences are not offered, since no state is kept between requests; send all of a "
+                "sequence in one request"
+            )
     return parameters
 
 
@@ -299,7 +305,21 @@ def _written(
             item["data"] = to_json(tensor.array, tensor.datatype)
         told.append(item)
     text = orjson.dumps({**head, what: told}, option=orjson.OPT_SERIALIZE_NUMPY)
+    if b"null" in text:  # as orjson writes what JSON has no number for; few texts have the word at all
+        _check_finite(tensor for tensor, binary in tensors if not binary)
     return [text, *pieces], len(text) if pieces or any(binary for _, binary in tensors) else None
+
+
+def _check_finite(tensors: Iterable[NamedTensor]) -> None:
+    """Raise ValueError where a tensor has a number that JSON cannot express."""
+    for tensor in tensors:
+        floating = tensor.datatype == "BF16" or tensor.array.dtype.kind == "f"
+        numbers = from_bf16(tensor.array) if tensor.datatype == "BF16" else tensor.array
+        if floating and not np.isfinite(numbers).all():
+            raise ValueError(
+                f"{tensor.name} has infinite numbers or NaN, which JSON cannot express: ask for binary_data, by "
+                f'"parameters": {{"binary_data": true}} in that output of the request'
+            )
 
 
 def read_response(

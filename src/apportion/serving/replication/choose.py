@@ -16,11 +16,11 @@ from apportion.serving.ensemble.aggregation import check_aggregation, check_outp
 from apportion.serving.ensemble.deadline import check_quorum
 from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest
 from apportion.serving.pool.frames import placed
-from apportion.serving.pool.member import Member
 from apportion.serving.pool.pool import Log, MemberPool
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import DATATYPES
 from apportion.serving.replication import between_graph, in_graph
+from apportion.serving.runtimes.runtime import Spec
 from apportion.serving.runtimes.source import Source
 
 AT_ONCE = 16
@@ -102,8 +102,6 @@ async def _started(kind: str, sources: Sequence[Source], serving: Serving, means
         await staff.start()
         names = [source.name for source in sources]
         members = dict.fromkeys(names, seats[0]) if kind == "in_graph" else dict(zip(names, seats, strict=True))
-        if kind == "between_graph":
-            _check_alike(seats)
         if len(sources) > 1:
             weights = None if serving.weights is None else [serving.weights[n] for n in names if n in serving.weights]
             check_aggregation(serving.aggregation, weights, len(names))
@@ -117,21 +115,14 @@ async def _started(kind: str, sources: Sequence[Source], serving: Serving, means
         quorum=serving.quorum,
         aggregation=serving.aggregation,
         weights=None if serving.weights is None else dict(serving.weights),
+        specs={source.name: _specs(source) for source in sources},
         missed=means.missed,
     )
     return Staffed(ensemble, staff, kind)
 
 
-def _check_alike(seats: Sequence[Member]) -> None:
-    first = seats[0]
-    for seat in seats[1:]:
-        for what in ("inputs", "outputs"):
-            own, other = ([(s.datatype, s.shape) for s in getattr(x, what)] for x in (first, seat))
-            if own != other:
-                raise ValueError(
-                    f"members {first.name} and {seat.name} have different {what}, {own} and {other}: an ensemble needs "
-                    "the same of each"
-                )
+def _specs(source: Source) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+    return tuple(t.spec for t in source.inputs or ()), tuple(t.spec for t in source.outputs or ())
 
 
 async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:

@@ -3,6 +3,7 @@ operation it is at."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from apportion.exporting.onnxruntime_session import run_bits, runtime, session
 from apportion.serving.protocol.datatypes import NAMES, Array, objects
+from apportion.serving.runtimes.free_sizes import free_sizes
 from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
 from apportion.serving.runtimes.timer import Alarm
 
@@ -58,6 +60,18 @@ class OnnxRuntime(Runtime):
         if time.monotonic() > deadline:
             raise Expired
         return [_bytes(x) if spec.datatype == "BYTES" else x for x, spec in zip(found, self.outputs, strict=True)]
+
+    def example(self) -> list[Array] | None:
+        """Return one row of each input that the model computes, found by trying sizes for the dimensions of any size;
+        None where none of them runs."""
+        shapes = [(spec.datatype, x.shape) for spec, x in zip(self.inputs, self._session.get_inputs(), strict=True)]
+        for rows in free_sizes(shapes):
+            try:
+                self.run(rows, math.inf)
+            except ValueError:
+                continue
+            return rows
+        return None
 
     def close(self) -> None:
         """Stop the thread that watches the deadlines."""

@@ -76,38 +76,9 @@ class Runtime(ABC):
 
     @property
     def batched(self) -> bool:
-        """Return whether the rows of several requests may be computed at once."""
+        """Return whether the rows of several requests fit into one batch, by the shapes."""
         every = (*self.inputs, *self.outputs)
         return bool(every) and all(spec.shape and spec.shape[0] is None for spec in every)
-
-
-def rows_by_themselves(program: Runtime, sample: Sequence[Array] | None) -> bool:
-    """Return whether two rows that are computed together have the outputs of each of them alone: only then may requests
-    be computed together."""
-    if not program.batched:
-        return False
-    first = list(sample) if sample is not None else [spec.filled(1) for spec in program.inputs]
-    second = [x * x.dtype.type(0.5) + x.dtype.type(0.25) if x.dtype.kind == "f" else x for x in first]
-    try:
-        both = program.run([np.concatenate(rows) for rows in zip(first, second, strict=True)], float("inf"))
-        alone = [program.run(rows, float("inf")) for rows in (first, second)]
-    except (ValueError, IndexError):
-        return False
-    return all(
-        len(whole) == 2 and _close(whole[n : n + 1], own)
-        for n, outputs in enumerate(alone)
-        for whole, own in zip(both, outputs, strict=True)
-    )
-
-
-def _close(some: Array, other: Array) -> bool:
-    """Return whether two outputs are equal but for rounding."""
-    if some.shape != other.shape:
-        return False
-    if some.dtype.kind != "f":
-        return bool((some == other).all())
-    largest = float(np.abs(other).max(initial=0.0))
-    return bool(np.allclose(some, other, rtol=1e-3, atol=1e-3 * largest + 1e-6, equal_nan=True))
 
 
 def timed(program: Runtime, sample: Sequence[Array] | None, *, seconds: float, sizes: Sequence[int]) -> Pace:

@@ -20,6 +20,18 @@ TOLERANCE = 1e-4
 kernels."""
 
 
+class InOrder(nn.Module):
+    """A module whose outputs are given as a list, in another order."""
+
+    def __init__(self, module: nn.Module, order: Sequence[int]) -> None:
+        super().__init__()
+        self.module, self._order = module, order
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        found = pytree.tree_leaves(self.module(*args, **kwargs))
+        return [found[n] for n in self._order]
+
+
 class InTurn(nn.Module):
     """Modules that are computed in turn: the outputs are those of the first, then of the second, and so on."""
 

@@ -16,10 +16,11 @@ from torch import Tensor, fx, nn
 
 from apportion.core.torch_private import pytree
 from apportion.exporting.target import called
+from apportion.exporting.tensor_names import input_names, output_names
 from apportion.serving.protocol.datatypes import NAMES, Array
 from apportion.serving.runtimes.exported_archive import checked
 from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
-from apportion.serving.runtimes.stacked_modules import together
+from apportion.serving.runtimes.stacked_modules import InOrder, together
 
 _FROM_TORCH = {
     torch.bool: "BOOL", torch.uint8: "UINT8", torch.uint16: "UINT16", torch.uint32: "UINT32", torch.uint64: "UINT64",
@@ -43,13 +44,11 @@ class TorchRuntime(Runtime):
         self._module = _stopped(module, self._check)
         leaves, self._tree = pytree.tree_flatten(sample)
         self.runtime = f"torch {torch.__version__.partition('+')[0]}" + (" channels_last" if channels_last else "")
-        self.inputs = tuple(_spec(f"input_{n}" if len(leaves) > 1 else "input", x) for n, x in enumerate(leaves))
-        if isinstance(sample, dict):
-            self.inputs = tuple(Spec(name, s.datatype, s.shape) for name, s in zip(sample, self.inputs, strict=True))
+        self.inputs = tuple(map(_spec, input_names(sample), leaves))
         torch.set_num_threads(threads)
         with torch.inference_mode():
             outputs = self._call(leaves)
-        self.outputs = tuple(_spec(f"output_{n}" if len(outputs) > 1 else "output", x) for n, x in enumerate(outputs))
+        self.outputs = tuple(map(_spec, output_names(outputs), pytree.tree_leaves(outputs)))
 
     def run(self, inputs: Sequence[Array], deadline: float) -> list[Array]:
         """Compute the outputs for these inputs, as ``Runtime.run`` says."""
@@ -65,12 +64,12 @@ class TorchRuntime(Runtime):
             raise ValueError(str(error).partition("\n")[0]) from error
         finally:
             self._deadline = float("inf")  # the module is its owner's too
-        return [_array(x) for x in outputs]
+        return [_array(x) for x in pytree.tree_leaves(outputs)]
 
-    def _call(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def _call(self, leaves: Sequence[Tensor]) -> Any:
         images = [x.contiguous(memory_format=self._format) if x.ndim == 4 else x for x in leaves]
         sample = pytree.tree_unflatten(images, self._tree)
-        return pytree.tree_leaves(called(self._module, sample))
+        return called(self._module, sample)
 
     def _check(self, *_: object) -> None:
         if time.monotonic() > self._deadline:
@@ -170,23 +169,30 @@ def loaded(path: str, *, threads: int, channels_last: bool) -> TorchRuntime:
     return TorchRuntime(module, sample, threads=threads, channels_last=channels_last)
 
 
-def loaded_together(members: Mapping[str, str], *, threads: int, channels_last: bool) -> TorchRuntime:
-    """Load these as one program, whose outputs are those of the first, then of the second, and so on. Raises ValueError
-    where they do not take the same inputs, or give other outputs than each other."""
+def loaded_together(
+    members: Mapping[str, str], *, outputs: Sequence[Sequence[str]] | None, threads: int, channels_last: bool
+) -> TorchRuntime:
+    """Load these as one program, whose outputs are those of the first, then of the second, and so on. ``outputs``: the
+    names of each member's outputs in the order of the first's; None takes them as they come. Raises ValueError where
+    the members do not take the same inputs, or give other outputs than each other."""
     torch.set_num_threads(threads)
     modules, samples = zip(*(opened(Path(path)) for path in members.values()), strict=True)
     names, sample = list(members), samples[0]
-    specs = []
-    for name, module in zip(names, modules, strict=True):
+    specs, ordered, ends = [], [], list[str]()
+    for at, (name, module) in enumerate(zip(names, modules, strict=True)):
         try:
             with torch.inference_mode():
-                specs.append([(x.dtype, x.shape) for x in pytree.tree_leaves(called(module, sample))])
+                found = called(module, sample)
         except Exception as error:  # whatever a module raises
             raise ValueError(f"in_graph: {name} does not take what {names[0]} does: {error}") from error
+        given = output_names(found)
+        order = [given.index(wanted) for wanted in (given if outputs is None else outputs[at])]
+        leaves = pytree.tree_leaves(found)
+        specs.append([(leaves[n].dtype, leaves[n].shape) for n in order])
+        ordered.append(module if order == [*range(len(leaves))] else InOrder(module, order))
+        ends += [f"{name}/{given[n]}" for n in order]
     if other := next((n for n, own in zip(names, specs, strict=True) if own != specs[0]), None):
         raise ValueError(f"in_graph: {names[0]} and {other} have different outputs")
-    program = TorchRuntime(together(modules, sample), sample, threads=threads, channels_last=channels_last)
-    ends = [f"output_{n}" if len(specs[0]) > 1 else "output" for n in range(len(specs[0]))]
-    called_so = [f"{name}/{end}" for name in names for end in ends]
-    program.outputs = tuple(replace(spec, name=n) for spec, n in zip(program.outputs, called_so, strict=True))
+    program = TorchRuntime(together(ordered, sample), sample, threads=threads, channels_last=channels_last)
+    program.outputs = tuple(replace(spec, name=n) for spec, n in zip(program.outputs, ends, strict=True))
     return program

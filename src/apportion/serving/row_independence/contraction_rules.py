@@ -1,0 +1,132 @@
+"""Operators that multiply and add up: matrix products, convolutions, recurrent layers, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apportion.serving.row_independence.elementwise_rules import Rule
+from apportion.serving.row_independence.graph_node import GraphNode, Rows
+from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, joined
+
+
+def _product(node: GraphNode, left: int, right: int) -> RowAxis:
+    """Return the rows of a matrix product of two inputs. Axes are counted from the end, where broadcasting aligns
+    them."""
+    found = []
+    for at, summed, other in ((left, -1, -2), (right, -2, -1)):
+        rows, rank = node.rows(at), node.rank(at)
+        if rows is None:
+            continue
+        axis = rows.axis - rank if rank > 1 else summed  # a vector is summed as a whole
+        if axis == summed:
+            raise RowsMixed("adds all rows up")
+        if axis == other and node.has(right if at == left else left) and node.rows(right if at == left else left):
+            raise RowsMixed("multiplies rows with other rows")
+        found.append(rows.at(axis))
+    rows = joined(found)
+    axis, rank = rows.axis, len(node.out_shape())
+    if axis == -2 and node.rank(right) == 1:
+        axis = -1
+    elif axis < -2:
+        axis += (node.rank(left) == 1) + (node.rank(right) == 1)
+    return rows.at(axis + rank)
+
+
+def _mat_mul(node: GraphNode) -> Sequence[Rows]:
+    node.must_be_fixed(2, 3)  # the zero points of MatMulInteger
+    return [_product(node, 0, 1)]
+
+
+def _q_linear_mat_mul(node: GraphNode) -> Sequence[Rows]:
+    node.must_be_fixed(1, 2, 4, 5, 6, 7)
+    return [_product(node, 0, 3)]
+
+
+def _gemm(node: GraphNode) -> Sequence[Rows]:
+    """alpha * A' B' + beta * C."""
+    a, b, c = node.rows(0), node.rows(1), node.rows(2)
+    found = []
+    if a is not None:
+        if a.axis != (1 if node.attribute("transA", 0) else 0):
+            raise RowsMixed("adds all rows up")
+        found.append(a.at(0))
+    if b is not None:
+        if b.axis != (0 if node.attribute("transB", 0) else 1):
+            raise RowsMixed("adds all rows up")
+        found.append(b.at(1))
+    if c is not None:
+        found.append(c.at(c.axis + 2 - node.rank(2)))
+    return [joined(found)]
+
+
+def _einsum(node: GraphNode) -> Sequence[Rows]:
+    equation = node.attribute("equation").decode().replace(" ", "")
+    terms, arrow, result = equation.partition("->")
+    if not arrow or "." in equation:
+        raise RowsMixed(f"computes {equation!r}, which is not read")
+    found = []
+    for at, labels in enumerate(terms.split(",")):
+        if (rows := node.rows(at)) is None:
+            continue
+        label = labels[rows.axis]
+        if label not in result or labels.count(label) > 1:
+            raise RowsMixed("adds all rows up")
+        found.append(rows.at(result.index(label)))
+    return [joined(found)]
+
+
+def _convolution(node: GraphNode) -> Sequence[Rows]:
+    """Convolutions and pools compute each element of dimension 0 by itself."""
+    node.must_be_fixed(*range(1, len(node.inputs)))
+    rows = node.rows(0)
+    if rows is None or rows.axis != 0:
+        raise RowsMixed("computes over all rows")
+    if len(node.output_shapes) > 1:
+        raise RowsMixed("counts the elements of the whole batch (Indices)")
+    return [rows]
+
+
+def _recurrent(node: GraphNode) -> Sequence[Rows]:
+    """RNN, GRU, LSTM: x is [time, row, number], or [row, time, number] with layout=1."""
+    node.must_be_fixed(1, 2, 3, 7)
+    first = bool(node.attribute("layout", 0))
+    found = []
+    for at, axis in ((0, 0 if first else 1), (4, 0), (5, 0 if first else 1), (6, 0 if first else 1)):
+        if (rows := node.rows(at)) is None:
+            continue
+        if rows.axis != axis:
+            raise RowsMixed("takes the rows as steps in time")
+        found.append(rows.at(0))
+    rows = joined(found)
+    return [rows.at(axis) for axis in ((0, 0, 0) if first else (2, 1, 1))][: len(node.output_shapes)]
+
+
+def _attention(node: GraphNode) -> Sequence[Rows]:
+    """Attention of queries, keys and values with the row in dimension 0; a mask has it there too, or is the same for
+    all rows."""
+    found = []
+    for at in range(len(node.inputs)):
+        if (rows := node.rows(at)) is None:
+            continue
+        if rows.axis != 0 or (at == 3 and node.rank(at) < 4):
+            raise RowsMixed("computes over all rows")
+        found.append(rows)
+    if any(node.has(at) and node.rows(at) is None for at in (0, 1, 2)):
+        raise RowsMixed("has keys without rows")
+    return [joined(found)] * len(node.output_shapes)
+
+
+_BATCHED = (
+    "Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "AveragePool", "MaxPool", "LpPool", "GlobalAveragePool",
+    "GlobalMaxPool", "GlobalLpPool", "QLinearGlobalAveragePool", "QLinearAveragePool",
+)  # fmt: skip
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("MatMul", "MatMulInteger"), _mat_mul),
+    **dict.fromkeys(_BATCHED, _convolution),
+    **dict.fromkeys(("RNN", "GRU", "LSTM"), _recurrent),
+    "QLinearMatMul": _q_linear_mat_mul,
+    "Gemm": _gemm,
+    "Einsum": _einsum,
+    "Attention": _attention,
+}

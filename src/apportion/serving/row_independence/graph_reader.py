@@ -1,0 +1,239 @@
+"""Reads from an ONNX graph whether each row of its outputs depends on its own row of the inputs alone.
+
+The place of the rows is followed from the inputs to the outputs, node by node (row_axis.py); what each operator does to
+it is a rule (elementwise_rules.py and its neighbours). An operator without a rule, and all that a rule does not allow,
+leaves the question undecided: then rows are taken to depend on each other. What is computed from the number of rows
+alone may be a size, and a tensor that is the same in every row; other numbers may not be made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apportion.serving.row_independence import (
+    contraction_rules,
+    elementwise_rules,
+    layout_rules,
+    learner_rules,
+    reduction_rules,
+)
+from apportion.serving.row_independence.elementwise_rules import Rule
+from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Rows, Tensor
+from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, sized
+from apportion.serving.row_independence.shape_probe import Probe, probed
+
+Array = NDArray[Any]
+RULES: Mapping[str, Rule] = {
+    **elementwise_rules.RULES,
+    **reduction_rules.RULES,
+    **layout_rules.RULES,
+    **contraction_rules.RULES,
+    **learner_rules.RULES,
+}
+_RANDOM = (
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+)  # fmt: skip
+OVER_ALL_ROWS = {
+    "DynamicQuantizeLinear": "finds one range for all rows (dynamic quantization)",
+    "DynamicQuantizeMatMul": "finds one range for all rows (dynamic quantization)",
+    "DynamicQuantizeLSTM": "finds one range for all rows (dynamic quantization)",
+    **dict.fromkeys(("NonZero", "Unique", "Compress", "NonMaxSuppression"), "gives as many rows as the values decide"),
+    **dict.fromkeys(_RANDOM, "draws random numbers"),
+    **dict.fromkeys(("If", "Loop", "Scan", "SequenceMap"), "is a branch or a loop, which is not read"),
+}
+"""The operators that are known to compute over all rows, and those that are not read, with what they do."""
+_OF_SHAPES = ("Shape", "Size")
+"""The operators whose outputs depend on the shape of their input alone."""
+MOST_BYTES = 1 << 30
+"""The largest size in bytes of a file that is read."""
+LEAST_OPSET = 7
+"""The first version of ONNX's operators that is read: those before it broadcast in another way."""
+VALUES = 4096
+"""The largest number of elements of a constant whose values a rule may ask for."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a graph. ``why``: why the rows of its outputs may depend on other rows than their own; None
+    where they do not. ``quantized``: tells whether it rounds to whole numbers on the way; ``random``: whether it draws
+    random numbers."""
+
+    why: str | None
+    quantized: bool = False
+    random: bool = False
+
+
+def read(path: str | Path, row: Sequence[Array]) -> Reading:
+    """Read a file. ``row``: one row of each input, in their order, that the network is known to compute."""
+    import onnx
+    from onnx import inliner
+
+    operators = set[str]()
+    try:
+        # Weights may lie in other files beside it: all of them are needed to run it.
+        size = sum(file.stat().st_size for file in Path(path).parent.glob(f"{Path(path).name}*"))
+        if size > MOST_BYTES:
+            return Reading(f"a graph of more than {MOST_BYTES >> 20} MiB is not read")
+        model = inliner.inline_local_functions(onnx.load(str(path)))
+        operators = _operators(model.graph.node)
+        _follow(model, row)
+        why = None
+    except RowsMixed as mixed:
+        why = str(mixed)
+    except Exception as error:  # of a file that ONNX Runtime runs and that cannot be read here: undecided
+        why = f"its graph cannot be read ({type(error).__name__}: {error})"[:500]
+    quantized = any("Quantize" in name or "QLinear" in name for name in operators)
+    return Reading(why, quantized, bool(operators & {"Dropout", *_RANDOM}))
+
+
+def _operators(nodes: Sequence[Any]) -> set[str]:
+    """Return the types of the nodes, those within branches and loops too."""
+    inner = [attribute.g for node in nodes for attribute in node.attribute if attribute.HasField("g")]
+    return {node.op_type for node in nodes}.union(*(_operators(graph.node) for graph in inner))
+
+
+def _follow(model: Any, row: Sequence[Array]) -> None:
+    """Raise RowsMixed where a row of an output may depend on several rows of the inputs."""
+    graph = model.graph
+    weights = {value.name: value for value in graph.initializer}
+    inputs = [value.name for value in graph.input if value.name not in weights]
+    outputs = [value.name for value in graph.output]
+    versions = {opset.domain if opset.domain != "ai.onnx" else "": opset.version for opset in model.opset_import}
+    nodes = _needed(graph.node, outputs)
+    _check_read(graph, nodes, versions)
+    of_rows, counted = _reached(nodes, inputs)
+    made = [name for node in nodes for name in node.output if name]
+    constant = [name for name in made if name not in of_rows]
+    probe = probed(model, [*inputs, *made], constant, row)
+    tensors: dict[str, Tensor] = {name: _input(name, probe) for name in inputs}
+    tensors |= {name: _weight(name, value) for name, value in weights.items()}
+    tensors |= {name: _without_rows(name, probe, counted=name in counted) for name in constant}
+    for node in nodes:
+        if any(name in of_rows for name in node.output):
+            try:
+                tensors |= _followed(node, tensors, probe, versions)
+            except RowsMixed as mixed:
+                raise RowsMixed(f"{_named(node)} {mixed}") from mixed
+    for name in outputs:
+        if tensors[name].rows != RowAxis(0):
+            raise RowsMixed(f"output {name} does not have the rows in dimension 0")
+
+
+def _check_read(graph: Any, nodes: Sequence[Any], versions: Mapping[str, int]) -> None:
+    """Raise RowsMixed where the graph has what is not read, or an operator that mixes rows in any case."""
+    if graph.sparse_initializer:
+        raise RowsMixed("it has sparse weights, which are not read")
+    if versions.get("", LEAST_OPSET) < LEAST_OPSET:
+        raise RowsMixed(f"its operators are of version {versions['']}, of {LEAST_OPSET} at least that are read")
+    for node in nodes:
+        if node.op_type in OVER_ALL_ROWS:
+            raise RowsMixed(f"{_named(node)} {OVER_ALL_ROWS[node.op_type]}")
+
+
+def _named(node: Any) -> str:
+    return f"{node.op_type} {node.name or next(iter(node.output), '')!s}".strip()
+
+
+def _needed(nodes: Sequence[Any], outputs: Sequence[str]) -> list[Any]:
+    """Return the nodes that the outputs depend on, in their order."""
+    wanted, found = {*outputs}, []
+    for node in reversed(nodes):
+        if wanted & {*node.output}:
+            found.append(node)
+            wanted |= {*node.input} | _read_inside(node)
+    return found[::-1]
+
+
+def _read_inside(node: Any) -> set[str]:
+    """Return the names of tensors that the branches of a node read."""
+    inner = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    return {name for graph in inner for child in graph.node for name in {*child.input} | _read_inside(child)}
+
+
+def _reached(nodes: Sequence[Any], inputs: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Return (the tensors that depend on what the rows hold, those that depend on shapes besides)."""
+    of_rows, counted = {*inputs}, set[str]()
+    for node in nodes:
+        given = {*node.input} | _read_inside(node)
+        if node.op_type in _OF_SHAPES:
+            counted |= {*node.output}
+        elif given & of_rows:
+            of_rows |= {*node.output}
+        elif given & counted:
+            counted |= {*node.output}
+    return of_rows, counted
+
+
+def _input(name: str, probe: Probe) -> Tensor:
+    shapes = probe.shapes[name]
+    return Tensor(name, shapes, sized(RowAxis(0), shapes, COUNTS))
+
+
+def _weight(name: str, initializer: Any) -> Tensor:
+    import onnx
+
+    value = onnx.numpy_helper.to_array(initializer)
+    return Tensor(name, (value.shape,) * 2, Content.FIXED, (value,) * 2 if value.size <= VALUES else None)
+
+
+def _without_rows(name: str, probe: Probe, *, counted: bool) -> Tensor:
+    """Return a tensor that does not depend on what the rows hold: it is the same at every number of rows, or the same
+    in every row, or a number that depends on how many there are."""
+    shapes, values = probe.shapes[name], probe.values[name]
+    rows: Rows = Content.FIXED
+    if counted and not (shapes[0] == shapes[1] and np.array_equal(values[0], values[1])):
+        rows = _repeated(shapes, values) or Content.COUNTED
+    return Tensor(name, shapes, rows, values)
+
+
+def _repeated(shapes: Sequence[tuple[int, ...]], values: Sequence[Array]) -> RowAxis | None:
+    """Return the axis along which a tensor repeats the same elements for every row, with all layouts that fit."""
+    if len(shapes[0]) != len(shapes[1]):
+        return None
+    grown = [at for at, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
+    if len(grown) != 1:
+        return None
+    axis = grown[0]
+    sizes = [shape[axis] for shape in shapes]
+    if sizes[0] % COUNTS[0] or sizes[0] // COUNTS[0] * COUNTS[1] != sizes[1]:
+        return None
+    each, layouts = sizes[0] // COUNTS[0], set()
+    for outer in [n for n in range(1, each + 1) if each % n == 0]:
+        cut = []
+        for count, value in zip(COUNTS, values, strict=True):
+            moved = np.moveaxis(value, axis, 0).reshape(outer, count, each // outer, -1)
+            cut += [moved[:, row] for row in range(count)]
+        if all(np.array_equal(cut[0], other) for other in cut[1:]):
+            layouts.add((outer, each // outer))
+    return RowAxis(axis, frozenset(layouts)) if layouts else None
+
+
+def _followed(node: Any, tensors: Mapping[str, Tensor], probe: Probe, versions: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the outputs of a node that depends on the rows."""
+    import onnx
+
+    rule = RULES.get(node.op_type)
+    if rule is None:
+        raise RowsMixed("is an operator of which it is not known whether it keeps rows apart")
+    read = GraphNode(
+        op=node.op_type,
+        name=node.name,
+        version=versions.get(node.domain, 1),
+        inputs=[tensors[name] if name else None for name in node.input],
+        output_shapes=[probe.shapes[name] if name else None for name in node.output],
+        attributes={a.name: onnx.helper.get_attribute_value(a) for a in node.attribute},
+    )
+    found = {}
+    for name, rows in zip(node.output, rule(read), strict=False):
+        if name:
+            assert isinstance(rows, RowAxis)
+            found[name] = Tensor(name, probe.shapes[name], sized(rows, probe.shapes[name], COUNTS))
+    if missing := [name for name in node.output if name and name not in found]:
+        raise RowsMixed(f"has an output {missing[0]} of which nothing is known")
+    return found
