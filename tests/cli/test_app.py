@@ -45,7 +45,9 @@ FLAGS = {
         "--against", "--allow-approximate", "--cluster", "--help", "--hosts", "--json", "--launcher", "--network",
         "--no-trial", "--out", "--remeasure", "--workers",
     ],
-    "serve": ["--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication", "--serving", "--trust"],
+    "serve": [
+        "--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication", "--serving", "--trust",
+    ],
     "export": ["--help", "--json", "--out", "--target", "--trust"],
 }  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")

@@ -74,6 +74,12 @@ class QuorumState:
         """Return the state after a member has said that its time is up; an answer that it gave before stays."""
         return self if member in self.answered else self._with(self.answered, self.failed, self.expired | {member})
 
+    def until(self, deadline: float) -> QuorumState:
+        """Return the state with another deadline, without checking again what has not changed."""
+        made = object.__new__(QuorumState)
+        made.__dict__.update(self.__dict__, deadline=deadline)
+        return made
+
     def _with(self, answered: frozenset[str], failed: frozenset[str], expired: frozenset[str]) -> QuorumState:
         """Do what ``dataclasses.replace`` does, without checking again what has not changed."""
         made = object.__new__(QuorumState)
@@ -87,14 +93,14 @@ class QuorumState:
 
     def outcome(self, now: float) -> Answer | DeadlineExceeded | NoQuorum | None:
         """Return the outcome of the request; None where it is still to wait, at most until the deadline."""
-        reached = len(self.answered) >= self.quorum
-        if reached and (not self.open or now >= self.deadline):
+        waited_for, reached = self.open, len(self.answered) >= self.quorum
+        if reached and (not waited_for or now >= self.deadline):
             return self._answer()
-        unreachable = len(self.answered) + len(self.open) < self.quorum or (not self.open and not self.awaited)
+        unreachable = len(self.answered) + len(waited_for) < self.quorum or (not waited_for and not self.awaited)
         # What a client is to do next depends on the time alone, also where members have failed as well: a member's
         # word that its time is up may come before this process's own timer.
         if now >= self.deadline or (self.expired and unreachable):
-            late = self.open | self.expired
+            late = waited_for | self.expired
             return DeadlineExceeded(f"the deadline passed before {self._told(late)} answered: {self._needs}")
         if not self.awaited and unreachable and not self.answered:
             return NoQuorum(f"none of the members {', '.join(self.members)} is up: {self._needs}")
@@ -110,6 +116,8 @@ class QuorumState:
         return ", ".join(self._in_order(some)) or "no member"
 
     def _answer(self) -> Answer:
+        if len(self.answered) == len(self.members):
+            return Answer(used=self.members, late=(), failed=(), absent=())
         return Answer(
             used=self._in_order(self.answered),
             late=self._in_order(self.open | self.expired),

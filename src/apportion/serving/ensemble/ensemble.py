@@ -22,6 +22,8 @@ from apportion.serving.pool.task import Lost, MemberTask, Outcome, Refused
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import Expired, Spec
 
+MOST_STATES = 1000
+"""The number of states without an answer that are remembered, one for each selection of members that are waited for."""
 SLOW = 4.0
 """The factor by which a member's slowdown (``ServiceTimes.slowdown``) may exceed the median of the others' where it
 answers last: beyond it the answer holds all others up, and counts as late, though it is used."""
@@ -64,6 +66,8 @@ class Ensemble:
     missed: Callable[[str], None] = lambda member: None
     """Called with the name of a member that was waited for, for each deadline that it has missed."""
 
+    _unanswered: dict[tuple[tuple[str, ...], tuple[str, ...]], QuorumState] = field(default_factory=dict)
+
     @property
     def seats(self) -> list[Member]:
         """The ``Member`` objects, each of them once."""
@@ -94,6 +98,14 @@ class Ensemble:
             return await future
         finally:
             asking.leave()
+
+    def unanswered(self, names: tuple[str, ...], awaited: tuple[str, ...], quorum: int) -> QuorumState:
+        """Return the state of a request before the first answer, which most requests have in common."""
+        if (known := self._unanswered.get((names, awaited))) is None:
+            known = QuorumState(members=names, awaited=frozenset(awaited), quorum=quorum, deadline=0.0)
+            if len(self._unanswered) < MOST_STATES:
+                self._unanswered[names, awaited] = known
+        return known
 
     def waited_for(self, names: Sequence[str], quorum: int, now: float) -> tuple[list[str], list[str]]:
         """Return (the members to wait for, the members to probe). A member that is down or left out is waited for only
@@ -136,12 +148,7 @@ class PendingRequest:
         quorum = min(self.ensemble.quorum, len(self.names))
         awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
         ends = self.deadline - self.ensemble.reserve
-        self.gathering = QuorumState(
-            members=self.names,
-            awaited=frozenset(awaited),
-            quorum=quorum,
-            deadline=ends,
-        )
+        self.gathering = self.ensemble.unanswered(self.names, tuple(awaited), quorum).until(ends)
         self.timer = loop.call_at(ends, self._decide, ends)
         if now >= ends:  # it came too late: nobody is asked, nobody is to blame
             self._decide()
@@ -155,7 +162,8 @@ class PendingRequest:
             if names[0] in probed:
                 seat.breaker = seat.breaker.probed()
             self._ask(seat, names)
-        self._decide()
+        if self.full or not awaited:  # else there is nothing to decide before a member has answered
+            self._decide()
 
     def leave(self) -> None:
         """Give the request up, because the caller has gone away: no other member is waited for."""

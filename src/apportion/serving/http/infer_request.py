@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from apportion.comm.sync import CACHE_LINE
@@ -40,6 +40,23 @@ LEFT = 499
 _HEADER = HEADER.lower().encode()
 
 
+class ServedModel:
+    """The inputs and outputs of a model, and what every request to it needs of them."""
+
+    def __init__(self, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        self._by_name = {spec.name: spec for spec in inputs}
+        self.names = tuple(self._by_name)
+
+    def check(self, name: str, datatype: str, shape: Sequence[int]) -> None:
+        """Raise Unfit where the model does not take such a tensor."""
+        spec = self._by_name.get(name)
+        if spec is None:
+            raise Unfit(f"there is no input {shown(name)}: it is one of {', '.join(self.names)}")
+        if (why := spec.refusal(datatype, shape)) is not None:
+            raise Unfit(why)
+
+
 class InferServer(Protocol):
     """The parts of the server that a request for inference needs."""
 
@@ -62,7 +79,7 @@ class InferServer(Protocol):
     busy: int
     """The number of requests for inference that are being answered."""
 
-    def specs(self, model: str) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
+    def specs(self, model: str) -> ServedModel:
         """Return the inputs and the outputs of a model."""
 
     def noted(self, reply: Response, model: str, began: float, result: EnsembleResult | None = None) -> Response:
@@ -115,8 +132,8 @@ class InferCall:
             return True
         if len(so_far) < size:
             return False
-        specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
-        check_declared(so_far[:size], takes=[*specs], check=lambda *tensor: _check(specs, *tensor))
+        served = self._app.specs(self._model)
+        check_declared(so_far[:size], takes=served.names, check=served.check)
         return True
 
     def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
@@ -124,10 +141,8 @@ class InferCall:
         self._told = told
         try:
             self._check_json(len(body) if self._json_bytes is None else self._json_bytes)
-            specs = {spec.name: spec for spec in self._app.specs(self._model)[0]}
-            self._request = request = read_request(
-                body, self._json_bytes, takes=[*specs], check=lambda *tensor: _check(specs, *tensor)
-            )
+            served = self._app.specs(self._model)
+            self._request = request = read_request(body, self._json_bytes, takes=served.names, check=served.check)
             question = self._question(request, () if held is None else (held,))
             asking = self._app.ensemble.ask(question, self._answered)
             if not self._over:
@@ -140,10 +155,10 @@ class InferCall:
 
     def _question(self, request: Request, held: tuple[Lease, ...]) -> InferenceRequest:
         app = self._app
-        inputs, outputs = app.specs(self._model)
-        given = _in_order(request, inputs)
+        served = app.specs(self._model)
+        given = _in_order(request, served.inputs)
         if request.outputs is not None:
-            known = [spec.name for spec in outputs]
+            known = [spec.name for spec in served.outputs]
             if strange := [asked.name for asked in request.outputs if asked.name not in known]:
                 raise ValueError(f"there is no output {shown(strange[0])}: it is one of {', '.join(known)}")
         timeout = request.timeout
@@ -175,7 +190,7 @@ class InferCall:
 
     def _reply(self, result: EnsembleResult) -> Response:
         assert self._request is not None
-        request, specs = self._request, self._app.specs(self._model)[1]
+        request, specs = self._request, self._app.specs(self._model).outputs
         found = {s.name: NamedTensor(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
         coming = sum(tensor.array.nbytes for tensor in found.values())
         self._app.unread.make_room(asyncio.get_running_loop().time(), coming=coming)
@@ -209,14 +224,6 @@ def defect(error: Exception) -> Response:
     """Log an error of the server itself, and return the response to it."""
     log("defect", level="error", why=repr(error)[:500])
     return HTTPError(500, "the server failed at this request; its log says how").reply()
-
-
-def _check(specs: Mapping[str, Spec], name: str, datatype: str, shape: Sequence[int]) -> None:
-    spec = specs.get(name)
-    if spec is None:
-        raise Unfit(f"there is no input {shown(name)}: it is one of {', '.join(specs)}")
-    if (why := spec.refusal(datatype, shape)) is not None:
-        raise Unfit(why)
 
 
 def _in_order(request: Request, inputs: tuple[Spec, ...]) -> list[NamedTensor]:

@@ -16,7 +16,7 @@ from apportion.serving.config import ENSEMBLE, Serving
 from apportion.serving.ensemble.ensemble import Ensemble, EnsembleResult
 from apportion.serving.errors import Overloaded
 from apportion.serving.http.host_names import Hosts
-from apportion.serving.http.infer_request import VERSION, InferCall, defect, reply_to
+from apportion.serving.http.infer_request import VERSION, InferCall, ServedModel, defect, reply_to
 from apportion.serving.http.request_head import Head
 from apportion.serving.http.response import HTTPError, Response
 from apportion.serving.http.unread_responses import Unread
@@ -25,8 +25,6 @@ from apportion.serving.metrics import Metrics
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.v2 import shown
 from apportion.serving.runtimes.runtime import Spec
-
-Specs = tuple[Spec, ...]
 
 
 class App:
@@ -49,7 +47,7 @@ class App:
         names = list(ensemble.members)
         self._models: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         self._models[ENSEMBLE] = tuple(names)
-        self._specs = {model: ensemble.specs[first] for model, (first, *_) in self._models.items()}
+        self._specs = {model: ServedModel(*ensemble.specs[first]) for model, (first, *_) in self._models.items()}
         self.busy = 0
         """The number of requests for inference that are being answered."""
         self.draining = False
@@ -87,7 +85,7 @@ class App:
         if path in self._pages:
             kind, body = self._pages[path]
             return lambda: Response(200, body(), kind)
-        match path.strip("/").split("/"):
+        match parts := path.strip("/").split("/"):
             case ["v2"]:
                 return lambda: _told(self._server())
             case ["v2", "health", "live"]:
@@ -95,15 +93,14 @@ class App:
             case ["v2", "health", "ready"]:
                 return lambda: _ready(self.ready)
             case ["v2", "models", model] | ["v2", "models", model, "versions", _]:
-                self._known(path, model)
+                self._known(parts, model)
                 return lambda: _told(self._metadata(model))
             case ["v2", "models", model, "ready"] | ["v2", "models", model, "versions", _, "ready"]:
-                self._known(path, model)
+                self._known(parts, model)
                 return lambda: self._model_ready(model)
         raise HTTPError(404, f"there is no {path[:200]}")
 
-    def _known(self, path: str, model: str) -> tuple[str, ...]:
-        parts = path.strip("/").split("/")
+    def _known(self, parts: Sequence[str], model: str) -> tuple[str, ...]:
         if model not in self._models:
             raise HTTPError(404, f"there is no model {shown(model)}: it is one of {', '.join(self._models)}")
         if len(parts) > 4 and parts[3] == "versions" and parts[4] != VERSION:
@@ -128,17 +125,17 @@ class App:
         return {"name": "apportion", "version": self._version, "extensions": ["binary_tensor_data"]}
 
     def _metadata(self, model: str) -> dict[str, Any]:
-        inputs, outputs = self.specs(model)
+        served = self.specs(model)
         runtimes = dict.fromkeys(self.ensemble.members[name].runtime for name in self._models[model])
         return {
             "name": model,
             "versions": [VERSION],
             "platform": ", ".join(runtimes),
-            "inputs": [_described(spec) for spec in inputs],
-            "outputs": [_described(spec) for spec in outputs],
+            "inputs": [_described(spec) for spec in served.inputs],
+            "outputs": [_described(spec) for spec in served.outputs],
         }
 
-    def specs(self, model: str) -> tuple[Specs, Specs]:
+    def specs(self, model: str) -> ServedModel:
         """Return the inputs and outputs of a model."""
         return self._specs[model]
 
@@ -147,7 +144,7 @@ class App:
     def _addressed(self, head: Head, parts: Sequence[str]) -> tuple[str, ...]:
         match parts:
             case ["v2", "models", model, "infer"] | ["v2", "models", model, "versions", _, "infer"]:
-                names = self._known(head.path, model)
+                names = self._known(parts, model)
             case _:
                 raise HTTPError(404, f"there is no {head.path[:200]}")
         if head.method != "POST":

@@ -28,6 +28,8 @@ MOST_LISTS, MOST_OBJECTS = 250_000, 20_000
 nothing else is done. Even lists of numbers, which become arrays, are not counted."""
 FEW_LISTS = 10_000
 """The number of lists and objects up to which nothing in a text needs to be counted."""
+FEW_MARKS = 16
+"""The number of marks up to which they are found one after the other."""
 PLAIN_BYTES = 64 << 10
 """The largest size in bytes of a value that is not data, in a text with many lists."""
 _KINDS: dict[str, tuple[Any, type[np.generic]]] = {
@@ -36,6 +38,7 @@ _KINDS: dict[str, tuple[Any, type[np.generic]]] = {
     **{name: ("u", np.uint64) for name in DATATYPES if name.startswith("UINT")},
 }
 """The type that numbers of each datatype are read as; simdjson refuses numbers that are not of it."""
+_NESTED = (dict, list, np.ndarray)
 _OF_NUMBERS = b"0123456789+-.eE \t\r\n"
 
 
@@ -60,15 +63,28 @@ def loads(text: bytes, what: str) -> dict[str, Any] | None:
     global _parser
     if len(text) < LEAST_BYTES or b"\\" in text:
         return None
-    careful = text.count(b"[") + text.count(b"{") > FEW_LISTS
+    lists = _count(text, b"[")
+    careful = lists + _count(text, b"{") > FEW_LISTS
     try:
         found = _read((_parser if len(text) <= CACHED_PARSER_BYTES else Parser()).parse(text), what, careful)
         arrays = [tensor["data"] for tensor in found[what] if "data" in tensor]
-        even = _flat(text, _lists(found)) if all(x.ndim == 1 for x in arrays) else _nested(text, arrays)
+        # As many lists as brackets: then no list is nested in another's numbers.
+        even = lists == _lists(found) if all(x.ndim == 1 for x in arrays) else _nested(text, arrays)
         return found if even else None  # of any nest simdjson gives all numbers that are in it
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):  # no JSON, or no numbers, or no tensors
         _parser = Parser()  # the old one reads nothing more while somebody, such as a traceback, has some of its text
         return None
+
+
+def _count(text: bytes, mark: bytes) -> int:
+    """Return how often a mark is in the text. Most texts have few of them, which ``find`` skips to; ``count`` looks at
+    every byte, and takes ten times as long over a text with few."""
+    at = -1
+    for found in range(FEW_MARKS):
+        at = text.find(mark, at + 1)
+        if at < 0:
+            return found
+    return text.count(mark)
 
 
 def _read(root: Any, what: str, careful: bool) -> dict[str, Any]:
@@ -116,20 +132,17 @@ def _plain(value: Any, careful: bool) -> Any:
 
 
 def _lists(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_lists, value.values()))
-    if isinstance(value, list):
-        return 1 + sum(map(_lists, value))
-    return int(isinstance(value, np.ndarray))
-
-
-def _flat(text: bytes, lists: int) -> bool:
-    """Return whether there are so many lists, and none within another's numbers. ``count`` would take ten times as
-    long."""
-    many, at = 0, text.find(b"[")
-    while at >= 0 and many <= lists:
-        many, at = many + 1, text.find(b"[", at + 1)
-    return many == lists
+    """Return how many lists and arrays there are within a value, itself among them."""
+    found, stack = 0, [value]
+    while stack:
+        value = stack.pop()
+        if type(value) is dict:
+            stack += [inner for inner in value.values() if type(inner) in _NESTED]
+            continue
+        found += 1
+        if type(value) is list:
+            stack += [inner for inner in value if type(inner) in _NESTED]
+    return found
 
 
 def _nested(text: bytes, arrays: Sequence[NDArray[Any]]) -> bool:
