@@ -187,7 +187,7 @@ class Mixed(nn.Module):
 
 def test_the_evaluator_computes_what_onnx_runtime_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net, x = Mixed().eval(), torch.randn(70, 4, 16, 16)
+    net, x = Mixed().eval(), 5 * torch.randn(70, 4, 16, 16)
     with torch.no_grad():
         data = Data(calibration=Examples(x, net(x)))
     made = export(net, x[:2], tmp_path / "net.onnx", target="onnx(precision='int8')", data=data, check=[x])

@@ -95,15 +95,52 @@ def fixed(bits: int = 4) -> FixedNet:
     return quantized(imported(digits_nets.trained(digits_nets.dense), inputs[:3]), inputs[500:], bits)
 
 
+def shifted(text: str) -> str:
+    """One operand is shifted by another bit, and its sign repeated once less."""
+
+    def more(found: re.Match[str]) -> str:
+        return f"{{{int(found[1]) - 1}{{{found[2]}}}}}, {found[3]}, 2'd0"
+
+    return re.sub(r"\{([2-9])\{(\w+\[\d+\])\}\}, (\w+), 1'd0", more, text, count=1)
+
+
+def swapped(text: str) -> str:
+    """The first output is an input."""
+    found = re.search(r"wire signed \[(\d+):0\] out0", text)
+    assert found is not None
+    return re.sub(r"out0 = .+;", f"out0 = $signed({{{{{int(found[1]) - 4}{{n3[4]}}}}, n3}});", text, count=1)
+
+
 WRONG: dict[str, Callable[[str], str]] = {
-    "a shift": lambda text: re.sub(r"<<< 1\)", "<<< 2)", text, count=1),
-    "a sign": lambda text: re.sub(r"(n\d+ = \S+ )\+", r"\1-", text, count=1),
-    "a width": lambda text: re.sub(r"wire signed \[9:0\]", "wire signed [7:0]", text, count=1),
+    "a shift": shifted,
+    "a sign": lambda text: re.sub(r"(wire signed \[\d+:0\] n\d+ = [^?\n]*?) \+ ", r"\1 - ", text, count=1),
     "a limit": lambda text: re.sub(r"limit_(\d+)_5_(\d+)_0_15 ", r"limit_\1_5_\2_0_7 ", text),
     "a stage": lambda text: re.sub(r"\(valid\[1\]\)", "(valid[2])", text, count=1),
     "an input": lambda text: re.sub(r"buffer\[7:4\]", "buffer[3:0]", text, count=1),
-    "an output": lambda text: re.sub(r"out0 = (\w+)", "out0 = n3", text, count=1),
+    "an output": swapped,
 }
+
+
+def moved_up(text: str) -> str:
+    """A register that is read above its declaration."""
+    lines = text.splitlines(keepends=True)
+    at = next(n for n, line in enumerate(lines) if " reg signed " in line)
+    return "".join([*lines[:at], *lines[at + 1 : -1], lines[at], lines[-1]])
+
+
+@pytest.mark.parametrize(
+    "wrong", [moved_up, lambda text: re.sub(r"wire signed \[9:0\] n", "wire signed [7:0] n", text, count=1)]
+)
+def test_a_name_that_is_declared_later_or_has_other_bits_is_no_statement(
+    wrong: Callable[[str], str], tmp_path: Path
+) -> None:
+    net = digits_nets.trained(digits_nets.dense)
+    path = export(net, sample(), tmp_path / "net.v", target=SIMULATED, data=digits_nets.data()).path
+    text = path.read_text()
+    assert wrong(text) != text
+    path.write_text(wrong(text))
+    with pytest.raises(ValueError, match="is no statement of the target verilog"):
+        circuit_in(path)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -129,7 +166,7 @@ def test_sat_shows_that_limits_are_limits_and_finds_one_that_is_not(tmp_path: Pa
     assert found
     assert all(found.values())
     text = (tmp_path / "net.v").read_text()
-    wrong = re.sub(r"\? (\d+)'sd\d+ : s;", r"? \1'sd3 : s;", text).replace("| {", "& {")
+    wrong = re.sub(r"\? (\d+)'sb[01]+ : t", r"? \1'sd3 : t", text).replace("{~s[", "{s[")
     assert wrong != text
     (tmp_path / "net.v").write_text(wrong)
     with pytest.raises(NotVerified, match=r"the module limit_\w+ does not limit every number, by yosys' SAT"):

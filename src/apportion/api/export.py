@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,11 @@ def export_run(
 
     Choices are made by examples that the net was trained on; its metrics, before and after, are taken on those of the
     run's evaluation. ``path``: None writes it into the run's folder, as ``model`` with the target's ending. ``trust``:
-    the file that the run names may run whosever it is (see ``load``).
+    the file that the run names may run whosever it is (see ``load``). Raises ValueError where ``run`` is a file.
     """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
+    if Path(run).is_file():
+        raise ValueError(_not_a_run(Path(run)))
     workload = workload_of(run, trust=trust)
     if workload.carry is not None:
         raise ValueError(
@@ -87,8 +89,34 @@ def export_run(
             dataset = workload.evaluation.data()
     else:
         data = _data(workload, dataset)
-    inputs, _ = workload.collate([dataset[n] for n in range(min(EXAMPLES, len(dataset)))])  # type: ignore[arg-type]
-    return export(load(run, trust=trust), inputs, to, target=chosen, data=data)
+    items = [dataset[n] for n in range(min(EXAMPLES, len(dataset)))]  # type: ignore[arg-type]
+    inputs, _ = workload.collate(items)
+    check = _of_each_size(workload.collate, items) if chosen.takes_any_size else []
+    return export(load(run, trust=trust), inputs, to, target=chosen, check=check, data=data)
+
+
+def _not_a_run(path: Path) -> str:
+    if path.suffix == ".onnx":
+        what = f"is an ONNX file already, which `apportion serve {path}` takes as it is"
+    else:
+        what = "is a file"
+    return (
+        f"{path} {what}: export takes the folder of a run, or one of its checkpoints, and from Python a module of "
+        "torch, apportion.export(module, sample, path)"
+    )
+
+
+def _of_each_size(collate: Callable[[list[Any]], Any], items: Sequence[Any]) -> list[Inputs]:
+    """Examples by themselves, not padded to the others: the smallest, the largest and one between, where they differ in
+    shape."""
+    found: dict[tuple[Any, ...], Inputs] = {}
+    for item in items:
+        inputs, _ = collate([item])
+        found.setdefault(tuple(x.shape for x in tree.tensors(inputs)), inputs)
+    if len(found) < 2:
+        return []
+    ordered = sorted(found.items(), key=lambda one: sum(shape.numel() for shape in one[0]))
+    return [ordered[at][1] for at in sorted({0, len(ordered) // 2, len(ordered) - 1})]
 
 
 def _report(made: Exported) -> dict[str, str]:
@@ -104,7 +132,8 @@ def verified(made: Exported) -> Iterator[str]:
         by = f"by the rules of {one.reader}, simulated by {one.simulated_by}," if one.simulated_by else one.reader
         yield (
             f"{by} computes {one.examples} examples with outputs that differ by {one.difference:.1e} of their largest "
-            f"number, of {one.limit:.0e} at most"
+            f"number, of {one.limit:.0e} at most, from what the file is to compute, and by "
+            f"{one.network_difference:.2g} from the network's own"
         )
         for name, before in one.before.items():
             yield f"{name} on {one.held_out} held-out examples: {before:.4f} of the net, {one.after[name]:.4f} of it"

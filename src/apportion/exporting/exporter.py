@@ -20,6 +20,18 @@ from apportion.core.torch_private import pytree
 from apportion.core.value import parse
 from apportion.core.workload import accuracy
 from apportion.errors import ApportionError, NotVerified
+from apportion.exporting.examples import (
+    as_in,
+    at_least_two,
+    check_examples,
+    check_inputs,
+    count,
+    in_batches,
+    resized,
+    rows,
+    varying,
+)
+from apportion.exporting.paired_loss import Computed, MeanMetric, are_classes, held_metric, paired_loss
 from apportion.exporting.target import (
     Compiled,
     Examples,
@@ -28,6 +40,7 @@ from apportion.exporting.target import (
     Reading,
     Target,
     TrainedNetwork,
+    VaryingDimension,
     Verification,
     called,
 )
@@ -39,8 +52,6 @@ AT_ONCE = 250
 """The number of examples in a batch of those that are held out."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-
-MeanMetric = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +69,8 @@ class Data:
     held_out: Examples | None = None
     """Examples on which network and file are compared, and which no choice is made by."""
     metrics: Mapping[str, MeanMetric] | None = None
-    """The mean of (outputs, targets) by name, taken on what is held out; None: {"accuracy": accuracy}."""
+    """The mean of (outputs, targets) by name, taken on what is held out; None: {"accuracy": accuracy} where the targets
+    are classes, and otherwise none."""
 
 
 def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
@@ -82,19 +94,30 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
         raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the file's name, such as {path / f'model{chosen.suffix}'}")
-    wide = _at_least_two(sample)
+    wide = at_least_two(sample)
     data = _in_order(data or Data(), wide)
-    batches = [wide, _rows(wide, slice(0, 1)), *(_as_in(wide, inputs) for inputs in check)]
-    trained = TrainedNetwork(
-        module=model, sample=wide, calibration=data.calibration, training=data.training, collate=data.collate,
-        loss=data.loss,
-    )  # fmt: skip
+    others = [as_in(wide, inputs) for inputs in check]
     aside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
     with _named(path), _evaluating(model), aside as folder:
+        free = _checked(model, wide, others, data)
+        if free and not chosen.takes_any_size:
+            raise ValueError(
+                f"the inputs differ in {', '.join(map(str, free))}, and a file of {chosen} takes one size: pad or crop "
+                'all examples to one size, or export to "onnx"'
+            )
+        batches = [wide, rows(wide, slice(0, 1)), *others]
+        if free:
+            batches += resized(model, wide, free)
+            if data.calibration is not None:  # real inputs, perhaps the only ones of another size
+                batches.append(rows(data.calibration.inputs, slice(0, 2)))
+        trained = TrainedNetwork(
+            module=model, sample=wide, calibration=data.calibration, training=data.training, collate=data.collate,
+            loss=data.loss, metrics=data.metrics, varying=free,
+        )  # fmt: skip
         made = Path(folder) / path.name
         compiled = chosen.write(trained, made)
         judge = _Judge(model, compiled, path.name, compiled.limit if compiled.limit is not None else limit)
-        every = batches + _batches(data.held_out)
+        every = batches + in_batches(data.held_out, AT_ONCE)
         found = tuple(judge.verified(one, batches, data) for one in chosen.read(made, every))
         written = Exported(
             path=path,
@@ -126,84 +149,100 @@ class _Judge:
     def verified(self, reading: Reading, batches: Sequence[Inputs], data: Data) -> Verification:
         """Compares what a reader computes with what the file is to compute, and the file with the network on the
         examples that are held out."""
-        every = [*batches, *_batches(data.held_out)]
+        every = [*batches, *in_batches(data.held_out, AT_ONCE)]
         reference = reading.reference or self.compiled.reference
-        difference, examples = 0.0, 0
-        taken: list[tuple[Any, Any, int]] = []
+        difference, from_network, examples = 0.0, 0.0, 0
+        taken: list[Computed] = []
         for number, (inputs, outputs) in enumerate(zip(every, reading.outputs, strict=False)):
             own, shape = _leaves(self.model, inputs)
+            apart = _difference(own, outputs)
+            from_network = max(from_network, apart)
             if number < 2 or self.compiled.compared is None or examples < self.compiled.compared:
-                must = own if reference is None else reference(inputs)
-                difference = max(difference, _difference(must, outputs))
-                examples += len(pytree.tree_leaves(inputs)[0])
-                self._hold(difference, reading.reader)
+                difference = max(difference, apart if reference is None else _difference(reference(inputs), outputs))
+                examples += count(inputs)
+                self._hold(difference, reading.reader, inputs)
             if number >= len(batches):
-                taken.append((_tree(own, shape), _tree(outputs, shape), len(pytree.tree_leaves(inputs)[0])))
-        if examples < sum(len(pytree.tree_leaves(inputs)[0]) for inputs in batches[:2]):
+                assert data.held_out is not None
+                at = sum(one.examples for one in taken)
+                targets = rows(data.held_out.targets, slice(at, at + count(inputs)))
+                trees = _tree(own, shape), _tree(outputs, shape)
+                taken.append(Computed(targets=targets, before=trees[0], after=trees[1], examples=count(inputs)))
+        if examples < sum(map(count, batches[:2])):
             raise NotVerified(f"{reading.reader} has run {examples} examples of {self.name}: nothing was written")
-        before, after, count = _metrics(taken, data)
-        self._hold_accuracy(before, after)
+        before, after = _metrics(taken, data.metrics)
+        self._hold_metric(taken, data.metrics)
         return Verification(
             reader=reading.reader,
             simulated_by=reading.simulated_by,
             examples=examples,
             difference=difference,
             limit=self.limit,
-            held_out=count,
+            network_difference=from_network,
+            held_out=sum(one.examples for one in taken) if before else 0,
             before=before,
             after=after,
         )
 
-    def _hold(self, difference: float, reader: str) -> None:
+    def _hold(self, difference: float, reader: str, inputs: Inputs) -> None:
         if not difference <= self.limit:
             what = "the model" if self.compiled.reference is None else "it was compiled to"
+            shapes = ", ".join(str(tuple(x.shape)) for x in pytree.tree_leaves(inputs))
             raise NotVerified(
                 f"{self.name} computes something else than {what}: outputs by {reader} differ by {difference:.2g} of "
-                f"their largest number, of {self.limit:g} at most; nothing was written"
+                f"their largest number, of {self.limit:g} at most, for inputs of shape {shapes}; nothing was written"
             )
 
-    def _hold_accuracy(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        most = self.compiled.most_lost
-        if most is not None and "accuracy" in before and before["accuracy"] - after["accuracy"] > most + 1e-12:
-            raise NotVerified(
-                f"{self.name} is right in {after['accuracy']:.2%} of the examples that were held out, and the model "
-                f"in {before['accuracy']:.2%}: {most * 100:g} points less at most were allowed; nothing was written"
-            )
+    def _hold_metric(self, taken: Sequence[Computed], metrics: Mapping[str, MeanMetric] | None) -> None:
+        held = held_metric(metrics, taken[0].before, taken[0].targets) if taken else None
+        if self.compiled.most_lost is None or held is None:
+            return
+        name, function, classes = held
+        lost = paired_loss(name, function, taken, most_lost=self.compiled.most_lost, classes=classes)
+        if lost.proved:
+            blamed = f"; {self.compiled.blamed()}" if self.compiled.blamed is not None else ""
+            raise NotVerified(f"{self.name} {lost.sentence}{blamed}; nothing was written")
+
+
+def _checked(model: nn.Module, sample: Inputs, others: Sequence[Inputs], data: Data) -> tuple[VaryingDimension, ...]:
+    """Return the dimensions in which the inputs that were given differ. Raises ValueError, with the argument's name,
+    where some of them are not as the sample is."""
+    for inputs in others:
+        check_inputs(model, sample, inputs, "check")
+    given = [(examples, name) for examples, name in ((data.calibration, "calibration"), (data.held_out, "held_out"))]
+    for examples, name in given:
+        if examples is not None:
+            check_examples(model, sample, examples, name)
+    return varying(sample, [*others, *(examples.inputs for examples, _ in given if examples is not None)])
 
 
 def _concluded(compiled: Compiled, found: Sequence[Verification]) -> str:
     """Return what the target concludes, and what was to be held to and could not."""
-    if compiled.most_lost is None or any("accuracy" in one.before for one in found):
+    if compiled.most_lost is None or any(one.before for one in found):
         return compiled.conclusion
     unchecked = (
-        f'No metric "accuracy" was taken on held-out examples: that no more than {compiled.most_lost:g} of it is lost '
-        "was not checked."
+        f"No metric was taken on held-out examples: that no more than {compiled.most_lost:g} of it is lost was not "
+        "checked."
     )
     return f"{compiled.conclusion} {unchecked}".strip()
 
 
-def _metrics(taken: Sequence[tuple[Any, Any, int]], data: Data) -> tuple[dict[str, float], dict[str, float], int]:
-    """Return each metric of the network and of the file, and the number of examples."""
-    metrics = {"accuracy": accuracy} if data.metrics is None else data.metrics
-    if not taken or data.held_out is None or not metrics:
-        return {}, {}, 0
-    total, at = sum(count for *_, count in taken), 0
-    sums = [dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0.0)]
-    for *both, count in taken:
-        targets = _rows(data.held_out.targets, slice(at, at + count))
-        at += count
-        for outputs, sums_of_one in zip(both, sums, strict=True):
-            for name, metric in metrics.items():
-                sums_of_one[name] += float(metric(outputs, targets)) * count
-    before, after = ({name: value / total for name, value in one.items()} for one in sums)
-    return before, after, total
+def _metrics(
+    taken: Sequence[Computed], metrics: Mapping[str, MeanMetric] | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return each metric of the network and of the file."""
+    if not taken:
+        return {}, {}
+    if metrics is None:
+        metrics = {"accuracy": accuracy} if are_classes(taken[0].before, taken[0].targets) else {}
+    total = sum(one.examples for one in taken)
 
+    def means(outputs: Callable[[Computed], Any]) -> dict[str, float]:
+        return {
+            name: sum(float(metric(outputs(one), one.targets)) * one.examples for one in taken) / total
+            for name, metric in metrics.items()
+        }
 
-def _batches(examples: Examples | None) -> list[Inputs]:
-    if examples is None:
-        return []
-    count = len(pytree.tree_leaves(examples.inputs)[0])
-    return [_rows(examples.inputs, slice(at, at + AT_ONCE)) for at in range(0, count, AT_ONCE)]
+    return means(lambda one: one.before), means(lambda one: one.after)
 
 
 def _leaves(model: nn.Module, inputs: Inputs) -> tuple[list[Any], Any]:
@@ -220,40 +259,14 @@ def _array(output: torch.Tensor) -> Any:
     return (output.float() if output.dtype == torch.bfloat16 else output).numpy()  # numpy has no bfloat16
 
 
-def _at_least_two(sample: Inputs) -> Inputs:
-    """Return the sample with two examples at least: torch.export would take a dimension of size 1 for a constant."""
-    leaves = pytree.tree_leaves(sample)
-    rows = {len(x) if isinstance(x, torch.Tensor) and x.ndim else None for x in leaves}
-    if len(rows) != 1 or None in rows or 0 in rows:
-        raise ValueError(f"sample={sample!r:.60} must be tensors whose dimension 0 is the example, as many in each")
-    if rows != {1}:
-        return sample
-    return pytree.tree_map(lambda x: torch.cat([x, x]), sample)
-
-
 def _in_order(data: Data, sample: Inputs) -> Data:
-    """Return the data with the inputs of examples as ``_as_in`` says."""
+    """Return the data with the inputs of examples as ``as_in`` says."""
     found: dict[str, Any] = {}
     for name in ("calibration", "held_out"):
         examples = getattr(data, name)
         if examples is not None:
-            found[name] = replace(examples, inputs=_as_in(sample, examples.inputs))
+            found[name] = replace(examples, inputs=as_in(sample, examples.inputs))
     return replace(data, **found)
-
-
-def _as_in(sample: Inputs, inputs: Inputs) -> Inputs:
-    """Return inputs by name in the order of the sample's, which is that of the file. Raises ValueError where names
-    differ."""
-    if not isinstance(sample, dict):
-        return inputs
-    if not isinstance(inputs, dict) or inputs.keys() != sample.keys():
-        names = sorted(inputs) if isinstance(inputs, dict) else f"no names, but {type(inputs).__name__}"
-        raise ValueError(f"inputs have {names}, and those of sample= are {sorted(sample)}: give the same names")
-    return {name: inputs[name] for name in sample}
-
-
-def _rows(inputs: Inputs, which: slice) -> Inputs:
-    return pytree.tree_map(lambda x: x[which], inputs)
 
 
 def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:

@@ -33,6 +33,21 @@ def called(model: nn.Module, inputs: Inputs) -> Any:
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VaryingDimension:
+    """A dimension of an input, not that of the examples, whose size differs between the inputs that were given."""
+
+    leaf: int
+    """The number of the tensor among those of the inputs."""
+    dim: int
+    sizes: tuple[int, ...]
+    """The sizes that it has in the inputs that were given, in their order; the first is that of the sample."""
+
+    def __str__(self) -> str:
+        of = f" of input {self.leaf}" if self.leaf else ""
+        return f"dimension {self.dim}{of} ({min(self.sizes)} to {max(self.sizes)} in the examples)"
+
+
 @dataclass(frozen=True)
 class Examples:
     """Inputs as the model takes them and what is to come out, both with the example in dimension 0."""
@@ -57,6 +72,10 @@ class TrainedNetwork:
     """A list of items -> (inputs, targets), with the example in dimension 0."""
     loss: Callable[[Any, Any], Any] | None = None
     """The loss of (outputs, targets), for fine-tuning."""
+    metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None
+    """The mean of (outputs, targets) by name, that the file will be judged by; None: the accuracy of classes."""
+    varying: tuple[VaryingDimension, ...] = ()
+    """The dimensions, besides that of the examples, in which the inputs that were given differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +103,12 @@ class Compiled:
     """The limit of the outputs' difference from the reference, relative to the largest number in them; None: that of
     ``export``."""
     most_lost: float | None = None
-    """The limit of how much less the metric "accuracy" of the file may be than that of the network (0.003 is 0.3
-    points); None: any, which the report states."""
+    """The limit of how much less the accuracy of the file may be than that of the network (0.003 is 0.3 points), or,
+    where the targets are no classes, the share by which the first metric may be worse; beyond the uncertainty of the
+    held-out examples. None: any, which the report states."""
+    blamed: Callable[[], str] | None = None
+    """Returns a sentence that names the layers that lose most and what else may be done, where more is lost than is
+    allowed."""
     tables: tuple[Table, ...] = ()
     conclusion: str = ""
     """Whether it is worth it, in whole sentences."""
@@ -120,6 +143,8 @@ class Verification:
     output."""
     limit: float
     """The limit that the difference had to stay within."""
+    network_difference: float = 0.0
+    """The largest difference of any output from the network's own, relative to the largest number in that output."""
     held_out: int = 0
     """The number of examples, held out of every choice, on which the metrics are taken."""
     before: Mapping[str, float] = field(default_factory=dict)
@@ -199,6 +224,8 @@ class Target(Value, ABC):
 
     suffix: str
     """The suffix of the target's files."""
+    takes_any_size = False
+    """True where a file may take inputs that differ in size in other dimensions than that of the examples."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where a parameter is not of the type that its field says: it comes from a command line."""

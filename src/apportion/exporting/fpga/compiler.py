@@ -14,7 +14,7 @@ from apportion.exporting.fpga.lowering import lowered
 from apportion.exporting.fpga.netlist import Netlist
 from apportion.exporting.fpga.pipeline import pipelined
 from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
-from apportion.exporting.fpga.verilog_text import CONTROL_PINS, CircuitPorts, module_name, written
+from apportion.exporting.fpga.verilog_text import CONTROL_PINS, CircuitPorts, written
 
 TRIES = 3
 """How often a circuit is placed, each time with shorter stages, where the clock is not reached."""
@@ -37,8 +37,8 @@ class Circuit:
     """None: it was not placed."""
 
 
-def compiled(net: FixedNet, path: Path, device: FpgaDevice, clock_mhz: float, *, place: bool) -> Circuit:
-    """Write the circuit of the network to the path. Where it is placed and the clock is not reached, its stages are
+def compiled(net: FixedNet, path: Path, device: FpgaDevice, clock_mhz: float, *, place: bool, module: str) -> Circuit:
+    """Write the circuit of the network to the path, as a module of this name. Where it is placed and the clock is not reached, its stages are
     made shorter; it is placed three times at the most.
 
     Raises ValueError, by how much and with the cure, where it does not fit on the device or its clock is too high.
@@ -51,7 +51,7 @@ def compiled(net: FixedNet, path: Path, device: FpgaDevice, clock_mhz: float, *,
             "or use fewer channels, larger strides or a larger device"
         )
     netlist = lowered(net)
-    ports = _ports(net, netlist, path, device)
+    ports = _ports(net, netlist, module, device)
     period = 1000 / clock_mhz
     circuit = None
     for _ in range(TRIES if place else 1):
@@ -78,12 +78,12 @@ def compiled(net: FixedNet, path: Path, device: FpgaDevice, clock_mhz: float, *,
     )
 
 
-def _ports(net: FixedNet, netlist: Netlist, path: Path, device: FpgaDevice) -> CircuitPorts:
+def _ports(net: FixedNet, netlist: Netlist, module: str, device: FpgaDevice) -> CircuitPorts:
     """Return the ports: as many numbers enter at once as there are pins for."""
     first, last = net.layers[0], net.layers[-1]
     width = max(netlist.ranges[number].width for number in netlist.outputs)
     ports = CircuitPorts(
-        module=module_name(path), input_shape=first.shape, input_low=first.low, input_high=first.high,
+        module=module, input_shape=first.shape, input_low=first.low, input_high=first.high,
         input_exponent=first.exponent, words=1, beats=1, output_shape=last.shape, output_width=width,
         output_exponent=last.exponent, stages=1,
     )  # fmt: skip

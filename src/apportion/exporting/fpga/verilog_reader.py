@@ -29,15 +29,21 @@ class VerilogStatement:
 
 
 _WIRE = r"wire signed \[(\d+):0\] "
+_FITTED = r"[+-]?(?:\$signed\(\{[^()]*\}\)|\w+'sd\d+|\w+)"
+"""A name, a number, or a name with its sign repeated, its upper bits left out, or zeros behind it."""
 _INPUT = re.compile(_WIRE + r"(n\d+) = \$signed\((?:\{1'b0, )?buffer\[(\d+):(\d+)\]\}?\);")
-_LARGER = re.compile(_WIRE + r"(n\d+) = \((\w+) > (\w+)\) \? (\w+) : (\w+);")
-_CLAMP = re.compile(_WIRE + r"(n\d+); limit_(\d+)_(\d+)_(\d+)_(m?)(\d+)_(\d+) \w+ \((\w+), (n\d+)\);")
+_LARGER = re.compile(_WIRE + rf"(n\d+) = \(({_FITTED}) > ({_FITTED})\) \? ({_FITTED}) : ({_FITTED});")
+_CLAMP = re.compile(
+    _WIRE + r"(n\d+); (\w+)_limit_(\d+)_(\d+)_(\d+)_(m?)(\d+)_(\d+) \w+ \(\.a\((\w+)\), \.y\((n\d+)\)\);"
+)
 _SUM = re.compile(_WIRE + r"(n\d+) = (.+);")
 _REGISTER = re.compile(
-    r"reg signed \[(\d+):0\] (r\d+_\d+); always @\(posedge clk\) if \(valid\[(\d+)\]\) (r\d+_\d+) <= (\w+);"
+    r"reg signed \[(\d+):0\] (r\d+_\d+); always @\(posedge clk\) if \(valid\[(\d+)\]\) (r\d+_\d+) <= "
+    rf"({_FITTED});"
 )
-_OUTPUT = re.compile(_WIRE + r"out(\d+) = (\w+);")
-_TERM = re.compile(r"([+-]?) ?(?:\((\w+) <<< (\d+)\)|(\d+)'sd(\d+)|(\w+))(?: |$)")
+_OUTPUT = re.compile(_WIRE + rf"out(\d+) = ({_FITTED});")
+_TERM = re.compile(rf"([+-]?) ?({_FITTED})(?: |$)")
+_SIGNED = re.compile(r"\$signed\(\{(?:\{(\d+)\{(\w+)\[(\d+)\]\}\}, )?(\w+)(?:\[(\d+):0\])?(?:, (\d+)'d0)?\}\)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,58 +95,101 @@ class VerilogCircuit:
 
 
 def circuit_in(path: Path) -> VerilogCircuit:
-    """Return the circuit in a file. Raises ValueError for a line that is no statement of this target's."""
+    """Return the circuit in a file. Raises ValueError for a line that is no statement of this target's, or reads a name
+    that is not declared above it, or as a number of other bits than the rest of the statement has."""
     ports = ports_of(path)
     lines = path.read_text().splitlines()
     begins = next(n for n, line in enumerate(lines) if line.startswith(f"module {ports.module} ("))
     body = [line.strip() for line in lines[begins:]]
-    return VerilogCircuit(ports, tuple(_statements(body, ports)))
+    return VerilogCircuit(ports, tuple(_Statements(ports).of(body)))
 
 
-def _statements(lines: list[str], ports: CircuitPorts) -> Iterator[VerilogStatement]:
-    for line in lines:
-        if not line.startswith(("wire signed ", "reg signed ")):
-            continue
+class _Statements:
+    def __init__(self, ports: CircuitPorts) -> None:
+        self._ports = ports
+        self._widths: dict[str, int] = {}
+        """The bits of each name that is declared above."""
+
+    def of(self, lines: list[str]) -> Iterator[VerilogStatement]:
+        for line in lines:
+            if line.startswith(("wire signed ", "reg signed ")):
+                statement = self._statement(line)
+                _must(statement.name not in self._widths, line)
+                self._widths[statement.name] = statement.width
+                yield statement
+
+    def _statement(self, line: str) -> VerilogStatement:
         if found := _REGISTER.fullmatch(line):
-            width, name, stage, again, operand = found.groups()
+            bits, name, stage, again, value = found.groups()
             _must(name == again, line)
-            yield VerilogStatement(name, int(width) + 1, "register", (operand,), (int(stage),))
-        elif found := _OUTPUT.fullmatch(line):
-            yield VerilogStatement(f"out{found[2]}", int(found[1]) + 1, "output", (found[3],), (int(found[2]),))
-        elif found := _INPUT.fullmatch(line):
-            low, bits = int(found[4]), ports.input_width
+            return VerilogStatement(name, int(bits) + 1, "register", (self._copied(value, bits, line),), (int(stage),))
+        if found := _OUTPUT.fullmatch(line):
+            operand = self._copied(found[3], found[1], line)
+            return VerilogStatement(f"out{found[2]}", int(found[1]) + 1, "output", (operand,), (int(found[2]),))
+        if found := _INPUT.fullmatch(line):
+            low, bits = int(found[4]), self._ports.input_width
             _must(int(found[3]) - low == bits - 1 and low % bits == 0, line)
-            yield VerilogStatement(found[2], int(found[1]) + 1, "input", (), (low // bits,))
-        elif found := _LARGER.fullmatch(line):
-            width, name, a, b, c, d = found.groups()
-            _must((a, b) == (c, d), line)
-            yield VerilogStatement(name, int(width) + 1, "larger", (a, b), ())
-        elif found := _CLAMP.fullmatch(line):
-            width, name, taken, to, shift, sign, low_digits, high, operand, again = found.groups()
-            _must(name == again and int(to) == int(width) + 1, line)
+            return VerilogStatement(found[2], int(found[1]) + 1, "input", (), (low // bits,))
+        if found := _LARGER.fullmatch(line):
+            bits, name, *values = found.groups()
+            at = max(self._widths.get(self._name(value, line), 0) for value in values[:2])
+            first, second = (self._copied(value, at - 1, line) for value in values[:2])
+            _must((first, second) == tuple(self._copied(value, bits, line) for value in values[2:]), line)
+            return VerilogStatement(name, int(bits) + 1, "larger", (first, second), ())
+        if found := _CLAMP.fullmatch(line):
+            bits, name, module, taken, to, shift, sign, low_digits, high, operand, again = found.groups()
+            _must(name == again and int(to) == int(bits) + 1 and module == self._ports.module, line)
+            _must(self._widths.get(operand) == int(taken), line)
             limit = -int(low_digits) if sign else int(low_digits)
-            yield VerilogStatement(name, int(to), "clamp", (operand,), (int(shift), limit, int(high), int(taken)))
-        elif found := _SUM.fullmatch(line):
-            yield _sum(found[2], int(found[1]) + 1, found[3], line)
-        else:
-            _must(False, line)
-
-
-def _sum(name: str, width: int, text: str, line: str) -> VerilogStatement:
-    operands, numbers, constant, at = [], [], 0, 0
-    while at < len(text):
-        found = _TERM.match(text, at)
+            return VerilogStatement(name, int(to), "clamp", (operand,), (int(shift), limit, int(high), int(taken)))
+        found = _SUM.fullmatch(line)
         _must(found is not None, line)
         assert found is not None
-        sign = -1 if found[1] == "-" else 1
-        if found[5] is not None:
-            constant += sign * int(found[5])
-            _must(int(found[5]) < 2 ** (int(found[4]) - 1), line)
-        else:
-            operands.append(found[2] or found[6])
-            numbers += [sign, int(found[3] or 0)]
-        at = found.end()
-    return VerilogStatement(name, width, "sum", tuple(operands), (*numbers, constant))
+        return self._sum(found[2], int(found[1]) + 1, found[3], line)
+
+    def _sum(self, name: str, width: int, text: str, line: str) -> VerilogStatement:
+        operands, numbers, constant, at = [], [], 0, 0
+        while at < len(text):
+            found = _TERM.match(text, at)
+            _must(found is not None, line)
+            assert found is not None
+            sign, value = -1 if found[1] == "-" else 1, found[2]
+            if "'sd" in value:
+                bits, digits = map(int, value.split("'sd"))
+                _must(bits == width and digits < 2 ** (bits - 1), line)
+                constant += sign * digits
+            else:
+                operand, shift = self._fitted(value, width, line)
+                operands.append(operand)
+                numbers += [sign, shift]
+            at = found.end()
+        return VerilogStatement(name, width, "sum", tuple(operands), (*numbers, constant))
+
+    def _name(self, value: str, line: str) -> str:
+        if found := _SIGNED.fullmatch(value):
+            return found[4]
+        _must(value in self._widths, line)
+        return value
+
+    def _copied(self, value: str, bits: str | int, line: str) -> str:
+        """The name that is read as it is, as a number of ``bits + 1`` bits."""
+        name, shift = self._fitted(value, int(bits) + 1, line)
+        _must(shift == 0, line)
+        return name
+
+    def _fitted(self, value: str, width: int, line: str) -> tuple[str, int]:
+        """The name that is read, and by how many bits it is shifted, in a value of so many bits."""
+        found = _SIGNED.fullmatch(value)
+        if found is None:
+            _must(self._widths.get(value) == width, line)
+            return value, 0
+        repeated, signed, sign_bit, name, upper, zeros = found.groups()
+        own = self._widths.get(name, 0)
+        taken, shift = own if upper is None else int(upper) + 1, int(zeros or 0)
+        _must(0 < taken <= own and int(repeated or 0) + taken + shift == width, line)
+        if repeated is not None:
+            _must(signed == name and int(sign_bit) == own - 1 and taken == own, line)
+        return name, shift
 
 
 def _must(holds: bool, line: str) -> None:

@@ -4,6 +4,7 @@ which layers stay in float."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,17 +12,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from apportion.core.workload import accuracy
 from apportion.exporting.onnxruntime_session import session
+from apportion.exporting.paired_loss import Computed, PairedLoss, paired_loss
 from apportion.exporting.quantization import quantizers
-from apportion.exporting.quantization.graph import WeightedLayer, layers, why_dynamic
+from apportion.exporting.quantization.graph import WeightedLayer, layers, outside, why_dynamic
 
 RANGED = 256
 """The largest number of calibration examples that the ranges of activations are taken from."""
 RANKED = 64
 """The number of calibration examples by whose outputs ranges are compared, and layers are put in order."""
 NOISE = 0.01
-"""The largest error of the outputs, as its energy over theirs, where the targets are no classes: 20 dB."""
+"""The largest error of the outputs, as its energy over theirs: 20 dB."""
+NOISE_NAME = "noise"
 
 L = TypeVar("L")
 Feeds = Sequence[Mapping[str, Any]]
@@ -43,42 +45,58 @@ class QuantizedModel:
     kept: tuple[str, ...]
     """The layers that stay in float32."""
     lost: float
-    """What the calibration examples lose: accuracy, or the energy of the error where their targets are no classes."""
+    """What the calibration examples lose: accuracy, a share of another metric, or the energy of the error."""
     measure: str
-    """Which of them: "accuracy" or "noise"."""
+    """Which of them: the name of the metric, or ``NOISE_NAME``."""
+    most_sensitive: Callable[[], str]
+    """Returns the names of the int8 layers that make the largest errors alone."""
 
 
-def quantized(model: Any, feeds: Feeds, targets: Any, *, weight_bits: int, most_lost: float) -> QuantizedModel:
-    """Quantize a model with the layers in int8 that lose no more than that on the calibration examples, which are the
-    inputs in ``feeds``, at most ``quantizers.AT_ONCE`` in each. ``most_lost``: of the accuracy, where the targets are
-    classes. Raises ValueError where there is no layer to quantize, or none that may be."""
+def quantized(model: Any, feeds: Feeds, task: CalibrationTask, *, weight_bits: int) -> QuantizedModel:
+    """Quantize a model with the layers in int8 that lose no more than is allowed on the calibration examples, whose
+    inputs are in ``feeds``, at most ``quantizers.AT_ONCE`` in each. Raises ValueError, with the names of layers, where
+    there is no layer to quantize, or none that may be."""
     dynamic = why_dynamic(model)
     every = layers(model)
-    known = [one for one in every if not dynamic or one.kind in quantizers.DYNAMIC]
+    known = [one for one in every if not one.in_float and (not dynamic or one.kind in quantizers.DYNAMIC)]
     if not known:
-        raise ValueError(
-            "the network has no layer with weights that int8 is defined for (convolutions, linear layers, LSTMs, "
-            'embeddings): use precision="float32"'
-        )
-    judge = _CalibrationJudge(model, feeds, targets, most_lost)
-    name, quantize = None, functools.partial(quantizers.dynamic, model, weight_bits=weight_bits)
+        raise ValueError(_nothing_to_quantize(every))
+    judge = CalibrationJudge(model, feeds, task)
+
+    def made(kept: Sequence[WeightedLayer], quantize: Any, alone: bool) -> Any:
+        if dynamic:
+            return quantizers.dynamic(model, weight_bits=weight_bits, kept=[one.node for one in kept])
+        int8 = {one.node for one in known if one not in kept}
+        floats = [one.node for one in every if one.node not in int8]
+        return quantize(kept=[*floats, *outside(model, int8, alone=alone)])
+
+    name, quantize = None, None
     if not dynamic:
-        name, quantize = _best_ranges(model, feeds, weight_bits, judge)
+        found = {
+            how: functools.partial(quantizers.static, model, one, weight_bits=weight_bits)
+            for how, one in quantizers.ranges(model, list(_first(feeds, RANGED))).items()
+        }
+        noise = {how: judge.noise(made([], one, alone=False)) for how, one in found.items()}
+        name = min(noise, key=lambda how: noise[how])
+        quantize = found[name]
+    errors: dict[str, float] = {}
 
-    def made(kept: Sequence[WeightedLayer]) -> Any:
-        return quantize(kept=[one.node for one in kept])
-
-    def alone(one: WeightedLayer) -> float:
+    def alone_in_int8(one: WeightedLayer) -> float:
         """The error of the outputs with this layer alone in int8."""
-        return judge.noise(made([other for other in known if other != one]))
+        if one.node not in errors:
+            others = [other for other in known if other != one]
+            errors[one.node] = judge.noise(made(others, quantize, alone=False))
+        return errors[one.node]
 
-    kept = fewest_kept(known, alone, lambda some: judge.lost(made(some)) <= judge.most)
-    if len(kept) == len(known):
-        raise ValueError(
-            f"with any layer in int8 the network loses more than {judge.most:g} of its {judge.measure} on the "
-            f'calibration examples: allow more by most_lost=, or use precision="float16"'
-        )
-    result = made(kept)
+    kept, alone = known, False
+    ways = itertools.product(judge.levels, [False] if dynamic else [False, True])
+    while len(kept) == len(known):
+        level, alone = next(ways, (None, False))
+        if level is None:
+            raise ValueError(_refusal(judge, known, alone_in_int8))
+        holds = functools.partial(_holds, judge, level, made, quantize, alone)
+        kept = fewest_kept(known, alone_in_int8, holds)
+    result = made(kept, quantize, alone)
     return QuantizedModel(
         model=result,
         dynamic=dynamic,
@@ -86,22 +104,40 @@ def quantized(model: Any, feeds: Feeds, targets: Any, *, weight_bits: int, most_
         weight_bits=weight_bits,
         quantized=tuple(one.name for one in known if one not in kept),
         kept=tuple(one.name for one in every if one in kept or one not in known),
-        lost=judge.lost(result),
+        lost=judge.lost(result)[judge.measure],
         measure=judge.measure,
+        most_sensitive=lambda: _most_sensitive([one for one in known if one not in kept], alone_in_int8),
     )
 
 
-def _best_ranges(
-    model: Any, feeds: Feeds, weight_bits: int, judge: _CalibrationJudge
-) -> tuple[str, functools.partial[Any]]:
-    """The ranges of activations with which the outputs differ least, and what quantizes with them."""
-    found = {
-        how: functools.partial(quantizers.static, model, one, weight_bits=weight_bits)
-        for how, one in quantizers.ranges(model, list(_first(feeds, RANGED))).items()
-    }
-    noise = {how: judge.noise(quantize(kept=[])) for how, quantize in found.items()}
-    name = min(noise, key=lambda how: noise[how])
-    return name, found[name]
+def _holds(
+    judge: CalibrationJudge, level: Sequence[str], made: Any, quantize: Any, alone: bool, kept: Sequence[WeightedLayer]
+) -> bool:
+    lost = judge.lost(made(kept, quantize, alone))
+    return all(lost[measure] <= judge.most[measure] for measure in level)
+
+
+def _most_sensitive(some: Sequence[WeightedLayer], error: Callable[[WeightedLayer], float]) -> str:
+    """The names of the layers, three at most, that make the largest errors alone."""
+    return ", ".join(one.name for one in sorted(some, key=error, reverse=True)[:3])
+
+
+def _nothing_to_quantize(every: Sequence[WeightedLayer]) -> str:
+    named = "".join(f"; {one.name} is {one.in_float}" for one in every if one.in_float)
+    return (
+        "the network has no layer with weights that int8 is defined for (convolutions, linear layers, LSTMs, "
+        f'embeddings{named}): use precision="float32"'
+    )
+
+
+def _refusal(judge: CalibrationJudge, known: Sequence[WeightedLayer], error: Callable[[WeightedLayer], float]) -> str:
+    measure = judge.levels[-1][0]
+    allow = "allow more by most_lost=, or " if measure != NOISE_NAME else ""
+    return (
+        f"with any layer in int8, even {min(known, key=error).name}, the network loses more than "
+        f"{judge.most[measure]:g} of its {measure} on the calibration examples (most sensitive: "
+        f'{_most_sensitive(known, error)}): {allow}use precision="float16"'
+    )
 
 
 def fewest_kept(known: Sequence[L], error: Callable[[L], float], holds: Callable[[Sequence[L]], bool]) -> list[L]:
@@ -120,27 +156,61 @@ def fewest_kept(known: Sequence[L], error: Callable[[L], float], holds: Callable
     return order[:enough]
 
 
-class _CalibrationJudge:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CalibrationTask:
+    """What the outputs of calibration examples are held to."""
+
+    targets: Any
+    metric: tuple[str, Callable[[Any, Any], Any], bool] | None
+    """The name, the function of (outputs, targets), and whether it is an accuracy; None: there is none."""
+    outputs: Callable[[Sequence[Any]], Any]
+    """The arrays of a graph's outputs -> the outputs as the network gives them."""
+    most_lost: float
+
+
+class CalibrationJudge:
     """What the calibration examples say of a quantized model, beside the float one."""
 
-    def __init__(self, model: Any, feeds: Feeds, targets: Any, most_lost: float) -> None:
+    def __init__(self, model: Any, feeds: Feeds, task: CalibrationTask) -> None:
         self._feeds, self._few = feeds, list(_first(feeds, RANKED))
         self._own = _outputs(model, feeds)
-        self._targets = targets
-        self.measure = "accuracy" if _classes(self._own, targets) else "noise"
-        self.most = most_lost if self.measure == "accuracy" else NOISE
+        self._task = task
+        self._examples = sum(len(next(iter(feed.values()))) for feed in feeds)
+        self._metric = task.metric if self._paired(self._own) is not None else None
+        self.measure = NOISE_NAME if self._metric is None else self._metric[0]
+        self.most = {NOISE_NAME: NOISE}
+        self.levels: list[tuple[str, ...]] = [(NOISE_NAME,)]
+        if self._metric is not None:
+            # one answer more or less is not a loss that a few examples show
+            self.most[self.measure] = max(task.most_lost, 1 / self._examples) if self._metric[2] else task.most_lost
+            # a network answers the examples that it was trained on so surely that the outputs' error shows more
+            self.levels = [(self.measure, NOISE_NAME), (self.measure,)]
 
-    def lost(self, made: Any) -> float:
-        """What all examples lose, by ``measure``."""
+    def lost(self, made: Any) -> dict[str, float]:
+        """What all examples lose, by each of the measures: the energy of the outputs' error, and what is lost of the
+        metric."""
         found = _outputs(made, self._feeds)
-        if self.measure == "noise":
-            return _noise(self._own, found)
-        before, after = (float(accuracy(torch.from_numpy(x[0]), self._targets)) for x in (self._own, found))
-        return before - after
+        lost = {NOISE_NAME: _noise(self._own, found)}
+        paired = self._paired(found) if self._metric is not None else None
+        if paired is not None:
+            lost[self.measure] = paired.lost
+        return lost
 
     def noise(self, made: Any) -> float:
         """The energy of the error of the outputs over that of the outputs, on a few examples."""
         return _noise(self._own, _outputs(made, self._few))
+
+    def _paired(self, found: Sequence[Any]) -> PairedLoss | None:
+        """What is lost of the metric; None where it cannot be taken on the calibration examples."""
+        if self._task.metric is None:
+            return None
+        name, function, classes = self._task.metric
+        before, after = (self._task.outputs(arrays) for arrays in (self._own, found))
+        every = Computed(targets=self._task.targets, before=before, after=after, examples=self._examples)
+        try:
+            return paired_loss(name, function, [every], most_lost=0.0, classes=classes)
+        except Exception:  # a metric may be for the targets of the evaluation alone
+            return None
 
 
 def _outputs(model: Any, feeds: Feeds) -> list[Any]:
@@ -151,21 +221,17 @@ def _outputs(model: Any, feeds: Feeds) -> list[Any]:
 
 
 def _noise(own: Sequence[Any], found: Sequence[Any]) -> float:
-    """The energy of the error over that of the outputs, of the output that is worst."""
+    """The mean over the examples of the energy of the error, over that of the outputs about their median; of the output
+    that is worst. One example counts as much as another, also one whose outputs are a thousand times as large: it adds
+    1 at most, and the energy of the outputs is that of all but 1 % of the examples."""
     worst = 0.0
     for expected, x in zip(own, found, strict=True):
-        a, b = expected[: len(x)].astype(np.float64), x.astype(np.float64)
-        worst = max(worst, float(np.square(a - b).sum() / max(np.square(a).sum(), 1e-30)))
-    return worst if np.isfinite(worst) else float("inf")
-
-
-def _classes(outputs: Sequence[Any], targets: Any) -> bool:
-    """True where the targets are the classes that the one output has a number for each of."""
-    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.dtype == torch.bool:
-        return False
-    if len(outputs) != 1 or outputs[0].ndim < 2:
-        return False
-    return bool(outputs[0].shape[:1] + outputs[0].shape[2:] == tuple(targets.shape))
+        a, b = (one.astype(np.float64).reshape(len(one), -1) for one in map(np.atleast_1d, (expected, x)))
+        energies = np.sort(np.square(a - np.median(a, axis=0)).sum(1))
+        energy = energies[: max(1, int(np.ceil(0.99 * len(energies))))].mean()
+        errors = np.square(a[: len(b)] - b).sum(1) / max(energy, 1e-30)
+        worst = max(worst, float(np.minimum(np.nan_to_num(errors, nan=1.0), 1.0).mean()))
+    return worst
 
 
 def _first(feeds: Feeds, count: int) -> Iterator[Mapping[str, Any]]:

@@ -44,6 +44,7 @@ def evaluator(model: Any, *, at_once: int | None = AT_ONCE) -> Callable[[Inputs]
 def _operators() -> list[Any]:
     from onnx.reference.op_run import OpRun
     from onnx.reference.ops.op_conv import Conv
+    from onnx.reference.ops.op_conv_transpose import ConvTranspose
     from onnx.reference.ops.op_max_pool import MaxPool
 
     def derived(name: str, run: Any, base: Any = OpRun, domain: str = "") -> Any:
@@ -52,6 +53,7 @@ def _operators() -> list[Any]:
 
     return [
         derived("Conv", _convolution, Conv),
+        derived("ConvTranspose", _transposed_convolution, ConvTranspose),
         derived("MaxPool", _max_pool, MaxPool),
         derived("QuantizeLinear", _quantize),
         derived("DequantizeLinear", _dequantize),
@@ -71,6 +73,23 @@ def _convolution(self: Any, x: Any, w: Any, b: Any = None, **given: Any) -> tupl
     dilations = given.get("dilations") or [1] * spatial
     padded = torch.nn.functional.pad(_tensor(x), _torch_pads(pads))
     return (convolve(padded, _tensor(w), bias, strides, 0, dilations, given.get("group") or 1).numpy(),)
+
+
+def _transposed_convolution(self: Any, x: Any, w: Any, b: Any = None, **given: Any) -> tuple[Any]:
+    """Also of groups, which the onnx package's own does not compute as ONNX defines them."""
+    spatial = x.ndim - 2
+    if given.get("auto_pad") not in (None, "NOTSET") or given.get("output_shape") or not 1 <= spatial <= 3:
+        found: tuple[Any] = self.slow(x, w, b, **given)
+        return found
+    convolve: Any = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[spatial - 1]
+    pads, strides = given.get("pads") or [0] * 2 * spatial, given.get("strides") or [1] * spatial
+    more, dilations = given.get("output_padding") or [0] * spatial, given.get("dilations") or [1] * spatial
+    bias = None if b is None else _tensor(b)
+    # torch pads both ends alike: what is cut off at each end is cut off here, and what is added stays at the last one
+    whole = convolve(_tensor(x), _tensor(w), bias, strides, 0, more, given.get("group") or 1, dilations)
+    for at in range(spatial):
+        whole = whole.narrow(2 + at, pads[at], whole.shape[2 + at] - pads[at] - pads[spatial + at])
+    return (whole.contiguous().numpy(),)
 
 
 def _max_pool(self: Any, x: Any, **given: Any) -> tuple[Any, ...]:

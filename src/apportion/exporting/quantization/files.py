@@ -3,20 +3,23 @@ held to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.examples import check_numbers, extreme_value, rows
+from apportion.exporting.paired_loss import held_metric
 from apportion.exporting.quantization import quantizers
-from apportion.exporting.quantization.choice import QuantizedModel, quantized
+from apportion.exporting.quantization.choice import CalibrationTask, QuantizedModel, quantized
 from apportion.exporting.quantization.evaluator import evaluator
 from apportion.exporting.quantization.graph import compacted, halved, with_metadata
 from apportion.exporting.quantization.processor import this_processor
 from apportion.exporting.quantization.speed import seconds_each
-from apportion.exporting.target import Compiled, Inputs, Table, TrainedNetwork
+from apportion.exporting.target import Compiled, Examples, Inputs, Table, TrainedNetwork, called
 
 LIMIT = 0.05
 """The limit of how much the outputs of an int8 file differ from what its operators are defined to compute, relative to
@@ -40,11 +43,23 @@ def write_int8(
             'precision="int8" chooses the ranges of activations by examples, and there are none: give '
             "data=Data(calibration=Examples(inputs, targets)), of training data, or export a run that has a data set"
         )
+    check_numbers(trained.calibration, "calibration")
     processor = this_processor()
     bits = processor.weight_bits if weight_bits is None else weight_bits
     float32 = model.SerializeToString()
     feeds = list(_feeds(model, trained.calibration.inputs))
-    made = quantized(model, feeds, trained.calibration.targets, weight_bits=bits, most_lost=most_lost)
+    task = CalibrationTask(
+        targets=trained.calibration.targets,
+        metric=_metric(trained, trained.calibration),
+        outputs=_structured(trained),
+        most_lost=most_lost,
+    )
+    try:
+        made = quantized(model, feeds, task, weight_bits=bits)
+    except ValueError as error:
+        if extreme := extreme_value(trained.calibration):
+            raise ValueError(f"{error}; {extreme}") from error
+        raise
     right = "every processor" if bits == 7 else "processors with int8 dot products, and on ARM"
     verified_for = f"verified on {processor}; weights of {bits} bits are right on {right}"
     known = {
@@ -70,9 +85,25 @@ def write_int8(
         compared=COMPARED,
         limit=LIMIT,
         most_lost=most_lost,
+        blamed=lambda: f"most is lost in int8 by {made.most_sensitive()}, and precision='float16' loses less",
         tables=(speed, _choices(made)),
         conclusion=_conclusion("int8", ratio, path.stat().st_size / len(float32)),
     )
+
+
+def _structured(trained: TrainedNetwork) -> Callable[[Sequence[Any]], Any]:
+    """The function that makes of a graph's outputs, arrays, what the network gives."""
+    with torch.no_grad():
+        _, shape = pytree.tree_flatten(called(trained.module, trained.sample))
+    return lambda arrays: pytree.tree_unflatten([torch.from_numpy(np.asarray(x)) for x in arrays], shape)
+
+
+def _metric(trained: TrainedNetwork, examples: Examples) -> tuple[str, Callable[[Any, Any], Any], bool] | None:
+    """What the file will be held to, if the targets for calibration are such that it can be."""
+    with torch.no_grad():
+        outputs = called(trained.module, rows(examples.inputs, slice(0, 2)))
+    targets = examples.targets
+    return held_metric(trained.metrics, outputs, targets[:2] if isinstance(targets, torch.Tensor) else targets)
 
 
 def write_float16(model: Any, trained: TrainedNetwork, path: Path, *, most_lost: float) -> Compiled:

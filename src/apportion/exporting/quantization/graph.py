@@ -4,7 +4,7 @@ what of it only takes room."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,10 @@ _WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "Gather")
 _RECURRENT = ("LSTM", "GRU", "RNN", "Loop", "Scan")
 _CARRIED = ("Cast", "Dropout", "Reshape", "Transpose", "Where", "Identity", "Mul", "Squeeze", "Unsqueeze", "Expand")
 """The types of the operators that may stand between the softmax of attention and the product with the values."""
+_PASSING = (
+    "Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split", "Pad",
+)  # fmt: skip
+"""The types of the operators whose outputs are some of their inputs, so that they round nothing."""
 _FLOAT, _FLOAT16 = 1, 10
 """ONNX's numbers of these types."""
 HALF_FROM = 16
@@ -31,6 +35,8 @@ class WeightedLayer:
     """The type of the operator: "Conv"."""
     name: str
     """The name of its module in the network: "layer1.0.conv1"."""
+    in_float: str = ""
+    """Why it stays in float32 whatever the examples say; empty: it may be int8."""
 
     def __str__(self) -> str:
         return self.name
@@ -40,9 +46,44 @@ def layers(model: Any) -> list[WeightedLayer]:
     """Return the operators with weights, in the order of the graph."""
     constant = {tensor.name for tensor in model.graph.initializer if tensor.data_type == _FLOAT}
     return [
-        WeightedLayer(node.name, node.op_type, _module_of(node))
+        WeightedLayer(node.name, node.op_type, _module_of(node), _why_float(node))
         for node in model.graph.node
         if node.op_type in _WEIGHTED and not constant.isdisjoint(node.input)
+    ]
+
+
+def _why_float(node: Any) -> str:
+    groups = next((attribute.i for attribute in node.attribute if attribute.name == "group"), 1)
+    if node.op_type == "ConvTranspose" and groups > 1:  # whose weights lie as (inputs, outputs of a group, ...)
+        return f"a transposed convolution of {groups} groups, which the quantizers have no scales per channel for"
+    return ""
+
+
+def outside(model: Any, int8: Collection[str], *, alone: bool) -> list[str]:
+    """Return the nodes without weights that are to stay in float: those that no int8 layer comes before, or none
+    behind, so that their range, such as that of raw inputs, would be rounded for nothing. ``int8``: the names of the
+    nodes of the int8 layers. ``alone``: also those that compute, which leaves the layers themselves."""
+    weighted = {one.node for one in layers(model)}
+    nodes = list(model.graph.node)
+    makers = {output: node for node in nodes for output in node.output if output}
+
+    def reached(node: Any, known: Mapping[str, bool]) -> bool:
+        return node.name in int8 or (node.name not in weighted and known[node.name])
+
+    before: dict[str, bool] = {}
+    for node in nodes:  # in the order in which they are computed
+        before[node.name] = any(reached(makers[name], before) for name in node.input if name in makers)
+    behind = dict.fromkeys(before, False)
+    for node in reversed(nodes):
+        if reached(node, behind):
+            for name in node.input:
+                if name in makers:
+                    behind[makers[name].name] = True
+    return [
+        node.name
+        for node in nodes
+        if node.name not in weighted
+        and not (before[node.name] and behind[node.name] and not (alone and node.op_type not in _PASSING))
     ]
 
 

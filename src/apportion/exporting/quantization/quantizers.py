@@ -12,19 +12,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from apportion.exporting.onnxruntime_session import runtime
 
 AT_ONCE = 32
 """The number of examples whose activations are held at once."""
 PERCENTILES = (99.99, 99.999)
 """The percentiles of an activation that ranges may end at, tried beside the smallest and the largest value."""
+TRIMMED = 0.01
+"""The share of the examples, those with the largest and those with the smallest values, that a trimmed range of an
+activation leaves out."""
 DYNAMIC = ("Gemm", "MatMul", "LSTM", "Gather")
 """The types of the operators whose weights dynamic quantization makes int8."""
 
 
 def ranges(model: Any, feeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the ranges of every activation for the inputs in ``feeds``, by how they were chosen: "min-max", or a
-    percentile. Every feed has at most ``AT_ONCE`` examples."""
+    """Return the ranges of every activation for the inputs in ``feeds``, by how they were chosen: "min-max", of all
+    examples or of most, or a percentile. Every feed has at most ``AT_ONCE`` examples."""
     runtime()  # turns the telemetry off
     from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator
 
@@ -35,15 +40,46 @@ def ranges(model: Any, feeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for method in (CalibrationMethod.MinMax, CalibrationMethod.Percentile):
             augmented = str(path.with_name(f"{method.name}.onnx"))
             made = create_calibrator(path, _static_types(), augmented, method, extra_options={"symmetric": False})
+            if method is CalibrationMethod.MinMax:
+                found.update(_of_each_example(made, feeds))
+                continue
             for feed in feeds:
                 made.collect_data(_OneBatch(feed))
-            if method is CalibrationMethod.MinMax:
-                found["min-max"] = made.compute_data()
-                continue
             for percentile in PERCENTILES:
                 made.collector.percentile = percentile
                 found[f"percentile {percentile:g}"] = made.compute_data()
     return found
+
+
+def _of_each_example(calibrator: Any, feeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The ranges from the smallest and the largest value of each example: of all, and of all but those that are
+    furthest out, which may be mistakes in the data."""
+    from onnxruntime.quantization.calibrate import CalibrationMethod, TensorsData
+
+    lows: dict[str, list[Any]] = {}
+    highs: dict[str, list[Any]] = {}
+    for feed in feeds:
+        for at in range(len(next(iter(feed.values())))):
+            calibrator.calibrate_tensors_range = None  # that of this example alone
+            calibrator.collect_data(_OneBatch({name: x[at : at + 1] for name, x in feed.items()}))
+            for name, data in calibrator.compute_data().data.items():
+                low, high = data.range_value
+                lows.setdefault(name, []).append(low)
+                highs.setdefault(name, []).append(high)
+
+    def made(share: float) -> Any:
+        return TensorsData(
+            CalibrationMethod.MinMax,
+            {
+                name: (
+                    np.quantile(np.asarray(lows[name]), share, axis=0, method="lower").astype(np.float32),
+                    np.quantile(np.asarray(highs[name]), 1 - share, axis=0, method="higher").astype(np.float32),
+                )
+                for name in lows
+            },
+        )
+
+    return {"min-max": made(0.0), f"min-max of {1 - TRIMMED:.0%} of the examples": made(TRIMMED)}
 
 
 def static(model: Any, activations: Any, *, weight_bits: int, kept: Sequence[str]) -> Any:

@@ -1,4 +1,5 @@
-"""The target ONNX, for ONNX Runtime and other programs that read the format, with any number of examples at once.
+"""The target ONNX, for ONNX Runtime and other programs that read the format, with any number of examples at once, and
+inputs of any size in the dimensions in which the examples vary.
 
 ::
 
@@ -15,7 +16,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final, get_args
@@ -24,7 +25,10 @@ import torch
 from torch import nn
 
 from apportion.core.torch_private import pytree
+from apportion.errors import NotVerified
 from apportion.exporting.blamed_layer import CHOOSE, ONE_WAY, blamed_layer, decides, first_cause, first_line, named
+from apportion.exporting.onnx_rnn import rnn_operators
+from apportion.exporting.onnx_sizes import free_dimensions, hold_bounds, refusal, sizes_sentence
 from apportion.exporting.onnxruntime_session import BF16, WEIGHTS, run_bits, runtime, session
 from apportion.exporting.quantization.files import write_float16, write_int8
 from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
@@ -55,6 +59,7 @@ class Onnx(Target):
     weight_bits: int | None = None
 
     suffix = ".onnx"
+    takes_any_size = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,11 +82,13 @@ class Onnx(Target):
         module = trained.module
         weights = sum(t.nbytes for t in module.state_dict().values())
         if self.precision == "float32":
-            program = self._program(module, trained.sample)
+            program = self._program(trained)
             program.save(path, external_data=weights > MOST_BYTES)
-            return Compiled(about=self._described(module, path))
+            about = self._described(module, path)
+            return Compiled(about=about, conclusion=sizes_sentence(program.exported_program, trained, about["inputs"]))
         self._check(module, weights)
-        model = self._program(module, trained.sample).model_proto
+        program = self._program(trained)
+        model = program.model_proto
         try:
             if self.precision == "int8":
                 compiled = write_int8(model, trained, path, weight_bits=self.weight_bits, most_lost=self.most_lost)
@@ -89,17 +96,21 @@ class Onnx(Target):
                 compiled = write_float16(model, trained, path, most_lost=self.most_lost)
         except ValueError as error:
             raise ValueError(f"{type(module).__name__} cannot be exported to {self}: {error}") from error
-        return replace(compiled, about={**self._described(module, path), **compiled.about})
+        about = self._described(module, path)
+        sizes = sizes_sentence(program.exported_program, trained, about["inputs"])
+        return replace(compiled, about={**about, **compiled.about}, conclusion=f"{compiled.conclusion} {sizes}".strip())
 
-    def _program(self, module: nn.Module, sample: Inputs) -> Any:
+    def _program(self, trained: TrainedNetwork) -> Any:
+        """The network as ONNX, with any number of examples, and any size in the dimensions that vary. Raises ValueError
+        with the layer's name."""
+        module, sample = trained.module, trained.sample
         args, kwargs, names = _called(module, sample)
-        any_number = torch.export.Dim.DYNAMIC
-        shapes = pytree.tree_map(lambda x: {0: any_number} if isinstance(x, torch.Tensor) and x.ndim else None, sample)
         with torch.no_grad():
             outputs = module(*args, **kwargs)
-        try:
-            with _quiet():
-                program = torch.onnx.export(
+
+        def exported(shapes: Any) -> Any:
+            with _quiet(), rnn_operators(module) if trained.varying else contextlib.nullcontext():
+                return torch.onnx.export(
                     module,
                     args,
                     kwargs=kwargs,
@@ -109,14 +120,20 @@ class Onnx(Target):
                     output_names=output_names(outputs),
                     dynamic_shapes=shapes if isinstance(sample, dict | tuple) else (shapes,),
                 )
+
+        try:
+            program = exported(free_dimensions(sample, trained.varying))
         except torch.onnx.errors.OnnxExporterError as error:
             where = named(module, blamed_layer(module, error))
             if decides(error):
                 why = f"{ONE_WAY}, and a file has one way; {CHOOSE}"
+            elif trained.varying and _has_one_size(exported, sample):
+                raise ValueError(refusal(module, trained.varying, error)) from error
             else:
                 why = f"{first_line(first_cause(error))}; write it in other operations of torch"
             raise ValueError(f"{where} cannot be exported to ONNX: {why}") from error
         assert program is not None
+        hold_bounds(module, program.exported_program, trained)
         program.model.metadata_props[WEIGHTS] = weights_digest(module)
         return program
 
@@ -154,11 +171,30 @@ class Onnx(Target):
         """Run the file with ONNX Runtime, as ``Target.read`` says."""
         made = session(path, threads=torch.get_num_threads())
         narrow = [value.type == BF16 for value in made.get_outputs()]
-        outputs = (
-            [_widened(x) if bits else x for x, bits in zip(run_bits(made, fed(made, inputs)), narrow, strict=True)]
-            for inputs in batches
-        )
-        return [Reading(reader=f"onnxruntime {runtime().__version__}", outputs=outputs)]
+
+        def outputs() -> Iterator[Sequence[Any]]:
+            for inputs in batches:
+                given = fed(made, inputs)
+                try:
+                    found = run_bits(made, given)
+                except Exception as error:  # onnxruntime's own have no base but this
+                    shapes = ", ".join(str(x.shape) for x in given.values())
+                    raise NotVerified(
+                        f"{path.name} cannot be run by ONNX Runtime for inputs of shape {shapes}, which the network "
+                        f"computes ({first_line(error)}); nothing was written"
+                    ) from error
+                yield [_widened(x) if bits else x for x, bits in zip(found, narrow, strict=True)]
+
+        return [Reading(reader=f"onnxruntime {runtime().__version__}", outputs=outputs())]
+
+
+def _has_one_size(exported: Callable[[Any], Any], sample: Inputs) -> bool:
+    """Can the network be exported where the number of examples alone varies?"""
+    try:
+        exported(free_dimensions(sample, ()))
+    except torch.onnx.errors.OnnxExporterError:
+        return False
+    return True
 
 
 def fed(session: Any, inputs: Inputs) -> dict[str, Any]:

@@ -13,6 +13,7 @@ loses where the network is not small: every weight is a piece of the circuit, an
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ from apportion.exporting.fpga.tools.sat import limits_in, proved_limits
 from apportion.exporting.fpga.tools.simulators import SIMULATORS, integers_in, meaning
 from apportion.exporting.fpga.tools.synthesis import tools
 from apportion.exporting.fpga.verilog_reader import circuit_in
-from apportion.exporting.fpga.verilog_text import CircuitPorts, ports_of
+from apportion.exporting.fpga.verilog_text import CircuitPorts, module_name, ports_of
 from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
 
 MOST_BITS = 8
@@ -55,7 +56,8 @@ class Verilog(Target):
     of training with rounding. ``prune``: the share of each layer's weights that are set to 0. ``most_lost``: the
     largest loss of accuracy on held-out examples. ``place``: whether yosys and nextpnr place and route it. ``verify``:
     "installed" runs the file in Icarus Verilog and in Verilator, in those that are installed; "simulated" runs it by
-    their rules here, and asks for no program.
+    their rules here, and asks for no program. ``name``: the module is called net_NAME, as by the file's name where it
+    is None; modules of different names have a place in one design.
     """
 
     bits: int = 6
@@ -66,6 +68,7 @@ class Verilog(Target):
     most_lost: float | None = 0.02
     place: bool = True
     verify: str = "installed"
+    name: str | None = None
 
     suffix = ".v"
 
@@ -82,6 +85,8 @@ class Verilog(Target):
             raise ValueError(f"clock_mhz={self.clock_mhz!r} must be a number from 0 to 1000")
         if not 0 <= self.prune < 1:
             raise ValueError(f"prune={self.prune!r} must be a number of at least 0 and less than 1")
+        if self.name is not None and not re.fullmatch(r"\w+", self.name, flags=re.ASCII):
+            raise ValueError(f"name={self.name!r} must be letters, digits and underscores: the module is net_NAME")
         if self.most_lost is not None and not 0 <= self.most_lost <= 1:
             raise ValueError(
                 f"most_lost={self.most_lost!r} must be the accuracy that may be lost, from 0 to 1, or None for any"
@@ -93,7 +98,8 @@ class Verilog(Target):
         layers = imported(trained.module, trained.sample)
         calibration = _numbers(trained.sample if trained.calibration is None else trained.calibration.inputs)
         net = self._in_integers(layers, calibration, trained)
-        circuit = compiled(net, path, self._device, self._clock, place=self._places)
+        module = module_name(path.stem if self.name is None else self.name)
+        circuit = compiled(net, path, self._device, self._clock, place=self._places, module=module)
         proof = proved(circuit_in(path), net)
         limits = proved_limits(path) if programs.found("yosys") else dict.fromkeys(limits_in(path), False)
         return Compiled(

@@ -25,9 +25,9 @@ def export_page(made: Json) -> str:
 
 def _head(made: Json) -> str:
     tiles = [("size", tables.size(made["nbytes"]))]
-    worst: Json | None = max(made["verifications"], key=lambda one: float(one["difference"]), default=None)
-    if worst is not None:
-        tiles.append(("outputs differ by", f"{float(worst['difference']):.1e}"))
+    if made["verifications"]:
+        worst = max(float(one["network_difference"]) for one in made["verifications"])
+        tiles.append(("outputs differ from the network's by", f"{worst:.2g}"))
         judged = max(made["verifications"], key=lambda one: int(one["held_out"]))
         for name, before in judged["before"].items():
             tiles += [(f"{name} of the net", _cell(before)), (f"{name} of the file", _cell(judged["after"][name]))]
@@ -41,7 +41,7 @@ def _head(made: Json) -> str:
 
 
 def _verifications(verifications: Sequence[Json]) -> str:
-    heads = ["reader", "simulated by", "examples", "outputs differ by", "limit"]
+    heads = ["reader", "simulated by", "examples", "outputs differ by", "limit", "from the network's own by"]
     metrics = list(dict.fromkeys(name for one in verifications for name in one["before"]))
     for name in metrics:
         heads += [f"{name} of the net", f"{name} of the file"]
@@ -52,6 +52,7 @@ def _verifications(verifications: Sequence[Json]) -> str:
             f"{one['examples']:,}",
             f"{float(one['difference']):.2e}",
             f"{float(one['limit']):.0e}",
+            f"{float(one['network_difference']):.2g}",
             *(_cell(one[side].get(name)) for name in metrics for side in ("before", "after")),
         ]
         for one in verifications

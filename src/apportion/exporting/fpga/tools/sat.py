@@ -12,7 +12,7 @@ from apportion.exporting.fpga.tools import programs
 SECONDS = 20
 """The longest time for the proof of one module; one that takes longer is marked as seen in simulation alone."""
 _DISPROVED, _TIMED_OUT = "proof did fail", "proof did time out"
-_LIMIT = re.compile(r"module (limit_(\d+)_(\d+)_(\d+)_(m?)(\d+)_(\d+)) ")
+_LIMIT = re.compile(r"module (\w+_limit_(\d+)_(\d+)_(\d+)_(m?)(\d+)_(\d+)) ")
 
 
 def limits_in(path: Path) -> list[str]:

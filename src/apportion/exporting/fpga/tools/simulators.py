@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,29 +19,31 @@ from apportion.exporting.fpga.verilog_text import CircuitPorts
 _BENCH = """
 `timescale 1ns / 1ps
 module bench;
-  reg clk = 0, rst = 1, in_valid = 0;
-  reg [{enters}:0] in_data = 0, beats [0:{last}];
+  reg clk = 0, rst = 1, in_valid = 0, in_first = 0;
+  reg [{enters}:0] in_data = 0;
+  reg [{cycle}:0] cycles [0:{last}];
   wire out_valid;
   wire [{leaves}:0] out_data;
-  integer n = 0, got = 0, idle = 0, file;
-  {module} dut (clk, rst, in_valid, in_data, out_valid, out_data);
+  integer n = 0, resets = 0, idle = 0, file;
+  {module} dut (clk, rst, in_valid, in_first, in_data, out_valid, out_data);
   always #5 clk = ~clk;
   initial begin
-    $readmemh("beats.hex", beats);
+    $readmemh("cycles.hex", cycles);
     file = $fopen("outputs.hex", "w");
   end
   always @(negedge clk) begin
-    if (out_valid && !rst) begin $fdisplay(file, "%h", out_data); got = got + 1; idle = 0; end else idle = idle + 1;
-    rst <= (n == 0 && idle < 3);
+    if (out_valid) $fdisplay(file, "%h", out_data);
+    resets = resets + 1;
+    rst <= (resets < 4);
     in_valid <= 0;
-    if (!rst && n <= {last} && !(n > {half} && n % 7 == 3 && idle % 2 == 0)) begin
-      in_data <= beats[n]; in_valid <= 1; n = n + 1; idle = 0;
-    end
-    if (got == {examples} || idle > {patience}) begin $fclose(file); $finish; end
+    if (!rst && n <= {last}) begin {{in_first, in_valid, in_data}} <= cycles[n]; n = n + 1; end
+    else if (!rst) idle = idle + 1;
+    if (idle > {patience}) begin $fclose(file); $finish; end
   end
 endmodule
 """
-"""Examples follow each other without a gap in the first half, and with gaps, also within an example, in the second."""
+SEED = 17
+"""Of the gaps, and of the examples that lose a beat."""
 
 
 def integers_in(inputs: torch.Tensor, ports: CircuitPorts) -> NDArray[np.int64]:
@@ -83,15 +86,29 @@ SIMULATORS: dict[str, tuple[str, Callable[[Path, CircuitPorts, NDArray[np.int64]
 run it)."""
 
 
-def beats_of(integers: NDArray[np.int64], ports: CircuitPorts) -> list[int]:
-    """Return the words that enter the circuit, one for each beat."""
-    total, width = ports.words * ports.beats, ports.input_width
+def cycles_of(integers: NDArray[np.int64], ports: CircuitPorts) -> list[int]:
+    """Return what enters the circuit, a word for each cycle: ``in_data``, and above it ``in_valid`` and ``in_first``.
+
+    Examples follow each other without a gap in the first half. In the second half there are gaps of random lengths,
+    also within an example, and before some examples one more of which a random beat is lost: it must leave no output,
+    and change none.
+    """
+    total, width, drawn = ports.words * ports.beats, ports.input_width, random.Random(SEED)
+    valid, first = 1 << ports.in_width, 2 << ports.in_width
     wide = np.zeros((len(integers), total), dtype=np.int64)
     wide[:, : integers.shape[1]] = integers & ((1 << width) - 1)
-    found = []
-    for group in wide.reshape(-1, ports.words).tolist():
-        found.append(sum(number << (n * width) for n, number in enumerate(group)))
-    return found
+    cycles: list[int] = []
+    for number, example in enumerate(wide.reshape(len(integers), ports.beats, ports.words).tolist()):
+        words = [valid + sum(x << (n * width) for n, x in enumerate(beat)) for beat in example]
+        words[0] += first
+        late = number >= len(integers) // 2
+        if late and drawn.random() < 0.2:
+            lost = drawn.randrange(ports.beats)
+            cycles += words[:lost] + words[lost + 1 :]
+        for word in words:
+            cycles += [0] * (drawn.choice((0, 0, 1, 3)) if late else 0)
+            cycles.append(word)
+    return cycles
 
 
 def integers_out(lines: list[str], ports: CircuitPorts) -> NDArray[np.int64]:
@@ -107,17 +124,16 @@ def integers_out(lines: list[str], ports: CircuitPorts) -> NDArray[np.int64]:
 def _simulated(
     run: Callable[[Path], None], path: Path, ports: CircuitPorts, integers: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    words = beats_of(integers, ports)
-    enters, leaves = ports.words * ports.input_width, int(np.prod(ports.output_shape)) * ports.output_width
+    cycles = cycles_of(integers, ports)
     bench = _BENCH.format(
-        module=ports.module, enters=enters - 1, leaves=leaves - 1, last=len(words) - 1, half=len(words) // 2,
-        examples=len(integers), patience=4 * (ports.stages + ports.beats) + 20,
+        module=ports.module, enters=ports.in_width - 1, cycle=ports.in_width + 1, leaves=ports.out_width - 1,
+        last=len(cycles) - 1, patience=ports.stages + 3,
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="apportion-verilog-") as made:
         folder = Path(made)
         (folder / "bench.v").write_text(bench)
         (folder / "net.v").write_text(path.read_text())  # the path to it may have blanks
-        (folder / "beats.hex").write_text("".join(f"{word:x}\n" for word in words))
+        (folder / "cycles.hex").write_text("".join(f"{cycle:x}\n" for cycle in cycles))
         run(folder)
         lines = (folder / "outputs.hex").read_text().split()
     if len(lines) != len(integers):
