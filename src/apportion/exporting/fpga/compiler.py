@@ -38,8 +38,8 @@ class Circuit:
 
 
 def compiled(net: FixedNet, path: Path, device: FpgaDevice, clock_mhz: float, *, place: bool, module: str) -> Circuit:
-    """Write the circuit of the network to the path, as a module of this name. Where it is placed and the clock is not reached, its stages are
-    made shorter; it is placed three times at the most.
+    """Write the circuit of the network to the path, as a module of this name. Where it is placed and the clock is not
+    reached, its stages are made shorter; it is placed three times at the most.
 
     Raises ValueError, by how much and with the cure, where it does not fit on the device or its clock is too high.
     """

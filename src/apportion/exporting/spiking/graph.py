@@ -55,6 +55,8 @@ class Dense:
     """(outputs, inputs)."""
     bias: Tensor
     """(outputs,): what flows each step, zeros where there is none."""
+    layer: str = ""
+    """The layers of the network that it comes from, with their types: "layer 0 (Conv2d)"."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -73,6 +75,8 @@ class Convolution:
     """Rows and columns of zeros on each side."""
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
+    layer: str = ""
+    """As that of ``Dense``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,6 +85,8 @@ class Flatten:
 
     name: str
     shape: tuple[int, ...]
+    layer: str = ""
+    """As that of ``Dense``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,6 +117,12 @@ class Readout:
 
 Node = CurrentSource | Dense | Convolution | Flatten | Neurons | Readout
 Synapse = Dense | Convolution
+
+
+def layer_of(node: Node) -> str:
+    """Return the layers of the network that a node comes from, as a refusal names them."""
+    made_from = getattr(node, "layer", "")
+    return made_from or f"layer {node.name} ({type(node).__name__})"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -36,6 +36,7 @@ from apportion.exporting.spiking.graph import (
     Node,
     Readout,
     SpikingGraph,
+    layer_of,
 )
 
 _WRITER = "apportion"
@@ -201,7 +202,7 @@ def _written(node: Node, before: Sequence[Node]) -> Any:
         return nir.Affine(weight=_array(node.weight), bias=_array(node.bias))
     if node.weight.shape[-1] != node.weight.shape[-2]:
         raise ValueError(
-            f"{node.name} (Convolution) has a kernel of {tuple(node.weight.shape[-2:])}, and nir takes all kernels for "
+            f"{layer_of(node)} has a kernel of {tuple(node.weight.shape[-2:])}, and nir takes all kernels for "
             "square: fill the kernel with zeros, and the padding with it"
         )
     return nir.Conv2d(

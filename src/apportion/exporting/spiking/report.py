@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from apportion.exporting.spiking.energy import CHIPS, FLOAT_MAC, INT8_MAC, MAC_SOURCE
+from apportion.exporting.spiking.chips import LOADERS, SIMULATED
+from apportion.exporting.spiking.energy import CHIPS, FLOAT_ADD, FLOAT_MAC, INT8_MAC, INT_ADD, MAC_SOURCE, Chip
 from apportion.exporting.spiking.graph import SpikingGraph
 from apportion.exporting.spiking.simulator import Simulated, fan_out
 from apportion.exporting.target import Table
@@ -28,6 +29,34 @@ class SpikingCost:
     """Multiplications of the inputs' current, which flows into the first layer and is no spikes."""
     macs: int
     """Multiplications and additions of the net itself."""
+    timesteps: int
+
+    @property
+    def neurons(self) -> int:
+        """The neurons of all layers, which are the activations of the net."""
+        return sum(neurons for _, neurons, _, _ in self.layers)
+
+    @property
+    def updates(self) -> int:
+        """The updates of membranes: of each neuron in each step, whether or not a spike has come."""
+        return self.neurons * self.timesteps
+
+    def spiking(self, chip: Chip) -> tuple[float, float]:
+        """The least and the largest number of joules of an example on a chip: its synaptic operations, the
+        multiplications of the inputs' current at the price of float32, and updates of membranes that each take an
+        addition of integers at the least, and a synaptic operation of the chip at the most."""
+        certain = self.operations * chip.joules + self.input_macs * FLOAT_MAC
+        return certain + self.updates * INT_ADD, certain + self.updates * chip.joules
+
+    @property
+    def float32(self) -> float:
+        """The joules of the net itself in float32: its multiplications, and an addition for each activation."""
+        return self.macs * FLOAT_MAC + self.neurons * FLOAT_ADD
+
+    @property
+    def int8(self) -> float:
+        """As ``float32``, in integers of 8 bits."""
+        return self.macs * INT8_MAC + self.neurons * INT_ADD
 
     @property
     def spikes(self) -> float:
@@ -53,7 +82,13 @@ def cost(graph: SpikingGraph, found: Sequence[Simulated], module: nn.Module, sam
         for node in graph.neurons
     )
     input_macs = int(fan_out(graph, graph.source.name).sum())
-    return SpikingCost(examples=count, layers=layers, input_macs=input_macs, macs=multiplications(module, sample))
+    return SpikingCost(
+        examples=count,
+        layers=layers,
+        input_macs=input_macs,
+        macs=multiplications(module, sample),
+        timesteps=graph.timesteps,
+    )
 
 
 def multiplications(module: nn.Module, sample: Tensor) -> int:
@@ -79,19 +114,39 @@ def tables(graph: SpikingGraph, found: SpikingCost) -> tuple[Table, ...]:
         note=f"Means of {found.examples} calibration examples over {graph.timesteps} steps. The net itself takes "
         f"{found.macs:,} multiplications and additions for an example. The inputs flow into the first layer as a "
         f"{'current of the first step' if once else 'constant current'}, {found.input_macs:,} multiplications for an "
-        "example where they are computed once, which are in no column.",
+        f"example where they are computed once, which are in no column, nor are the {found.updates:,} updates of "
+        "membranes; both are in the energy.",
     )
-    energy = [(chip.name, chip.joules * 1e12, found.operations * chip.joules, chip.source) for chip in CHIPS]
-    energy.append(("the net, float32 (45 nm)", FLOAT_MAC * 1e12, found.macs * FLOAT_MAC, MAC_SOURCE))
-    energy.append(("the net, int8 (45 nm)", INT8_MAC * 1e12, found.macs * INT8_MAC, MAC_SOURCE))
+    energy = [(chip.name, chip.joules * 1e12, *found.spiking(chip), chip.source) for chip in CHIPS]
+    energy.append(("the net, float32 (45 nm)", FLOAT_MAC * 1e12, found.float32, found.float32, MAC_SOURCE))
+    energy.append(("the net, int8 (45 nm)", INT8_MAC * 1e12, found.int8, found.int8, MAC_SOURCE))
     joules = Table(
         title="Energy of an example, predicted",
-        columns=("hardware", "pJ an operation", "J an example", "source of the figure"),
-        rows=tuple((name, round(each, 2), float(f"{total:.3g}"), source) for name, each, total, source in energy),
+        columns=(
+            "hardware",
+            "pJ an operation",
+            "J an example, at least",
+            "J an example, at most",
+            "source of the figure",
+        ),
+        rows=tuple(
+            (name, round(each, 2), float(f"{least:.3g}"), float(f"{most:.3g}"), source)
+            for name, each, least, most, source in energy
+        ),
         note="Operations times a published figure for one of them: not measured, without the chip at rest, without "
-        "what moves the inputs, and from processes of several years.",
+        "what moves the inputs, and from processes of several years. The multiplications of the inputs' current count "
+        f"at {FLOAT_MAC * 1e12:g} pJ on every chip, as in the net, and each update of a membrane as an addition of "
+        f"integers, {INT_ADD * 1e12:g} pJ, at least, and as a synaptic operation of the chip at most.",
     )
-    return spent, joules
+    chips = Table(
+        title="Chips that NIR files are for",
+        columns=("chip", "its loader", "dialect", "this file"),
+        rows=tuple((one.chip, one.loader, one.dialect, SIMULATED) for one in LOADERS),
+        note=f"{SIMULATED}: the chip's own loader has not read this file, and no chip has run it. This file begins with "
+        "a current, and its last layer has no neurons: where a loader takes spikes alone, the first layer is "
+        "computed beside the chip.",
+    )
+    return spent, joules, chips
 
 
 def conclusion(found: SpikingCost) -> str:
@@ -100,12 +155,29 @@ def conclusion(found: SpikingCost) -> str:
     said = (
         f"An example takes {found.operations:,.0f} synaptic operations, {ratio:.2f} for each multiplication of the net"
     )
-    best = min(CHIPS, key=lambda chip: chip.joules)
-    spiking, dense, narrow = found.operations * best.joules, found.macs * FLOAT_MAC, found.macs * INT8_MAC
-    if spiking >= dense:
-        return f"{said}: spiking wins nothing here, on any of the chips whose figures are known."
-    winners = [chip.name for chip in CHIPS if found.operations * chip.joules < dense]
-    less = f"by published figures {' and '.join(winners)} would take less energy than float32 in 45 nm"
-    if spiking >= narrow:
-        return f"{said}: {less}, but none less than int8 in 45 nm, beside which spiking wins nothing here."
-    return f"{said}: {less}, and {best.name} less than int8 in 45 nm too."
+    surely = [chip for chip in CHIPS if found.spiking(chip)[1] < found.float32]
+    perhaps = [chip for chip in CHIPS if found.spiking(chip)[0] < found.float32 <= found.spiking(chip)[1]]
+    best = min(CHIPS, key=lambda chip: found.spiking(chip)[1])
+    least, most = found.spiking(best)
+    span = (
+        f"with the multiplications of the inputs and the updates of membranes, {best.name} would take "
+        f"{_nanojoules(least)} to {_nanojoules(most)} by published figures, beside {_nanojoules(found.float32)} of the "
+        f"net in float32 and {_nanojoules(found.int8)} in int8 (45 nm)"
+    )
+    if not surely and not perhaps:
+        return f"{said}; {span}: spiking wins nothing here, on any of the chips whose figures are known."
+    words = [f"{_listed(surely)} would take less energy than float32"] if surely else []
+    words += [f"{_listed(perhaps)} might, by what an update of a membrane takes"] if perhaps else []
+    if most >= found.int8:
+        words.append("none surely less than int8, beside which spiking wins nothing here")
+    else:
+        words.append(f"{best.name} less than int8, too")
+    return f"{said}; {span}: {'; '.join(words)}."
+
+
+def _nanojoules(joules: float) -> str:
+    return f"{joules * 1e9:.3g} nJ"
+
+
+def _listed(chips: Sequence[Chip]) -> str:
+    return " and ".join(chip.name for chip in chips)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from apportion.errors import NotVerified
+from apportion.exporting.examples import check_numbers
 from apportion.exporting.spiking import nir_file, report
 from apportion.exporting.spiking.compile import AT_ONCE, Made, SpikingRequest, as_taken, compiled
 from apportion.exporting.spiking.dialects.dialect import dialect
@@ -48,8 +49,8 @@ class Spiking(Target):
     neuron: Literal["integrate_and_fire", "exact"] = "integrate_and_fire"
     """exact: neurons that take spikes back, and compute a net of integers to the bit; only apportion runs them."""
     most_lost: float = 0.01
-    """The share of the calibration examples that "auto" may lose: 0.01 is one point. What is lost of those that are
-    held out is told."""
+    """The accuracy that "auto" may lose: 0.01 is one point. The steps are chosen on calibration examples, and no file
+    is left where more is lost on those that are held out."""
     levels: int = 15
     """The number of levels of an activation above 0, where the neurons are exact."""
     fine_tune_examples: int = 0
@@ -63,6 +64,8 @@ class Spiking(Target):
         """Write the file as ``Target.write`` says."""
         nir_file.version()  # raises ModuleNotFoundError first of all
         request = self._request()
+        if trained.calibration is not None:
+            check_numbers(trained.calibration, "calibration")
         made = compiled(trained, request)
         written = nir_file.write(made.graph, path, request.dialect.name)
         sample = as_taken(made.graph, trained.sample[:AT_ONCE])
@@ -72,6 +75,11 @@ class Spiking(Target):
             about=self._about(made, cost),
             reference=_reference(written),
             limit=0.0 if self.neuron == EXACT else LIMIT,
+            most_lost=self.most_lost if self.timesteps == "auto" else None,
+            blamed=lambda: (
+                f"{made.graph.timesteps} steps lose no more on calibration examples: give a larger number of "
+                "timesteps, or fine_tune_examples"
+            ),
             tables=(_accuracies(made), *report.tables(made.graph, cost)),
             conclusion=report.conclusion(cost),
         )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from apportion.core.torch_private import pytree
 from apportion.errors import ProgramMissing
+from apportion.exporting.examples import check_numbers
 from apportion.exporting.fpga.adder_graph import version
 from apportion.exporting.fpga.compiler import Circuit, compiled
 from apportion.exporting.fpga.devices import DEVICES, FpgaDevice
@@ -95,6 +96,8 @@ class Verilog(Target):
     def write(self, trained: TrainedNetwork, path: Path) -> Compiled:
         """Write the file as ``Target.write`` says: first what the network is in integers, then the circuit of it."""
         self._ask_for_programs()
+        if trained.calibration is not None:
+            check_numbers(trained.calibration, "calibration")
         layers = imported(trained.module, trained.sample)
         calibration = _numbers(trained.sample if trained.calibration is None else trained.calibration.inputs)
         net = self._in_integers(layers, calibration, trained)

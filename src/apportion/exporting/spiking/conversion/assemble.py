@@ -52,7 +52,10 @@ def assembled(net: RateNet, scales: Sequence[Tensor], timesteps: int, *, like: N
         for place, maps in enumerate(_scaled_paths(net, stage, scales, own)):
             before = SOURCE if stage.terms[place].source == INPUT else ends[stage.terms[place].source]
             name = stage.name if last and not place else f"{stage.name}_synapse{f'_{place + 1}' if place else ''}"
-            path = [_node(one, f"{name}{f'_{at}' if at < len(maps) else ''}") for at, one in enumerate(maps, start=1)]
+            path = [
+                _node(one, f"{name}{f'_{at}' if at < len(maps) else ''}", stage.layers)
+                for at, one in enumerate(maps, start=1)
+            ]
             if not place:
                 end = path[-1]
                 assert isinstance(end, Dense | Convolution)
@@ -84,14 +87,14 @@ def _scaled_paths(net: RateNet, stage: Stage, scales: Sequence[Tensor], own: Ten
     return found
 
 
-def _node(one: LinearMap, name: str) -> Node:
+def _node(one: LinearMap, name: str, layer: str) -> Node:
     """A synapse without a bias, or a flattening."""
     if isinstance(one, FlattenMap):
-        return Flatten(name=name, shape=one.outs)
+        return Flatten(name=name, shape=one.outs, layer=layer)
     bias = one.weight.new_zeros(len(one.weight))
     if not isinstance(one, ConvolutionMap):
-        return Dense(name=name, shape=one.outs, weight=one.weight, bias=bias)
+        return Dense(name=name, shape=one.outs, weight=one.weight, bias=bias, layer=layer)
     return Convolution(
         name=name, shape=one.outs, weight=one.weight, bias=bias, stride=one.stride, padding=one.padding,
-        dilation=one.dilation, groups=one.groups,
+        dilation=one.dilation, groups=one.groups, layer=layer,
     )  # fmt: skip

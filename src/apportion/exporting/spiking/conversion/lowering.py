@@ -35,6 +35,8 @@ class _Sum:
     terms: tuple[RateTerm, ...]
     bias: Tensor
     """A float64 tensor of the whole ``shape``."""
+    layers: tuple[str, ...] = ()
+    """The layers with weights that the paths go through, with their types."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,7 +123,13 @@ def _step(program: _Program, node: fx.Node) -> None:
         return  # what is computed from no activation: a shape, a constant that nothing below uses
     if rule is None:
         _refuse(program, node)
+    stages = len(program.stages)
     found = rule(program, node)
+    if isinstance(found, _Sum) and len(program.stages) == stages:  # the layers before an activation are in its stage
+        given = [value for x in node.all_input_nodes if isinstance(value := program.values.get(x), _Sum)]
+        own = [_layer(program, node)] if node.target in _WITH_WEIGHTS else []
+        layers = dict.fromkeys([*(name for value in given for name in value.layers), *own])
+        found = replace(found, layers=tuple(layers))
     if found is not None:
         program.values[node] = found
 
@@ -173,7 +181,14 @@ def _stage(program: _Program, value: _Sum, node: fx.Node, otherwise: str, ceilin
             "between them, or take the padding of the second or the bias of the first away",
         )
     name = _unique(program, node, otherwise)
-    return Stage(name=name, shape=value.shape, terms=value.terms, bias=bias.clone(), ceiling=ceiling)
+    return Stage(
+        name=name,
+        shape=value.shape,
+        terms=value.terms,
+        bias=bias.clone(),
+        ceiling=ceiling,
+        layers=", ".join(value.layers),
+    )
 
 
 # One rule for each operation: (program, node) -> its value, or None where it is no value.
@@ -394,6 +409,7 @@ def _filled(node: fx.Node, defaults: tuple[Any, ...], *, skip: int) -> list[Any]
     return (found + list(defaults[len(found) :]))[: len(defaults)]
 
 
+_WITH_WEIGHTS = (aten.conv2d.default, aten.conv2d.padding, aten.linear.default)
 _RULES: dict[Any, Callable[[_Program, fx.Node], _Sum | None]] = {
     aten.conv2d.default: _convolution,
     aten.conv2d.padding: _convolution,

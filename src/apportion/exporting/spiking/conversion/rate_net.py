@@ -40,6 +40,8 @@ class Stage:
     """One number for each channel, dimension 0 of ``shape``."""
     ceiling: float | None = None
     """The largest activation, as that of ReLU6; None: there is none."""
+    layers: str = ""
+    """The layers with weights that the paths go through, with their types."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from apportion.exporting.spiking.dialects.dialect import Dialect
 from apportion.exporting.spiking.dialects.execution_order import led_depth_first
-from apportion.exporting.spiking.graph import Convolution, Dense, Flatten, Neurons, Node, Readout, SpikingGraph, Synapse
+from apportion.exporting.spiking.graph import (
+    Convolution,
+    Dense,
+    Flatten,
+    Neurons,
+    Node,
+    Readout,
+    SpikingGraph,
+    Synapse,
+    layer_of,
+)
 
 
 def adapted(graph: SpikingGraph, dialect: Dialect) -> SpikingGraph:
@@ -58,8 +68,9 @@ def _with_one_threshold(graph: SpikingGraph, dialect: Dialect) -> SpikingGraph:
         for before in graph.into(node.name):
             if not isinstance(before, Dense | Convolution) or len(graph.out_of(before.name)) > 1:
                 raise ValueError(
-                    f"{node.name} (Neurons) has a threshold for each channel, and {dialect.name} takes one for the "
-                    f"layer; what flows in from {before.name} cannot be divided by it: put a synapse of its own between"
+                    f"{layer_of(node)} has a threshold for each channel, and {dialect.name} takes one for the "
+                    f"layer; what flows in from {layer_of(before)} cannot be divided by it: put a "
+                    "synapse of its own between"
                 )
             changed[before.name] = _divided(before, node.threshold)
         changed[node.name] = replace(node, threshold=torch.ones_like(node.threshold[0]))
@@ -81,8 +92,8 @@ def _without_flatten(graph: SpikingGraph, dialect: Dialect) -> SpikingGraph:
         if isinstance(node, Flatten):
             if len(before) > 1 or not all(isinstance(one, Dense) for one in graph.out_of(node.name)):
                 raise ValueError(
-                    f"{node.name} (Flatten): {dialect.name} flattens the examples too, and only a fully connected "
-                    "layer after one layer can take its place; write the dialect nir, sinabs or spikingjelly"
+                    f"{layer_of(node)}: {dialect.name} flattens the examples too, and only a fully "
+                    "connected layer after one layer can take its place; write the dialect nir, sinabs or spikingjelly"
                 )
             gone[node.name] = before[0]
             continue
@@ -102,9 +113,9 @@ def _unflattened(node: Node, before: list[Node]) -> Node:
         weight = node.weight.reshape(len(node.weight), *before[0].shape)
         if weight.shape[-1] != weight.shape[-2]:
             raise ValueError(
-                f"{node.name} (Dense) takes {before[0].shape} as a convolution of that size, and a NIR kernel is "
+                f"{layer_of(node)} takes {before[0].shape} as a convolution of that size, and a NIR kernel is "
                 "square: write the dialect nir, sinabs or spikingjelly"
             )
-        return Convolution(name=node.name, shape=shape, weight=weight, bias=node.bias)
+        return Convolution(name=node.name, shape=shape, weight=weight, bias=node.bias, layer=node.layer)
     assert isinstance(node, Neurons | Readout)
     return replace(node, shape=shape)

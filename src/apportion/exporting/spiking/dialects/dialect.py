@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from apportion.exporting.spiking.graph import Neurons, Reset, SpikingGraph
+from apportion.exporting.spiking.graph import Neurons, Reset, SpikingGraph, layer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ class Dialect:
     def _check_neurons(self, node: Neurons) -> None:
         if node.reset == "signed" != self.reset:
             raise ValueError(
-                f"{node.name} (Neurons) takes spikes back, which no NIR node says: convert the network with "
+                f"{layer_of(node)} takes spikes back, which no NIR node says: convert the network with "
                 "neurons of one sign"
             )
         if (node.reset, node.strictly) != (self.reset, self.strictly):
             raise ValueError(
-                f"{node.name} (Neurons) resets by {node.reset!r}{' above' if node.strictly else ' at'} the threshold, "
+                f"{layer_of(node)} resets by {node.reset!r}{' above' if node.strictly else ' at'} the threshold, "
                 f"and in the dialect {self.name} a neuron {self.rule}: convert the network for this dialect"
             )
 

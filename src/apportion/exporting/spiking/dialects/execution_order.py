@@ -20,7 +20,7 @@ from itertools import product
 
 import torch
 
-from apportion.exporting.spiking.graph import Convolution, Dense, Node, SpikingGraph
+from apportion.exporting.spiking.graph import Convolution, Dense, Node, SpikingGraph, layer_of
 
 Edge = tuple[str, str]
 _LARGEST_KERNEL = 3
@@ -127,7 +127,7 @@ def _leading(graph: SpikingGraph, before: Node, node: Node) -> Node:
                     padding=(padding, other_padding),
                 )
     raise ValueError(
-        f"{node.name} ({type(node).__name__}) lies on one of two branches that are added, and the program that is to "
+        f"{layer_of(node)} lies on one of two branches that are added, and the program that is to "
         f"read the file would compute the sum before it: no synapse leads from {comes} to {goes}; write the dialect "
         "nir or spikingjelly"
     )
