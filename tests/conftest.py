@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import getpass
+import inspect
 import os
 import shutil
 import subprocess
@@ -123,7 +124,7 @@ def no_proof_before_a_run() -> Iterator[None]:
     the test says ``check=True``."""
     from apportion.api.train import run
 
-    defaults = run.__kwdefaults__
+    defaults = inspect.unwrap(run).__kwdefaults__
     assert defaults["check"] is True
     defaults["check"] = False
     yield

@@ -15,6 +15,11 @@ class ApportionError(Exception):
     """Something that was asked for correctly could not be done."""
 
 
+class UnknownArgument(ValueError, TypeError):
+    """A class or a function was given an argument that it does not have, or not given one that it needs. It is a
+    TypeError, too, as Python's own error for that is."""
+
+
 class WorkerFailed(ApportionError):
     """A worker raised, died or stopped answering.
 
@@ -29,10 +34,10 @@ class WorkerFailed(ApportionError):
         self.rank = rank
         self.traceback = traceback
         self.where = where
-        if traceback is not None:
-            self.add_note(f"rank {rank}'s own traceback:\n{traceback}")
         if where is not None:
             self.add_note(f"at {where}")
+        if traceback is not None:
+            self.add_note(f"rank {rank}'s own traceback:\n{traceback}")
 
 
 class NotProved(Exception):

@@ -73,7 +73,7 @@ def test_a_run_says_that_it_is_proved_and_writes_it_down(tmp_path: Path) -> None
     begun, settled, start = told[:3]
     assert [e.kind for e in told[:3]] == ["proof", "proof", "start"]
     assert begun.data["verdict"] == "begun"
-    assert "--no-check" in begun.data["sentence"]
+    assert "check=False" in begun.data["sentence"]
     assert settled.data["verdict"] == start.data["proof"]["verdict"] == "equal"
     assert "trains the same network as one device" in start.data["proof"]["sentence"]
     assert RunDirectory(tmp_path / "run").read_run()["proof"]["verdict"] == "equal"
@@ -99,7 +99,9 @@ def test_a_run_directory_that_holds_a_run_is_refused_before_anything_is_proved_o
 ) -> None:
     events(net(), run_dir=tmp_path / "run", check=False)
     told = apportion.run(net(), strategy, launcher=PLACE if strategy else None, run_dir=tmp_path / "run", check=True)
-    with pytest.raises(ValueError, match="already holds a run, at step 8: use --resume to go on, or another --run-dir"):
+    with pytest.raises(
+        ValueError, match="already holds a run, at step 8: use resume=True to go on, or another run_dir="
+    ):
         next(iter(told))
     assert not (tmp_path / "cache" / "apportion").exists()
 
@@ -116,7 +118,7 @@ def test_what_was_disproved_is_remembered_too(tmp_path: Path) -> None:
 def test_a_wrong_strategy_that_was_named_ends_the_run_before_it_trains(tmp_path: Path) -> None:
     with pytest.raises(Disproved, match=r"does not train the same network as one device: .* differs") as raised:
         events(net(), Faulty("mean_of_means"), run_dir=tmp_path / "run")
-    assert "--no-check" in str(raised.value)
+    assert "check=False" in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 

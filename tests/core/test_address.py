@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import apportion
-from apportion.core.address import check_place, load_workload
+from apportion.core.address import load_workload
+from apportion.core.place_names import check_place
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 
@@ -26,8 +27,8 @@ def test_a_workload_loaded_from_a_file_travels_to_workers_as_an_object(tmp_path:
         ("digits.py", "write FILE:NAME"),
         (":workload", "write FILE:NAME"),
         ("nowhere/none.py:workload", "there is no file nowhere/none.py"),
-        (f"{DIGITS}:nothing", "nothing is not there; it has workload"),
-        (f"{DIGITS}:network", "network is a function, not an apportion.Workload; it has workload"),
+        (f"{DIGITS}:nothing", "nothing is not there; (it has|did you mean) workload"),
+        (f"{DIGITS}:network", "network is a function, not an apportion.Workload; (it has|did you mean) workload"),
         ("no_such_module:workload", "there is no module no_such_module"),
     ],
 )

@@ -80,7 +80,7 @@ def test_every_file_of_a_folder_is_found_by_its_name() -> None:
         ("zzz", "one of conv_parallel, data_parallel, "),
         ("data_parallel(", "does not parse"),
         ("data_parallel(2)", r"given by name, it is written data_parallel\(microbatches=1, shares="),
-        ("data_parallel(batches=2)", "has no 'batches': it is written"),
+        ("data_parallel(batches=2)", "has no 'batches': did you mean microbatches="),
         ("data_parallel(microbatches=0)", "whole number of at least 1"),
         ("data_parallel(microbatches=print(1))", "unknown strategy"),
         ("data_parallel(microbatches=1+x)", "neither a number, a text, nor a value"),

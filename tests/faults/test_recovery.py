@@ -654,7 +654,7 @@ def test_after_max_restarts_a_run_ends_with_the_last_update_saved(
             one.until_faults(lost + 1)
     assert isinstance(one.raised, WorkerFailed)
     assert f"rank {rank} was killed by SIGKILL" in str(one.raised)
-    assert "(max_restarts=1); --resume goes on" in str(one.raised)
+    assert "(max_restarts=1); resume=True goes on" in str(one.raised)
     assert [action for _, action in one.faults()][-1] == "stops"
     assert saved_step(one.run_dir) >= one.step > 10
     marks.pace(0.0)

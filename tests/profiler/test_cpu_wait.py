@@ -84,7 +84,7 @@ def test_a_small_share_is_not_worth_a_sentence() -> None:
     sentence = noted(0.43)
     assert sentence is not None
     assert "held the cores for 43%" in sentence
-    assert "--remeasure" in sentence
+    assert "remeasure=True" in sentence
 
 
 def perceptron() -> Workload:

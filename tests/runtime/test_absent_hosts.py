@@ -29,7 +29,7 @@ def test_a_host_that_stays_away_longer_ends_the_run_and_none_is_waited_for_any_m
     absent = AbsentHosts(60.0)
     absent.lose(B, 10.0, "b is lost")
     absent.lose(C, 30.0, "c is lost")
-    assert absent.overdue(70.1) == "b is lost; it was waited for 60 s (host_wait); --resume goes on"
+    assert absent.overdue(70.1) == "b is lost; it was waited for 60 s (host_wait); resume=True goes on"
     assert not absent
     assert absent.lose(B, 80.0, "b is lost") is None
 
@@ -38,7 +38,7 @@ def test_a_host_is_lost_once() -> None:
     absent = AbsentHosts(60.0)
     absent.lose(B, 10.0, "the connection was lost")
     absent.lose(B, 50.0, "it has said nothing")
-    assert absent.overdue(70.1) == "the connection was lost; it was waited for 60 s (host_wait); --resume goes on"
+    assert absent.overdue(70.1) == "the connection was lost; it was waited for 60 s (host_wait); resume=True goes on"
     absent.lose(C, 0.0, "c is lost")
     assert absent.overdue(1e9) is None, "it was given up"
 

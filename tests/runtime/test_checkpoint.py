@@ -470,7 +470,7 @@ def test_a_second_writer_waits_and_is_refused_after_the_deadline(
     monkeypatch.setattr(run_directory, "_LOCK_SECONDS", 0.05)
     with open(run.checkpoints / ".lock", "ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match=r"another process has been writing in .* its own --run-dir"):
+        with pytest.raises(CheckpointError, match=r"another process has been writing in .* its own run_dir="):
             save(run, state(2))
     save(run, state(2))
 
@@ -591,7 +591,7 @@ def test_another_format_is_refused(run: RunDirectory, number: Any) -> None:
 
 
 def test_resume_takes_the_older_one_only_where_the_newest_was_never_there(run: RunDirectory) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint yet: start it again without --resume"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint yet: start it again without resume=True"):
         run.resume({"seed": 0})
     for step in (10, 20):
         save(run, state(step))
@@ -614,7 +614,9 @@ def test_a_directory_that_holds_a_run_is_not_started_again(run: RunDirectory) ->
     assert told["cwd"] == os.getcwd()
     assert told["versions"]["torch"] == torch.__version__
     save(run, state(3))
-    with pytest.raises(ValueError, match="already holds a run, at step 3: use --resume to go on, or another --run-dir"):
+    with pytest.raises(
+        ValueError, match="already holds a run, at step 3: use resume=True to go on, or another run_dir="
+    ):
         run.start({"address": None})
     assert run.read_run() == told
 
@@ -696,7 +698,7 @@ def test_a_changed_workload_is_refused_by_field(run: RunDirectory, changes: dict
     with pytest.raises(ValueError, match="started with another workload: ") as caught:
         run.resume(print_of(a_workload(**changes)))
     assert message in str(caught.value)
-    assert "in another --run-dir" in str(caught.value)
+    assert "in another run_dir=" in str(caught.value)
     assert values(run.resume(print_of(a_workload()))) == {10.0}
 
 

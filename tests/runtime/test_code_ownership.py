@@ -144,19 +144,42 @@ def test_code_that_is_not_the_callers_own_does_not_run(make: Callable[..., tuple
         assert "\n" not in str(told.value)
     if make not in (a_module_outside, a_factory_outside):
         assert "which is not run: " in str(told.value)
-        assert "trust=True (--trust)" in str(told.value)
+        assert "trust=True" in str(told.value)
         assert isinstance(load(run, trust=True), nn.Linear)
         assert mark.exists()
     assert isinstance(load(run, model=lambda: nn.Linear(3, 2)), nn.Linear)
 
 
-def test_without_a_project_around_nothing_is_the_callers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("opened", ["", "mine.py", "."])
+def test_without_a_project_the_current_folder_is_one_where_nobody_else_may_write(
+    opened: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     mark = code(tmp_path / "mine.py")
     run = trained(tmp_path / "run", "mine.py:workload", tmp_path)
-    with pytest.raises(ValueError, match=r"around the current folder there is neither of them\); look at it, and say"):
+    if opened:
+        (tmp_path / opened).chmod((tmp_path / opened).stat().st_mode | 0o020)
+        with pytest.raises(ValueError, match=r"others may write to .*: chmod go-w .*; look at it, and say trust=True"):
+            load(run)
+    else:
         load(run)
-    assert not mark.exists()
+    assert mark.exists() == (not opened)
+
+
+def test_the_current_folder_is_no_project_for_what_lies_elsewhere_or_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for folder, match in ((elsewhere, "does not lie in a project of yours"), (here, "it was changed since")):
+        mark = code(folder / "mine.py")
+        run = trained(folder / "run", "mine.py:workload", folder)
+        with (folder / "mine.py").open("a") as file:
+            file.write("# changed")
+        with pytest.raises(ValueError, match=match):
+            load(run)
+        assert not mark.exists()
 
 
 def test_code_of_the_callers_own_runs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_an_exit_status_waits_for_the_exception_that_may_be_on_its_way() -> None
             WorkerExited(1, -signal.SIGSEGV, out_of_memory=True),
             ("crashed in native code (SIGSEGV)", "PYTHONFAULTHANDLER"),
         ),
-        (WorkerExited(2, -signal.SIGTERM), ("rank 2 was ended by SIGTERM", "--resume")),
+        (WorkerExited(2, -signal.SIGTERM), ("rank 2 was ended by SIGTERM", "resume=True")),
         (WorkerExited(0, -40), ("signal 40",)),
         (WorkerStalled((1, 2), 7, 31.0), ("ranks 1, 2 have not moved", "31 s at step 7", "deadlock")),
         (WorkerStalled((1,), 7, 31.0, stopped=True), ("rank 1 has been stopped (SIGSTOP", "31 s at step 7")),
@@ -296,7 +296,7 @@ def test_ranks_of_a_lost_host_that_had_died_before_are_lost_once() -> None:
 def test_a_run_that_cannot_go_on_without_a_host_stops_and_says_how_to_go_on() -> None:
     action = next_action([WorkerBegan(), HOST], WORKERS, 0.0)
     assert isinstance(action, Stop)
-    assert action.cause == "host b is lost with ranks 1, 2: the connection was lost; --resume goes on"
+    assert action.cause == "host b is lost with ranks 1, 2: the connection was lost; resume=True goes on"
 
 
 def test_whoever_is_left_saves_when_a_host_is_one_loss_too_many() -> None:
@@ -345,7 +345,7 @@ def test_a_run_shrinks_to_one_worker_which_is_replaced_and_ends_with_the_last_re
     assert [loss.rank for loss in shrunk.losses] == [0]
     assert isinstance(history.happens(WorkerExited(1, -9, step=3)), Shrink)
     assert isinstance(history.happens(WorkerExited(0, -9, step=4)), Replace)
-    assert "the run may lose no more workers (max_restarts=3); --resume goes on" in _cause(
+    assert "the run may lose no more workers (max_restarts=3); resume=True goes on" in _cause(
         history.happens(WorkerExited(0, -9, step=5))
     )
 

@@ -75,7 +75,7 @@ def test_what_cannot_be_proved_there_is_refused_with_the_words_of_the_ranks(host
     assert alone.raised.startswith("ValueError: single_device runs in one process, and 2 ranks are running")
     assert raises.raised == "WorkerFailed: rank 1 on host b: RuntimeError: a bad row"
     assert killed.raised.startswith("WorkerFailed: rank 1 on host b was killed by SIGKILL")
-    assert "--resume" not in killed.raised
+    assert "resume=True" not in killed.raised
     assert unbuilt.raised.startswith("WorkerFailed: rank 1 on host b: RuntimeError: not here")
     assert max(told.seconds for told in (shared, alone, raises, killed, unbuilt)) < 90, "nobody waits for whom is gone"
 
@@ -104,7 +104,7 @@ def test_a_verb_that_is_interrupted_or_whose_host_is_lost_ends_at_once(
         else:
             told = json.loads((tmp_path / "told.json").read_text())[0]["raised"]
             assert told.startswith("WorkerFailed: host b: the connection was lost"), told
-            assert "--resume" not in told
+            assert "resume=True" not in told
 
 
 def command(hosts: SshHosts, project: Path, *words: str) -> subprocess.CompletedProcess[str]:

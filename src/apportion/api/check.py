@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from apportion.api.arguments import check_workload, launcher_of, strategy_of
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.surveyed_proof import prove_with_survey
-from apportion.core.address import check_place
+from apportion.core.named_arguments import named_arguments
+from apportion.core.place_names import check_place
 from apportion.core.strategy import Strategy
-from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
@@ -17,13 +18,14 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof import Proof
 
 
+@named_arguments("check")
 def check(
     workload: Workload | str,
     strategy: Strategy | str,
     *,
     workers: int | None = None,
     steps: int = 8,
-    launcher: Local | Env | HostsLauncher | None = None,
+    launcher: Local | Env | HostsLauncher | str | None = None,
 ) -> Proof:
     """Run a strategy and its reference side by side, and compare what both have changed after every step.
 
@@ -47,22 +49,23 @@ def check(
     raise the same error. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts for it, and do the
     same.
     """
+    check_workload(workload, "check")
     if isinstance(workload, str):
         check_place(workload)
-    value: Strategy = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
+    value = strategy_of(strategy)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    launcher = launcher or Local()
-    if isinstance(launcher, HostsLauncher):
+    where: Local | Env | HostsLauncher = launcher_of(launcher)
+    if isinstance(where, HostsLauncher):
         from apportion.api.on_hosts import proof_on_hosts  # what goes to other hosts needs more
 
-        hosts = launcher if workers is None else replace(launcher, workers=workers)
+        hosts = where if workers is None else replace(where, workers=workers)
         return proof_on_hosts(workload, value, hosts, steps=steps)
-    if isinstance(launcher, Env):
+    if isinstance(where, Env):
         if workers is not None:
-            raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
+            raise ValueError(f"workers={workers} goes with local(): {where} finds its ranks running already")
         from apportion.api.launched.proof import check_launched  # what runs in ranks needs more than what starts them
 
-        return check_launched(workload, value, launcher, steps=steps)
-    chosen = candidate(value, launcher if workers is None else replace(launcher, workers=workers))
+        return check_launched(workload, value, where, steps=steps)
+    chosen = candidate(value, where if workers is None else replace(where, workers=workers))
     return prove_with_survey(ProofRequest(workload=workload, chosen=chosen, steps=steps))

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from apportion.api.arguments import check_workload, launcher_of, strategy_of
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
-from apportion.core.address import check_place
+from apportion.core.named_arguments import named_arguments
+from apportion.core.place_names import check_place
 from apportion.core.strategy import Strategy
 from apportion.core.value import names, parse
 from apportion.core.workload import Workload
@@ -23,13 +25,14 @@ PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
 
 
+@named_arguments("check")
 def compare(  # noqa: PLR0913 (all of it by name)
     workload: Workload | str,
-    strategies: Sequence[Strategy | str] | None = None,
+    strategies: Sequence[Strategy | str] | Strategy | str | None = None,
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | Env | HostsLauncher | None = None,
+    launcher: Local | Env | HostsLauncher | str | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
@@ -45,23 +48,26 @@ def compare(  # noqa: PLR0913 (all of it by name)
     one after the other, without a prediction; single_device runs on rank 0's host. All ranks return the same rows, and
     rank 0 saves them. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts for it.
     """
+    check_workload(workload, "compare")
+    strategies = [strategies] if isinstance(strategies, str | Strategy) else strategies
     if isinstance(workload, str):
         check_place(workload)
+    where: Local | Env | HostsLauncher = launcher_of(launcher)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
-    if isinstance(launcher, HostsLauncher):
+    if isinstance(where, HostsLauncher):
         from apportion.api.on_hosts import rows_on_hosts  # what goes to other hosts needs more
 
-        hosts = launcher if workers is None else replace(launcher, workers=workers)
+        hosts = where if workers is None else replace(where, workers=workers)
         rows = rows_on_hosts(workload, values_of(strategies), hosts, steps=steps, every=not strategies)
-    elif isinstance(launcher, Env):
+    elif isinstance(where, Env):
         if workers is not None:
-            raise ValueError(f"workers={workers} goes with local(): {launcher} finds its ranks running already")
+            raise ValueError(f"workers={workers} goes with local(): {where} finds its ranks running already")
         from apportion.api.launched.comparison import compare_launched  # what runs in ranks needs more
 
-        return compare_launched(workload, values_of(strategies), launcher, steps=steps, path=path, every=not strategies)
+        return compare_launched(workload, values_of(strategies), where, steps=steps, path=path, every=not strategies)
     else:
-        candidates = _candidates(strategies, workers, launcher or Local())
+        candidates = _candidates(strategies, workers, where)
         rows = _measured(workload, candidates, steps, every=strategies is None, predict=predict)
     if path is not None:
         save(rows, path)
@@ -100,10 +106,7 @@ def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dic
 
 def values_of(strategies: Sequence[Strategy | str] | None) -> list[Strategy]:
     """Returns the strategies as values, of one process first, which is always among them; None: all there are."""
-    values: list[Strategy] = [
-        parse(s, "apportion.strategies") if isinstance(s, str) else s
-        for s in strategies or names("apportion.strategies")
-    ]
+    values: list[Strategy] = [strategy_of(s) for s in strategies or names("apportion.strategies")]
     if not any(s.one_process for s in values):
         values.insert(0, parse("single_device", "apportion.strategies"))
     return sorted(values, key=lambda s: not s.one_process)

@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
+from apportion.core.named_arguments import named_arguments
 from apportion.core.sampling.sampler import mix
 from apportion.core.value import parse
 from apportion.core.workload import Workload
@@ -34,6 +35,7 @@ HELD_OUT, LEAST_HELD_OUT, HELD_OUT_BYTES = 10_000, 250, 1 << 30
 """The largest number of examples of a run's evaluation on which network and file are compared."""
 
 
+@named_arguments("export")
 def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     model: nn.Module,
     sample: Inputs,

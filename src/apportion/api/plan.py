@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from apportion.core.address import check_place
+from apportion.api.arguments import check_workload, launcher_of
+from apportion.core.named_arguments import named_arguments
+from apportion.core.place_names import check_place
 from apportion.core.workload import Workload
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.profile import Profile
@@ -19,6 +21,7 @@ ROLLOUT_SECONDS = 5.0
 """The seconds for rollouts of other sizes than the workload's own, where its network makes its examples."""
 
 
+@named_arguments("check")
 def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     workload: Workload | str | None = None,
     cluster: Cluster | str | Path | None = None,
@@ -29,7 +32,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     trial: bool = True,
     allow_approximate: bool = False,
     remeasure: bool = False,
-    launcher: Env | HostsLauncher | None = None,
+    launcher: Env | HostsLauncher | str | None = None,
 ) -> Plan:
     """Find which way to split a workload, with the price of every alternative and when the answer would change.
 
@@ -46,10 +49,15 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
 
     Raises ValueError for what was asked wrongly, and where nothing can run.
     """
+    if workload is not None:
+        check_workload(workload, "plan")
     if launcher is not None:
+        where = launcher_of(launcher)
         if any(given is not None for given in (cluster, network, against, workers)) or allow_approximate or remeasure:
-            raise ValueError("--launcher env plans for the ranks that run it: it goes with --no-trial, --out, --json")
-        return _by_ranks(workload, launcher, trial=trial)
+            raise ValueError(
+                "launcher=env() plans for the ranks that run it: of all else trial=False alone goes with it"
+            )
+        return _by_ranks(workload, where, trial=trial)
     _must_go_together(workload, cluster, network, measures=remeasure or allow_approximate)
     machines = _here(remeasure) if cluster is None else cluster_of(cluster)
     here = cluster is None or (isinstance(cluster, Cluster) and _is_this_machine(cluster))
@@ -97,9 +105,9 @@ def _must_go_together(workload: object, cluster: object, network: object, *, mea
 def _by_ranks(workload: Workload | str | None, launcher: Env | HostsLauncher, *, trial: bool) -> Plan:
     if not isinstance(launcher, Env | HostsLauncher) or workload is None:
         raise ValueError(
-            f"--launcher {launcher} with {workload}: plan looks at every layout of this machine by itself; --launcher "
-            "env, with FILE:NAME, is for ranks that torchrun or Slurm have started, and --hosts a,b for those of "
-            "several hosts"
+            f"launcher={launcher} with workload={workload!r}: plan looks at every layout of this machine by itself; "
+            "launcher=env(), with a workload, is for ranks that torchrun or Slurm have started, and "
+            "launcher=ssh('a', 'b') for those of several hosts"
         )
     if isinstance(workload, str):
         check_place(workload)

@@ -52,5 +52,5 @@ def _one(name: str, proofs: Sequence[store.CachedProof]) -> store.CachedProof:
     found = [proof for proof in proofs if len(name) >= LEAST_LETTERS and proof.name.startswith(name)]
     if len(found) != 1:
         which = "no cached proof has this name" if not found else f"{len(found)} cached proofs begin so"
-        raise ValueError(f"--remove {name}: {which}; `apportion proofs` lists them, --remove all removes every one")
+        raise ValueError(f"{name!r}: {which}; `apportion proofs` lists them, and 'all' removes every one")
     return found[0]

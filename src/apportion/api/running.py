@@ -22,6 +22,7 @@ from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
+from apportion.own_frames import outside
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.reporting.recording import journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
@@ -111,7 +112,7 @@ def _run_here(
                 decision = next_best(decision, refused, launcher, str(error))
 
 
-_CURE = "give another strategy, or none; or mend the workload; check=False (--no-check) trains it all the same"
+_CURE = "give another strategy, or none; or mend the workload; check=False trains it all the same"
 
 
 def _on_processes(
@@ -125,12 +126,12 @@ def _on_processes(
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
     if warning is not None:
-        warnings.warn(warning, stacklevel=5)
+        warnings.warn(warning, stacklevel=outside())
     from apportion.core.torch_private import unfamiliar  # torch is imported by now, or is about to be
 
     said = unfamiliar()
     if said is not None:
-        warnings.warn(said, stacklevel=5)
+        warnings.warn(said, stacklevel=outside())
     job = asked.job(chosen.strategy, chosen.launcher, chosen.launcher.threads_each(chosen.ranks))
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)

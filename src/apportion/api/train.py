@@ -9,8 +9,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from apportion.core.address import check_place
-from apportion.core.value import parse
+from apportion.api.arguments import check_workload, launcher_of, policy_of, strategy_of
+from apportion.core.named_arguments import named_arguments
+from apportion.core.place_names import check_place
 from apportion.runtime.checkpoint.code_ownership import loading
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
     Launcher = Local | Env | HostsLauncher
 
 
+@named_arguments("run")
 def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     workload: Workload | str,
     strategy: Strategy | str | None = None,
     *,
-    launcher: Launcher | None = None,
+    launcher: Launcher | str | None = None,
     run_dir: str | Path | None = None,
     resume: bool | Literal["auto"] = False,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     steps: int | None = None,
     seed: int | None = None,
     trial: bool = True,
@@ -74,17 +76,21 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             f"{loading[-1]} trains while load() imports it: put what trains under if __name__ == '__main__':, or give "
             "load(..., model=...)"
         )
-    launcher = launcher or Local()
+    check_workload(workload, "train")
+    where: Launcher = launcher_of(launcher)
     address = workload if isinstance(workload, str) else _address(workload)
     if isinstance(workload, str):
         check_place(workload)
+    if run_dir is not None and (not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir).strip()):
+        raise ValueError(
+            f"run_dir={run_dir!r} must be the path of a folder: run_dir='runs/first', or None for a new one"
+        )
     _check_resume(resume, run_dir)
     # What a run needs, who only imports this package does without.
     from apportion.api import running
-    from apportion.core.policy import Policy
     from apportion.planner.decision import Planning
 
-    if isinstance(launcher, Local):  # elsewhere rank 0 looks, since others may not have the disk
+    if isinstance(where, Local):  # elsewhere rank 0 looks, since others may not have the disk
         if resume == "auto":
             resume = running.has_checkpoint(run_dir)
         if strategy is None and resume is True and run_dir is not None:
@@ -94,13 +100,13 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
         address=address,
         run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
         resume=resume,
-        policy=policy or Policy(),
+        policy=policy_of(policy),
         prove=check,
         require_proof=require_proof,
         reprove=reprove,
         changes={name: value for name, value in (("steps", steps), ("seed", seed)) if value is not None},
     )
-    chosen: Strategy | None = parse(strategy, "apportion.strategies") if isinstance(strategy, str) else strategy
+    chosen = None if strategy is None else strategy_of(strategy)
     planning = Planning(trial=trial, remeasure=remeasure, approximate=allow_approximate)
     if chosen is not None and planning != Planning():
         raise ValueError(
@@ -108,16 +114,14 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             "either out"
         )
     _check_proof(check, require_proof=require_proof, reprove=reprove)
-    return _begin(asked, chosen, launcher, planning)
+    return _begin(asked, chosen, where, planning)
 
 
 def _check_proof(check: bool, *, require_proof: bool, reprove: bool) -> None:
     """Raises ValueError where a run is to prove itself and not to."""
-    for name, flag, asked in (("require_proof", "--require-proof", require_proof), ("reprove", "--reprove", reprove)):
+    for name, asked in (("require_proof", require_proof), ("reprove", reprove)):
         if asked and not check:
-            raise ValueError(
-                f"{name}=True ({flag}) and check=False (--no-check) contradict each other: leave either out"
-            )
+            raise ValueError(f"{name}=True and check=False contradict each other: leave either out")
 
 
 def _begin(
@@ -144,6 +148,7 @@ def _check_resume(resume: object, run_dir: str | Path | None) -> None:
         raise ValueError(f"resume={resume!r} needs run_dir: the directory of the run to go on with")
 
 
+@named_arguments("run", like=run)
 def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Result:
     """Runs ``run`` to its end, with its options; returns what it came to: ``metrics``, ``run_dir``,
     ``examples_per_second``."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import apportion
+from apportion.cli.flags import in_flags
 from apportion.cli.launchers import is_first, launcher_of
 from apportion.comm.network import launched_ranks
 from apportion.errors import ApportionError, Disproved, NotFinite, NotVerified, RanksDiffer, WorkerFailed
@@ -41,9 +42,8 @@ _EXTRAS = {
     "matplotlib": "report",
 }
 """What brings a package that is missing."""
-_START_WORKERS = ("train", "check", "compare", "plan")
-_ELSEWHERE = re.compile(r"--hosts|(--launcher=)?(ssh|slurm|ray)(\(|$)")
-"""A word of the command line by which ranks are started on other hosts, and none here."""
+_ELSEWHERE = re.compile(r"(ssh|slurm|ray)(\(|$)")
+"""A launcher by which ranks are started on other hosts, and none here."""
 
 app = typer.Typer(
     help="Train one network on all the devices you have, and prove that it is the same network.",
@@ -82,16 +82,32 @@ def main() -> None:
     """The program ``apportion``."""
     outlive_terminal()
     signal.signal(signal.SIGINT, _interrupted_early)
-    on_others = any(_ELSEWHERE.match(word) for word in sys.argv)
-    launched = "WORLD_SIZE" in launched_ranks.given(os.environ)  # the ranks run already, and a proof may be remembered
-    starts = len(sys.argv) > 1 and sys.argv[1] in _START_WORKERS and "--help" not in sys.argv
-    if starts and not launched and not on_others:
-        template()  # what workers are forked from imports torch while this process does
     try:
         app()
     finally:
         if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
             _leave(sys.exception())
+
+
+def _begin(  # (the words of a command line that name something)
+    workload: str | None, strategies: Sequence[str | None], launcher: str | None, hosts: str | None
+) -> None:
+    """Checks the names on the command line, which takes milliseconds, and then starts what workers are forked from: it
+    imports torch while this process does. Raises ValueError for a name that is not there."""
+    from apportion.core.place_names import check_place
+    from apportion.core.value_names import check_written
+
+    if workload is not None:
+        check_place(workload)
+    for strategy in strategies:
+        if strategy is not None:
+            check_written(strategy, "apportion.strategies")
+    if launcher is not None:
+        check_written(launcher, "apportion.runtime.launch")
+    on_others = hosts is not None or (launcher is not None and _ELSEWHERE.match(launcher.strip()) is not None)
+    launched = "WORLD_SIZE" in launched_ranks.given(os.environ)  # the ranks run already, and a proof may be remembered
+    if not on_others and not launched:
+        template()
 
 
 def _leave(error: BaseException | None) -> None:
@@ -160,9 +176,12 @@ def train(  # noqa: PLR0913 (the flags)
         })  # fmt: skip
         return
     with _guarded():
-        from apportion.api.train import run
         from apportion.core.policy import Policy
         from apportion.core.value import parse_as
+
+        asked = parse_as(policy, Policy) if policy is not None else None
+        _begin(workload, [strategy], launcher, hosts)
+        from apportion.api.train import run  # torch comes with it
 
         events = run(
             workload,
@@ -170,7 +189,7 @@ def train(  # noqa: PLR0913 (the flags)
             launcher=launcher_of(launcher, workers, hosts),
             run_dir=run_dir,
             resume=resume,
-            policy=parse_as(policy, Policy) if policy is not None else None,
+            policy=asked,
             steps=steps,
             seed=seed,
             trial=not no_trial,
@@ -240,6 +259,7 @@ def check(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
     with _guarded():
+        _begin(workload, [strategy], launcher, hosts)
         from apportion.cli.tables import show_proof
 
         proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers, hosts))
@@ -290,6 +310,7 @@ def compare(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Measure strategies against each other, on this machine or on several hosts."""
     with _guarded():
+        _begin(workload, strategy or (), launcher, hosts)
         from apportion.cli.tables import show_rows
 
         where = launcher_of(launcher, workers, hosts)
@@ -329,6 +350,7 @@ def plan(  # noqa: PLR0913 (the flags)
 ) -> None:
     """Say which way to split a workload, why, and when the answer would change."""
     with _guarded():
+        _begin(workload if network is None else None, (), launcher, hosts)
         decided = apportion.plan(
             workload,
             cluster,
@@ -424,6 +446,9 @@ def export(
 ) -> None:
     """Carry a trained net to other hardware, and hold what the file computes against the net."""
     with _guarded():
+        from apportion.core.value_names import check_written
+
+        check_written(target, "apportion.exporting.targets")
         from apportion.api.export import export_run, verified
 
         signal.signal(signal.SIGTERM, _end)
@@ -446,32 +471,36 @@ def _end(number: int, _: object) -> None:
 @contextmanager
 def _guarded() -> Iterator[None]:
     """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
-    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
+    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {in_flags(str(message))}", err=True)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        _say_error(error)
         raise typer.Exit(WRONG_USE) from None
     except (Disproved, NotFinite, NotVerified, RanksDiffer) as error:
-        typer.echo(f"error: {error}", err=True)
+        _say_error(error)
         raise typer.Exit(NO) from None
     except WorkerFailed as error:
-        if error.traceback is not None:
-            typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
-        typer.echo(f"error: {error}", err=True)
+        _say_error(error)
         if error.where is not None:
             typer.echo(f"  at {error.where}", err=True)
+        if error.traceback is not None:
+            typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
         raise typer.Exit(FAILED) from None
     except (ApportionError, ImportError, OSError) as error:
         extra = _EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
         cure = f": pip install 'apportion[{extra}]'" if extra else ""
-        typer.echo(f"error: {error}{cure}", err=True)
+        typer.echo(f"error: {in_flags(str(error))}{cure}", err=True)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words
         typer.echo("\n".join(_notes(interrupt) or ["interrupted"]), err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _say_error(error: Exception) -> None:
+    typer.echo(f"error: {in_flags(str(error))}", err=True)
 
 
 def _notes(error: BaseException | None) -> list[str]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from apportion.cli.flags import in_flags
 from apportion.core.event import Event
 
 LINE_SECONDS = 2.0
@@ -34,13 +35,13 @@ class PlainLines:
         """Shows one more event."""
         now = time.monotonic()
         if event.kind == "plan":
-            self.say(plan_line(event))
+            self.say(in_flags(plan_line(event)))
         elif event.kind == "proof":
-            self.say(event.data["sentence"])
+            self.say(in_flags(event.data["sentence"]))
         elif event.kind == "start":
             self._start = event
             if (event.data["proof"] or {}).get("remembered"):
-                self.say(event.data["proof"]["sentence"])
+                self.say(in_flags(event.data["proof"]["sentence"]))
             self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:
             self.say(step_line(event, self._start, self._score()))
@@ -53,7 +54,7 @@ class PlainLines:
         elif event.kind == "drift":
             self.say(f"step {event.step}: {event.data['cause']}")
         elif event.kind == "fault" and event.data["action"] != "stops":  # that is told as the error that it ends with
-            self.say(f"fault: {event.data['cause']} ({event.data['action']})")
+            self.say(in_flags(f"fault: {event.data['cause']} ({event.data['action']})"))
 
     def _score(self) -> float | None:
         """Returns the mean of what each worker's last episodes have scored, where there are episodes."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from apportion.cli.flags import in_flags
+
 if TYPE_CHECKING:
     from apportion.api.compared_row import ComparedRow
     from apportion.runtime.proof.proof import Proof, Round
@@ -45,7 +47,7 @@ def show_proof(proof: Proof) -> None:
         "different": "NOT the same network",
         "undecided": "UNDECIDED",
     }
-    console.print(proof.sentence)
+    console.print(in_flags(proof.sentence))
     console.print(verdicts[proof.verdict])
 
 

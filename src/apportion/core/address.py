@@ -12,6 +12,7 @@ from types import ModuleType
 
 import cloudpickle
 
+from apportion.core.place_names import EXAMPLE
 from apportion.core.workload import Workload
 
 
@@ -20,7 +21,7 @@ def load_workload(address: str) -> Workload:
     itself raises when it is imported comes through as it is."""
     place, colon, name = address.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"{address!r} names no workload: write FILE:NAME, for example examples/digits.py:workload")
+        raise ValueError(f"{address!r} names no workload: write FILE:NAME, for example {EXAMPLE}")
     module = _file(place) if place.endswith(".py") or os.sep in place else _module(place)
     found = getattr(module, name, None)
     if isinstance(found, Workload):
@@ -29,16 +30,6 @@ def load_workload(address: str) -> Workload:
     known = f"it has {', '.join(workloads)}" if workloads else "it has no apportion.Workload"
     what = "is not there" if found is None else f"is a {type(found).__name__}, not an apportion.Workload"
     raise ValueError(f"{address!r}: {name} {what}; {known}")
-
-
-def check_place(address: str) -> None:
-    """Raise ValueError where the address does not parse, or where there is no such file: the cheap part of
-    ``load_workload``."""
-    place, colon, name = address.rpartition(":")
-    if not colon or not place or not name:
-        raise ValueError(f"{address!r} names no workload: write FILE:NAME, for example examples/digits.py:workload")
-    if (place.endswith(".py") or os.sep in place) and not Path(place).is_file():
-        raise ValueError(f"{address!r}: there is no file {place} (in {Path.cwd()})")
 
 
 def _file(place: str) -> ModuleType:

@@ -55,8 +55,8 @@ def check_fingerprint(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     ]
     if differ:
         raise ValueError(
-            f"the run was started with another workload: {'; '.join(differ)}. Change it back to go on with --resume, "
-            "or start a new run in another --run-dir"
+            f"the run was started with another workload: {'; '.join(differ)}. Change it back to go on with "
+            "resume=True, or start a new run in another run_dir="
         )
 
 

@@ -86,7 +86,7 @@ def _text(name: str, rank: int, most: int, count: int, step: int) -> str:
     return (
         f"after step {step} {name} on rank {rank} is not what it is on rank {most}{more}: all ranks must hold it "
         "alike, to the bit. Something changes it outside the update, or makes it of what only one rank sees; "
-        "`apportion check` compares every step. The checkpoints are of steps before: --resume goes on from the last"
+        "`apportion check` compares every step. The checkpoints are of steps before: resume=True goes on from the last"
     )
 
 

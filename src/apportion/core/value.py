@@ -17,7 +17,9 @@ import pkgutil
 import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from apportion.core.named_arguments import refuse_unknown, remedy
 
 _KINDS = {
     "apportion.strategies": "strategy",
@@ -32,7 +34,12 @@ own."""
 
 def written_name(cls: type) -> str:
     """The name that a class is written with: ``DataParallel`` is written ``data_parallel``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+    return written(cls.__name__)
+
+
+def written(name: str) -> str:
+    """The name that a class of this name is written with."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 class Value:
@@ -40,6 +47,15 @@ class Value:
 
     unnamed: ClassVar[str | None] = None
     """The field whose items are written first and without its name: ``ssh('a', 'b')``; None: every field is named."""
+
+    if not TYPE_CHECKING:  # which knows the fields by itself
+
+        def __new__(cls, *args: Any, **given: Any) -> Self:
+            """Refuses fields that the value does not have; ``__init__`` takes those that it has."""
+            known = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else [*given]
+            if not given.keys() <= set(known):
+                refuse_unknown(written_name(cls), given, known, written_name(cls))
+            return super().__new__(cls)
 
     def __str__(self) -> str:
         given: list[str] = []
@@ -73,8 +89,12 @@ def names(package: str) -> list[str]:
 
 def own_names(package: str) -> list[str]:
     """The values that a folder holds."""
-    path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+    return sorted(m.name for m in pkgutil.iter_modules([folder(package)]) if not m.name.startswith("_"))
+
+
+def folder(package: str) -> str:
+    """The path of a folder of values."""
+    return importlib.import_module(package).__path__[0]
 
 
 @cache
@@ -97,37 +117,59 @@ def find(name: str, package: str) -> type:
 def _find_added(name: str, package: str) -> type:
     given = _added(package).get(name)
     if given is None:
-        raise ValueError(_unknown(name, package))
+        raise ValueError(unknown(name, package))
     added = given.load()
     if not (isinstance(added, type) and issubclass(added, Value) and written_name(added) == name):
         raise ValueError(f"{name} = {given.value!r} in the group {package} must be a class of values written {name}")
     return added
 
 
-def _unknown(name: str, package: str) -> str:
+def unknown(name: str, package: str) -> str:
     """The message of a name that no value of a folder is written with."""
+    from apportion.core.argument_names import NAMES  # only a mistake needs it
+
     known = names(package)
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-    return f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}"
+    close = [NAMES.get(package, {}).get(name.lower(), "")]
+    if not close[0]:
+        close = difflib.get_close_matches(name.lower(), known, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}It is one of {', '.join(known)}"
+
+
+def value_of(given: Any, package: str, kinds: type | tuple[type, ...]) -> Any:
+    """The value that is given: itself, where it is one of these kinds, or what its text writes. Raises ValueError where
+    it is neither."""
+    if isinstance(given, str):
+        return parse(given, package)
+    if isinstance(given, kinds):
+        return given
+    kind = _KINDS.get(package, "value")
+    if isinstance(given, type) and issubclass(given, kinds):
+        name = written_name(given)
+        raise ValueError(f"{kind}={name} is the class, and a value is needed: {kind}={name}(), or {kind}='{name}'")
+    examples = {"strategy": "data_parallel", "launcher": "local(workers=2)"}
+    example = examples.get(kind, names(package)[0])
+    call = example if example.endswith(")") else f"{example}()"
+    raise ValueError(f"{kind}={given!r} must be a {kind} or its text: {kind}=apportion.{call}, or {kind}={example!r}")
 
 
 def parse(text: str, package: str) -> Any:
     """The value that ``text`` writes, for example ``data_parallel(microbatches=2)``. Literals and nested values only:
     nothing in it is executed."""
-    return _build(_expression(text), text, package)
+    return _build(expression(text), text, package)
 
 
 def parse_as(text: str, cls: type) -> Any:
     """The value that ``text`` writes, of the one class that can be meant, for example a policy."""
-    node = _expression(text)
+    node = expression(text)
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name) or name.id != written_name(cls):
         raise ValueError(f"{text!r} must be written {written_name(cls)}(...)")
     return _construct(cls, node, text, None)
 
 
-def _expression(text: str) -> ast.expr:
+def expression(text: str) -> ast.expr:
+    """The text of a value, parsed. Raises ValueError where it does not parse."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
@@ -154,7 +196,8 @@ def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any
     known = {f.name: f.metadata.get(NESTED, package) for f in dataclasses.fields(cls)}
     for argument in arguments:
         if argument.arg not in known:
-            raise ValueError(f"{written_name(cls)} has no {argument.arg!r}: {_signature(cls)}")
+            meant = remedy(str(argument.arg), known, written_name(cls))
+            raise ValueError(f"{written_name(cls)} has no {argument.arg!r}: {meant}; {_signature(cls)}")
         if argument.arg in values:
             raise ValueError(f"{text!r}: {argument.arg} is given twice; {_signature(cls)}")
         values[argument.arg] = _argument(argument.value, text, known[argument.arg])
@@ -173,7 +216,7 @@ def _argument(node: ast.expr, text: str, package: str | None) -> Any:
         if package is None or not isinstance(node, ast.Call | ast.Name):
             raise ValueError(f"{text!r}: {written} is neither a number, a text, nor a value; {quoted}") from None
         if isinstance(node, ast.Name) and node.id not in names(package):
-            raise ValueError(f"{text!r}: {_unknown(node.id, package)}; {quoted}") from None
+            raise ValueError(f"{text!r}: {unknown(node.id, package)}; {quoted}") from None
         return _build(node, text, package)
 
 

@@ -3,24 +3,33 @@ how are not."""
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from apportion.core.loss_terms import Count, Derived, derived_count
 from apportion.core.model_loss import ModelTerms, takes_loss_of_model
+from apportion.core.named_arguments import refuse_fields
 from apportion.core.parts.checks import check_parts
 from apportion.core.parts.dataset import PartedDataset
 from apportion.core.sampling.sampler import Draws, Order
+from apportion.core.workload_rules import (
+    check_evaluation,
+    check_evaluation_fields,
+    check_functions,
+    check_numbers,
+    made_model,
+    made_optimizer,
+    made_schedule,
+    misfit,
+)
 
 if TYPE_CHECKING:
     from apportion.core.data.batch import Batch
@@ -69,11 +78,15 @@ class Evaluation:
     batch_size: int | None = None
     """The global batch size in examples; None: the workload's."""
 
+    if not TYPE_CHECKING:  # which knows the fields by itself
+
+        def __new__(cls, *args: Any, **given: Any) -> Self:
+            """Refuses fields that it does not have, or lacks; ``__init__`` takes those that it has."""
+            refuse_fields(cls.__name__, len(args), given, _fields_of(cls), "EVALUATION")
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        if self.every is not None and not self.every > 0:
-            raise ValueError(f"every={self.every} must be above 0 epochs, or None to evaluate only at the end")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} must be at least 1")
+        check_evaluation_fields(vars(self))
         if self.best is not None:
             sense, _, name = self.best.partition(" ")
             if sense not in ("max", "min") or name not in self.metrics:
@@ -149,42 +162,29 @@ class Workload:
     ``"Class.attribute"`` or by the path that a message gives. They are not carried to a replaced worker or into a
     checkpoint."""
 
-    def __post_init__(self) -> None:  # noqa: C901 (a list of rules)
-        for name in ("model", "data", "optimizer", "collate"):
-            if not callable(getattr(self, name)):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} must be a function that makes it: {name}=lambda ...: ..."
-                )
+    if not TYPE_CHECKING:  # which knows the fields by itself
+
+        def __new__(cls, *args: Any, **given: Any) -> Self:
+            """Refuses fields that it does not have, or lacks; ``__init__`` takes those that it has."""
+            refuse_fields(cls.__name__, len(args), given, _fields_of(cls), "WORKLOAD")
+            return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_functions(vars(self))
+        check_numbers(vars(self))
+        check_evaluation(self.evaluation, Evaluation)
         if self.parts is not None:
             check_parts(self.parts, self.data, carries=self.carry is not None)
-        if isinstance(self.model, nn.Module):
-            raise ValueError(
-                f"model={type(self.model).__name__}(...) is a network that is made already, and every rank makes its "
-                f"own from the seed: it must be a function: model=lambda: {type(self.model).__name__}(...)"
-            )
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size!r} must be a whole number of at least 1 example")
         if (self.loss is None) == (self.update is None):
             raise ValueError(
-                "a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values"
+                "a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values: "
+                f"{'give one of them' if self.loss is None else 'leave either out'}"
             )
-        if self.steps is None and self.epochs is None:
-            raise ValueError("steps=None and epochs=None never end: give one of them")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
-        if self.epochs is not None and not (self.epochs > 0 and math.isfinite(self.epochs)):
-            raise ValueError(f"epochs={self.epochs} must be above 0 and finite")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be above 0, or None not to clip")
         if not _are_names(self.per_rank_draws):
             raise ValueError(
                 f"per_rank_draws={self.per_rank_draws!r} must be the names of module classes or of the workload's "
                 'functions: per_rank_draws=("Reparametrise",)'
             )
-        if self.precision not in ("float32", "bfloat16", "float16", "float64"):
-            raise ValueError(f"precision={self.precision!r} must be float32, bfloat16, float16 or float64")
-        if self.order not in ("shuffled", "sequential"):
-            raise ValueError(f'order={self.order!r} must be "shuffled" or "sequential"')
         if self.carry is not None and self.order != "sequential":
             raise ValueError('carry needs order="sequential": a recurrent state follows its row through the data')
         if not (self.count is None or self.count == "derived" or callable(self.count)):
@@ -192,7 +192,7 @@ class Workload:
                 f"count={self.count!r} must be a function of the targets, as count=lambda targets: "
                 "float((targets != -100).sum()), or None where the loss couples the examples; or leave it out"
             )
-        if callable(self.count) and not _takes_one(self.count):
+        if callable(self.count) and misfit(self.count, 1) is not None:
             name = getattr(self.count, "__name__", type(self.count).__name__)
             raise ValueError(
                 f"count={name} must be a function of the targets alone, as count=lambda targets: "
@@ -219,6 +219,21 @@ class Workload:
                     f"per_rank_draws={self.per_rank_draws!r}: {name!r} is neither a class of the model's modules nor a "
                     f"function of the workload, which are {', '.join(sorted(known))}"
                 )
+
+    def make_model(self) -> nn.Module:
+        """Make the network. Raises ValueError where ``model`` returns something else."""
+        return made_model(self.model)
+
+    def make_optimizer(self, parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
+        """Make the optimizer of the named parameters, or several by name. Raises ValueError where ``optimizer`` is
+        written for something else, or returns something else."""
+        made: Optimizer | Mapping[str, Optimizer] = made_optimizer(self.optimizer, list(parameters))
+        return made
+
+    def make_schedule(self, optimizer: Optimizer, total: int) -> LRScheduler | None:
+        """Make the schedule of an optimizer over ``total`` updates; None where there is none. Raises ValueError where
+        ``schedule`` returns something else than a schedule of the step alone."""
+        return None if self.schedule is None else made_schedule(self.schedule, optimizer, total)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """The number of updates in the whole training, given how many global batches make an epoch."""
@@ -273,17 +288,9 @@ def _are_names(given: object) -> bool:
     return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(name, str) for name in given)
 
 
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Tells whether a function can be called with one argument; True where its signature cannot be seen."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C
-        return True
-    try:
-        signature.bind(None)
-    except TypeError:
-        return False
-    return True
+def _fields_of(cls: type) -> dict[str, bool]:
+    """Returns the names of the fields of a dataclass, and whether each has to be given."""
+    return {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(cls)}
 
 
 def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
@@ -296,7 +303,15 @@ def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
             "for example list(dataset)"
         )
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise ValueError(f"{name} gave {type(dataset).__name__}, which needs __len__ and __getitem__")
+        loader = isinstance(dataset, DataLoader)
+        raise ValueError(
+            f"{name} gave {type(dataset).__name__}, which needs __len__ and __getitem__: "
+            + (
+                "return its data set, with batch_size= and collate= beside it"
+                if loader
+                else "return a map-style data set"
+            )
+        )
     if len(dataset) == 0:
         raise ValueError(f"{name} gave an empty dataset")
     return dataset

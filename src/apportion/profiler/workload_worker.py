@@ -97,7 +97,7 @@ class StepProfiler:
         replica = self._own.replica
         if self._workload.update is not None or replica.optimizers.searching:
             return None
-        made: Any = with_fused_updates(self._workload).optimizer(list(replica.model.named_parameters()))
+        made: Any = with_fused_updates(self._workload).make_optimizer(list(replica.model.named_parameters()))
         if not step_hooked(made, before_only=True):
             return None
         clip, parameters = self._workload.clip_grad_norm, replica.trainable()

@@ -272,7 +272,7 @@ def _copied(model: nn.Module, shared: dict[int, Any], workload: Workload) -> nn.
             raise
         seed_everything(workload.seed)
         first = next(model.parameters(), torch.empty(0))
-        return workload.model().to(first.device, first.dtype)
+        return workload.make_model().to(first.device, first.dtype)
 
 
 def _taken_apart(model: nn.Module, copied: nn.Module) -> Iterator[str]:

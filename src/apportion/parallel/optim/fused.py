@@ -30,7 +30,7 @@ def with_fused_updates(workload: Workload) -> Workload:
         return workload
 
     def made(parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
-        optimizers = workload.optimizer(parameters)
+        optimizers = workload.make_optimizer(parameters)
         for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers.values():
             _run_fused(optimizer)
         return optimizers

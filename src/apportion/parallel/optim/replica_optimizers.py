@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.sampling.rng import seeded_rng
@@ -36,7 +36,7 @@ class ReplicaOptimizers(dict[str, Optimizer]):
 
     @staticmethod
     def _made(workload: Workload, model: nn.Module) -> dict[str, Optimizer]:
-        made, own = workload.optimizer(list(model.named_parameters())), set(model.parameters())
+        made, own = workload.make_optimizer(list(model.named_parameters())), set(model.parameters())
         optimizers = {"": made} if isinstance(made, Optimizer) else dict(made)
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
@@ -73,17 +73,10 @@ class ReplicaOptimizers(dict[str, Optimizer]):
 
     def start_schedules(self, total_steps: int) -> None:
         """Make the learning-rate schedules, now that the number of updates is known."""
-        schedule = self._workload.schedule
-        if schedule is None:
-            return
         for name, optimizer in self.items():
-            made: Any = schedule(optimizer, total_steps)
-            if isinstance(made, ReduceLROnPlateau):
-                raise ValueError(
-                    "ReduceLROnPlateau needs a metric, and the schedule is stepped once an update without one: "
-                    "use a schedule of the step alone (StepLR, CosineAnnealingLR, OneCycleLR, LambdaLR)"
-                )
-            self.schedules[name] = made
+            made = self._workload.make_schedule(optimizer, total_steps)
+            if made is not None:
+                self.schedules[name] = made
 
     def must_be_storable(self) -> None:
         """Raise ValueError where a checkpoint cannot hold the settings of an optimizer or of a schedule."""
@@ -103,7 +96,7 @@ class ReplicaOptimizers(dict[str, Optimizer]):
         found: list[Optimizer] = []
         with seeded_rng(self._workload.seed), suppress(Exception):
             named = [*zip(self._names.values(), closure.copies_to_try([*self._names]), strict=True)]
-            made = self._workload.optimizer(named)
+            made = self._workload.make_optimizer(named)
             tried = [made] if isinstance(made, Optimizer) else [*made.values()]
             for _, p in named:
                 p.grad = torch.zeros_like(p)

@@ -100,11 +100,11 @@ class StoreWorker:
         self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
         if split is None:
             replica.start_schedules(self.source.total)
-            other = workload.optimizer(list(replica.model.named_parameters()))
+            other = workload.make_optimizer(list(replica.model.named_parameters()))
             leading = other if isinstance(other, torch.optim.Optimizer) else next(iter(other.values()))
         else:
             self.source, leading = split.source, _without_parameters(self.optimizer)
-        schedule = workload.schedule(leading, self.source.total) if workload.schedule is not None else None
+        schedule = workload.make_schedule(leading, self.source.total)
         self.hyper = HyperTable(self.layout.rule, leading, schedule)
         self._clip = workload.clip_grad_norm
         self._sign = [-1.0 if g.get("maximize") else 1.0 for g in self.optimizer.param_groups]

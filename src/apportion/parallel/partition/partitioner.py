@@ -84,7 +84,7 @@ class Partitioner:
             refuse_tied_by_memory(plain, "each rank holds its own part of the weights")
             refuse_making(plain, "no rank has all of the weights")
         full = FullModel(plain, workload, self._source.deal)
-        made = workload.optimizer(list(plain.named_parameters()))
+        made = workload.make_optimizer(list(plain.named_parameters()))
         hooks = GradientHooks((name, p) for name, p in plain.named_parameters() if p.requires_grad)
         if world.size > 1 and workload.update is None and workload.carry is None:
             refuse_gradients_of_gradients(asked(plain, sample.inputs), plain)

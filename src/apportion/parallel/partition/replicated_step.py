@@ -275,7 +275,7 @@ def _refuse_coupling(workload: Workload, world: World) -> None:
     """Refuse, with ValueError, layers that couple the rows of a batch, except batch normalisation. They are looked for
     in a model that is made for this alone."""
     seed_everything(workload.seed)
-    model = workload.model().to(device=world.device)
+    model = workload.make_model().to(device=world.device)
     source = BatchSource(workload, device=world.device)
     strategy = "data_parallel(of=...)"
     for name in whole_batch_functions(model, workload, source.sample, strategy=strategy):

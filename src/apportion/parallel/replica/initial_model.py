@@ -20,7 +20,7 @@ from apportion.core.workload import Workload
 
 def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The model, on the device, in training mode; its floating and complex tensors in the dtype (None: as they are)."""
-    model = workload.model()
+    model = workload.make_model()
     _refuse_lazy(model)
     workload.must_know(type(module) for module in model.modules())
     model = in_precision(model.to(device=device), dtype)

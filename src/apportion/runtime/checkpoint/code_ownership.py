@@ -2,6 +2,7 @@
 
 A run directory is data, and may come from anywhere; the workload that it names is code. It is the caller's own where it
 lies in the project that the caller works in, outside any run directory, and is as it was when the run was started.
+Where no project is around the current folder, that folder counts as one for what nobody but the caller may write to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from apportion.process import PACKAGE
 
 MARKS = ("pyproject.toml", ".git")
 """The files or folders that mark the folder of a project."""
-CURE = "look at it, and say trust=True (--trust) if it may run"
+CURE = "look at it, and say trust=True if it may run"
 
 loading: list[str] = []
 """The address whose file is being imported for ``load``: nothing may train meanwhile."""
@@ -44,20 +45,38 @@ def is_file(place: str) -> bool:
 
 def projects() -> list[Path]:
     """Returns the folders that hold what is the caller's own: of the project around the program's script, and of the
-    one around the current folder. A script that is installed, as the command line is, says nothing about its caller."""
-    starts = [Path.cwd()]
+    one around the current folder, or that folder itself where there is none and only the caller may write to it. A
+    script that is installed, as the command line is, says nothing about its caller."""
+    current = Path.cwd()
+    starts = [current]
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and not is_installed(Path(script)):
         starts.append(Path(script).resolve().parent)
     found = [folder for start in starts if (folder := _project(start)) is not None]
+    if _project(current) is None and _others(current.resolve()) is None:
+        found.append(current.resolve())
     return list(dict.fromkeys(found))
 
 
 def _project(start: Path) -> Path | None:
     start = start.resolve()
-    for folder in (start, *start.parents):
-        if any((folder / mark).exists() for mark in MARKS):
-            return folder
+    return next((folder for folder in (start, *start.parents) if _is_marked(folder)), None)
+
+
+def _is_marked(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in MARKS)
+
+
+def _others(path: Path) -> str | None:
+    """Returns in words why others than the caller may have written a file or folder; None where nobody else may."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        return f"{path} cannot be looked at ({error.strerror})"
+    if about.st_uid != os.geteuid():
+        return f"{path} belongs to another user"
+    if about.st_mode & 0o022:
+        return f"others may write to {path}: chmod go-w {path}"
     return None
 
 
@@ -82,6 +101,9 @@ def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None
         return f"it lies in the run directory {around}"
     if not is_below(file, folders):
         told = " or ".join(map(str, folders)) or "and around the current folder there is neither of them"
+        why = _why_not_below(file)
+        if why is not None:
+            return f"the folder is no project (with {' or '.join(MARKS)}), and {why}"
         return f"it does not lie in a project of yours (a folder with {' or '.join(MARKS)}: {told})"
     if not isinstance(recorded, str):
         return "run.json has no digest of it to compare with"
@@ -91,9 +113,26 @@ def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None
 
 
 def is_below(path: Path, folders: Sequence[Path]) -> bool:
-    """Tells whether a file or a folder lies in one of these, and in no run directory."""
+    """Tells whether a file or a folder lies in one of these, and in no run directory. Where the folder has no mark of a
+    project, nobody but the caller may write to the path, or to a folder on the way to it."""
     path = path.resolve()
-    return any(path.is_relative_to(folder) for folder in folders) and _run_directory(path) is None
+    return _run_directory(path) is None and any(
+        path.is_relative_to(folder) and (_is_marked(folder) or _others_on_the_way(path, folder) is None)
+        for folder in folders
+    )
+
+
+def _others_on_the_way(path: Path, folder: Path) -> str | None:
+    way = [path, *(parent for parent in path.parents if parent.is_relative_to(folder))]
+    return next((why for one in way if (why := _others(one)) is not None), None)
+
+
+def _why_not_below(file: Path) -> str | None:
+    """Returns why a file in the current folder, which is no project, is not taken for the caller's own."""
+    current = Path.cwd().resolve()
+    if not file.is_relative_to(current) or _project(current) is not None:
+        return None
+    return _others_on_the_way(file, current)
 
 
 def _run_directory(path: Path) -> Path | None:

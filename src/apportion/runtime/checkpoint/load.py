@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.address import load_workload
+from apportion.core.named_arguments import named_arguments
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.rng import fork_rng, gpus_in_use, seed_host
@@ -28,6 +29,7 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory, model_files
 _T = TypeVar("_T")
 
 
+@named_arguments("load")
 def load(
     run_dir: str | os.PathLike[str],
     *,

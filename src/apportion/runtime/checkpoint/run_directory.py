@@ -127,7 +127,7 @@ class RunDirectory:
         # A writer died before the link was on disk. What is there was renamed into place, so it is whole or refused.
         if steps := self.steps():
             return self.restore(steps[-1])
-        raise CheckpointError(f"{self.path} holds no checkpoint yet: start it again without --resume")
+        raise CheckpointError(f"{self.path} holds no checkpoint yet: start it again without resume=True")
 
     def read_run(self) -> dict[str, Any]:
         """Returns what ``run.json`` holds. Raises ValueError where there is no run, CheckpointError where it cannot be
@@ -260,10 +260,10 @@ class RunDirectory:
             try:
                 folder = self._locate(step)
                 if folder != bad and _verify(folder):
-                    return f"step {step} is intact: ask for it, or remove {bad} and --resume goes on from it"
+                    return f"step {step} is intact: ask for it, or remove {bad} and resume=True goes on from it"
             except CheckpointError:
                 continue
-        return "no other checkpoint is intact: start again with another --run-dir"
+        return "no other checkpoint is intact: start again with another run_dir="
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -280,7 +280,7 @@ class RunDirectory:
                     if time.monotonic() > deadline:
                         raise CheckpointError(
                             f"another process has been writing in {self.checkpoints} for {_LOCK_SECONDS:.0f} s: "
-                            "give each run its own --run-dir"
+                            "give each run its own run_dir="
                         ) from None
                     time.sleep(0.01)
             try:

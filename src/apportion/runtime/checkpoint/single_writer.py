@@ -17,6 +17,8 @@ LOCK = ".training"
 
 
 _LOOK_SECONDS = 0.05
+_CROSSED_SECONDS = 1.0
+"""The seconds in which a folder may go away again and again as it is made, because others end that have made it."""
 
 
 @contextmanager
@@ -24,10 +26,14 @@ def single_writer(run_dir: str | Path, *, seconds: float = 0.0) -> Iterator[None
     """Lets this process alone write a run directory; the folder is made, and goes again where nothing was written.
     Raises ValueError where another training writes it, and goes on doing so for so many seconds; CheckpointError where
     it cannot be made."""
-    folder = Path(run_dir).absolute()
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder = _absolute(run_dir)
     opened: list[int] = []
+    made: list[Path] = []
     try:
+        try:
+            made = [path for path in (folder, *folder.parents) if not path.exists()]
+        except OSError as error:  # a name that is too long, or a folder that may not be looked into
+            raise _refused(folder, error) from error
         _open_locked(folder, time.monotonic() + seconds, opened)
         with suppress(OSError):  # a full disk
             os.ftruncate(opened[-1], 0)
@@ -39,18 +45,49 @@ def single_writer(run_dir: str | Path, *, seconds: float = 0.0) -> Iterator[None
             os.close(descriptor)
 
 
+def _absolute(run_dir: str | Path) -> Path:
+    """Returns the run directory from the root on. Raises ValueError where it has what no path may have, and
+    CheckpointError where the current folder is gone."""
+    text = os.fspath(run_dir)
+    if "\0" in text:
+        raise ValueError(f"run_dir={text!r} must be the path of a folder: run_dir='runs/first'")
+    try:
+        return Path(run_dir).absolute()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{text} cannot be made: the current folder has been removed; change to one that is there, or give "
+            "run_dir= from the root on"
+        ) from error
+
+
+def _refused(folder: Path, error: OSError) -> CheckpointError:
+    """Returns the error of a run directory that cannot be written, with the part of its path for which that is so."""
+    why = reason(error)
+    for path in (folder, *folder.parents):
+        if os.path.islink(path) and not os.path.exists(path):
+            why = f"{path} is a link to {os.readlink(path)}, which is not there"
+        elif os.path.exists(path):
+            if not os.path.isdir(path):
+                why = f"{path} is not a folder"
+            elif isinstance(error, FileNotFoundError):
+                why = f"no folder can be made in {path} ({reason(error)})"
+            break
+    return CheckpointError(f"{folder} cannot be written: {why}; make it writable, or use another run_dir=")
+
+
 def _open_locked(folder: Path, end: float, opened: list[int]) -> None:
     """Opens the file of the lock, as the last of ``opened``, and locks it."""
+    crossed = time.monotonic() + _CROSSED_SECONDS
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             opened.append(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT))
-        except FileNotFoundError:  # another one has cleared it away meanwhile
-            continue
+        except FileNotFoundError as error:  # another one has cleared it away meanwhile, or it cannot be made at all
+            if time.monotonic() < crossed:
+                continue
+            raise _refused(folder, error) from error
         except OSError as error:
-            raise CheckpointError(
-                f"{folder} cannot be written: {reason(error)}; make it writable, or use another --run-dir"
-            ) from error
+            raise _refused(folder, error) from error
         while not _lock(opened[-1], folder, wait=time.monotonic() < end):
             time.sleep(_LOOK_SECONDS)
         if os.fstat(opened[-1]).st_nlink:
@@ -69,7 +106,7 @@ def _lock(descriptor: int, folder: Path, *, wait: bool) -> bool:
         who = f"process {holder}" if holder.isdecimal() else "another process"
         raise ValueError(
             f"{folder} is being written by another training ({who}): wait for its end, or give each run its own "
-            "--run-dir"
+            "run_dir="
         ) from None
     except OSError:
         pass  # a file system without locks: nothing to hold on to

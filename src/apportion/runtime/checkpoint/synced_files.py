@@ -36,14 +36,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> int:
 def unwritten(path: Path, error: Exception) -> CheckpointError:
     """Returns what is told of a file that could not be written: why, and what can be done."""
     cures = {
-        errno.ENOSPC: "free some of the disk, or use a --run-dir on another one",
-        errno.EDQUOT: "free some of your quota, or use a --run-dir on another disk",
+        errno.ENOSPC: "free some of the disk, or use a run_dir= on another one",
+        errno.EDQUOT: "free some of your quota, or use a run_dir= on another disk",
         errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-        errno.EACCES: "make the folder writable, or use another --run-dir",
-        errno.EROFS: "use a --run-dir on a disk that is writable",
+        errno.EACCES: "make the folder writable, or use another run_dir=",
+        errno.EROFS: "use a run_dir= on a disk that is writable",
     }
     told = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
     number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
     cause = os.strerror(number) if number else str(error)
-    cure = cures.get(number or 0, "check the disk, or use another --run-dir")
+    cure = cures.get(number or 0, "check the disk, or use another run_dir=")
     return CheckpointError(f"{path} could not be written: {cause}; what was there before is intact; {cure}")

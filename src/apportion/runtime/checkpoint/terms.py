@@ -56,5 +56,6 @@ def refusal(asked: RunWriter, known: RunWriter) -> str:
         )
     return (
         f"the run was started again elsewhere (that start has term {known.term.number}, and this one "
-        f"{asked.term.number}): this one ends, and writes nothing more; go on with the other, or end that and --resume"
+        f"{asked.term.number}): this one ends, and writes nothing more; go on with the other, or "
+        "end that and say resume=True"
     )

@@ -32,7 +32,7 @@ def refuse_started(run_dir: str | os.PathLike[str]) -> None:
     path = Path(run_dir).absolute()
     if steps := saved_steps(path):
         raise ValueError(
-            f"{path} already holds a run, at step {steps[-1]}: use --resume to go on, or another --run-dir"
+            f"{path} already holds a run, at step {steps[-1]}: use resume=True to go on, or another run_dir="
         )
 
 

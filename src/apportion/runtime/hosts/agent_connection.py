@@ -169,7 +169,7 @@ def ending_text(
     else:
         how = f"ended with exit status {status}" + (f" ({last})" if last else "")
     if is_up:
-        return f"host {host}: its agent {how}, and its ranks ended with it; --resume goes on"
+        return f"host {host}: its agent {how}, and its ranks ended with it; resume=True goes on"
     return f"host {host}: its agent {how} before it was ready"
 
 

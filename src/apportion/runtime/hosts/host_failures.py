@@ -10,7 +10,7 @@ from typing import Any
 from apportion.runtime.supervisor.decisions import Stop
 from apportion.runtime.supervisor.failures import WorkerRaised
 
-RESUME = "--resume goes on"
+RESUME = "resume=True goes on"
 """The advice that ends the cause of a loss."""
 MODULES_HINT = "only the Python files below {root} were sent to the hosts: install other modules on each of them"
 

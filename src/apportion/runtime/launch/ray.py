@@ -103,7 +103,7 @@ class Ray(HostsLauncher):
             return None
         last = said[-1].removeprefix(_SAYS) if said else "it does not say why"
         if is_up:
-            return f"host {host}: Ray has lost the actor that held its agent ({last}); --resume goes on"
+            return f"host {host}: Ray has lost the actor that held its agent ({last}); resume=True goes on"
         return f"host {host}: Ray could not start the actor that holds its agent ({last})"
 
     def release(self, hosts: Sequence[RunHost]) -> None:

@@ -86,17 +86,17 @@ class Slurm(HostsLauncher):
         """Returns why Slurm has ended a step or could not make it, with the cure; None where the agent itself has
         ended."""
         if status is not None and status < 0:
-            return f"host {host}: its srun was ended by {signal.Signals(-status).name}; --resume goes on"
+            return f"host {host}: its srun was ended by {signal.Signals(-status).name}; resume=True goes on"
         text = "\n".join(line for line in said if line.startswith(self.own_words))
         if not is_up:
             told = [line for line in text.splitlines() if not _NO_REASON.search(line)]
             return f"host {host}: Slurm does not start its agent ({told[-1]}); {_CURE}" if told else None
         if (cancelled := _CANCELLED.search(text)) is not None:
             why = (cancelled[1] or "").strip().lower() or "by hand or by the system"
-            return f"host {host}: Slurm has cancelled the step that held its agent, {why}; --resume goes on"
+            return f"host {host}: Slurm has cancelled the step that held its agent, {why}; resume=True goes on"
         if _LOST.search(text):
             why = text.splitlines()[-1]
-            return f"host {host}: Slurm has lost the step that held its agent ({why}); --resume goes on"
+            return f"host {host}: Slurm has lost the step that held its agent ({why}); resume=True goes on"
         return None
 
     def release(self, hosts: Sequence[RunHost]) -> None:

@@ -98,7 +98,7 @@ class Ssh(HostsLauncher):
             return None
         last = said[-1].removesuffix(".") if said else "ssh said nothing"
         if is_up:
-            return f"host {host}: the connection was lost ({last}); --resume goes on"
+            return f"host {host}: the connection was lost ({last}); resume=True goes on"
         return f"host {host} cannot be reached: {last}; {_cure(host, last)}"
 
 

@@ -209,7 +209,7 @@ def _with_losses(seen: _Evidence, policy: Policy, survives: bool) -> Action:
     return Shrink(seen.losses) if shrinks else Replace(seen.losses)
 
 
-_RESUME = "; --resume goes on"
+_RESUME = "; resume=True goes on"
 
 
 def _stop(raised: WorkerRaised) -> Stop:

@@ -167,7 +167,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def host_text(lost: HostLost) -> str:
     """Returns why a host is lost, and which ranks were on it; how to go on is added by whoever decides what
     follows."""
-    why = lost.why.removeprefix(f"host {lost.host}: ").removesuffix("; --resume goes on")
+    why = lost.why.removeprefix(f"host {lost.host}: ").removesuffix("; resume=True goes on")
     return f"host {lost.host} is lost with {ranks_text(lost.ranks)}: {why}"
 
 

@@ -165,7 +165,7 @@ class RunSupervisor:
             yield self._proof_event(
                 verdict="begun",
                 sentence=f"proving that {self._job.strategy} on {self._ranks} workers trains the same network as one "
-                f"device: {seconds:.0f} s at most; without: --no-check{self._proof.outdated}",
+                f"device: {seconds:.0f} s at most; without: check=False{self._proof.outdated}",
                 seconds=0.0,
                 remembered=False,
             )

@@ -40,5 +40,5 @@ def noted(share: float) -> str | None:
         return None
     return (
         f"other programs held the cores for {share:.0%} of the time while this was measured, and the figures may be "
-        "off by as much: measure again on a quiet machine with --remeasure"
+        "off by as much: measure again on a quiet machine with remeasure=True"
     )

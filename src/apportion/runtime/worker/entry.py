@@ -18,6 +18,7 @@ import torch
 from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
 from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
+from apportion.own_frames import formatted
 from apportion.process import keep_what_is_freed
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder
 from apportion.runtime.worker.coordination import RunControl
@@ -154,7 +155,7 @@ def described(error: BaseException) -> Message:
     return {
         "kind": "raised",
         "summary": _summary(error),
-        "traceback": None if own else "".join(traceback.format_exception(error)),
+        "traceback": None if own else formatted(error),
         "mistake": is_mistake(error),
         "symptom": isinstance(error, PeerLost),
         "state_lost": isinstance(error, StateLost),

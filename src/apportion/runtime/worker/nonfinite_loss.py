@@ -138,7 +138,7 @@ def where_it_begins(step: Step, workload: Workload, batch: Batch) -> str | None:
 
 
 def _look(step: Step, workload: Workload, batch: Batch) -> str | None:
-    model = workload.model().to(device=step.device, dtype=step.source.dtype)
+    model = workload.make_model().to(device=step.device, dtype=step.source.dtype)
     wanted, here = model.state_dict(), step.model.state_dict()
     if wanted.keys() != here.keys() or any(wanted[n].shape != _here(here[n]).shape for n in wanted):
         return "this rank holds a part of the network; single_device names the layer"

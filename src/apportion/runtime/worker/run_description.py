@@ -230,7 +230,7 @@ def _evaluation(workload: Workload) -> dict[str, Any]:
 
 def _optimizers(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """Returns the classes of the optimizers and the settings of their groups, by name."""
-    made = workload.optimizer(model.named_parameters())
+    made = workload.make_optimizer(model.named_parameters())
     told: dict[str, Any] = {}
     for name, optimizer in (made if isinstance(made, Mapping) else {"": made}).items():
         of = f"optimizer {name}".rstrip()

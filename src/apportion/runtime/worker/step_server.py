@@ -329,7 +329,7 @@ class _Seen:
             return workload
 
         def model() -> nn.Module:
-            made = workload.model()
+            made = workload.make_model()
             self._dropped.update(silence_recurrent_dropout(made))
             if self._uncompiled is not None:
                 self._uncompiled.enter_context(uncompiled())

@@ -26,7 +26,7 @@ def allocated(environment: Mapping[str, str]) -> list[tuple[str, int | None]]:
     if tasks != "1":
         raise ValueError(
             f"slurm() starts all ranks from one process, and this is one of {tasks} tasks that srun has started: leave "
-            "srun out, or say --launcher env"
+            "srun out, or say launcher=env"
         )
     nodes = node_names(environment["SLURM_JOB_NODELIST"])
     found = list(zip(nodes, _tasks(environment, len(nodes)), strict=True))

@@ -94,7 +94,7 @@ class OpenExchange(Exchange):
         except PeerLost as error:
             raise PeerLost(
                 f"rank {self._world.rank} has waited {seconds:.0f} s for rank 0, which makes the averages: {error}. "
-                'Start rank 0 again with resume="auto" (--resume), and then this one'
+                'Start rank 0 again with resume="auto", and then this one'
             ) from error
 
     def _greet(self, sock: socket.socket) -> None:

@@ -33,7 +33,7 @@ class AbsentHosts:
             return None
         self._given_up = True
         self._lost.clear()
-        return f"{late[0]}; it was waited for {self._limit:g} s (host_wait); --resume goes on"
+        return f"{late[0]}; it was waited for {self._limit:g} s (host_wait); resume=True goes on"
 
     def __bool__(self) -> bool:
         """True while a host is waited for."""

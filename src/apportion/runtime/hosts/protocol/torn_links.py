@@ -43,5 +43,5 @@ class TornLinks:
         if self._times > MOST_TIMES:
             raise WorkerFailed(
                 f"the connections between the hosts were lost {MOST_TIMES} times at step {step}, and every host still "
-                "answers: is the network between them overloaded, or a firewall in the way? --resume goes on"
+                "answers: is the network between them overloaded, or a firewall in the way? resume=True goes on"
             )

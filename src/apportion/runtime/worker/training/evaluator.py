@@ -227,7 +227,7 @@ class _Snapshot:
         assert workload.evaluation is not None
         self._evaluation: Evaluation = workload.evaluation
         self._source = BatchSource.of_evaluation(workload, device=self.device, dtype=dtype)
-        self.model: nn.Module = workload.model().to(device=self.device, dtype=self._source.dtype).eval()
+        self.model: nn.Module = workload.make_model().to(device=self.device, dtype=self._source.dtype).eval()
         self._source.acts(self.model)
         self._python = PythonState()
         self._python.watch(model=self.model)

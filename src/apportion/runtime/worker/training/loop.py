@@ -212,6 +212,7 @@ class _TrainingLoop:
         if self.world.rank == 0 and not self.control.progress.started:
             self.control.progress.started = 1
             yield self.reporter.start((self.world.unmet or self.world).size, self.proof)
+            self.reporter.look_at_batch()
             self.reporter.look_at_schedule()
             yield from self.reporter.warnings(self.world.rank)
         while True:

@@ -51,7 +51,7 @@ class RunReporter:
             device=str(self._step.device.type),
             parameters=self._step.parameters,
             examples=source.deal.examples,
-            batch_size=self._workload.batch_size,
+            batch_size=min(self._workload.batch_size, source.deal.examples),
             count=description_of(self._workload.count, source.count),
             steps=source.total,
             steps_per_epoch=source.deal.batches,
@@ -90,10 +90,19 @@ class RunReporter:
                 self._told_lost.add(name)
                 cause = (
                     f"{name} is {reason}, and is neither kept in checkpoints nor carried to a replaced worker: from "
-                    "here on the loss of a worker goes back to an earlier checkpoint, or stops the run, and --resume "
-                    f"is refused; {remedy(name)}"
+                    "here on the loss of a worker goes back to an earlier checkpoint, or stops the run, and "
+                    f"resume=True is refused; {remedy(name)}"
                 )
                 yield self.event("fault", rank=0, cause=cause, traceback=None, action="goes on")
+
+    def look_at_batch(self) -> None:
+        """Warns where a batch is to have more examples than there are."""
+        size, examples = self._workload.batch_size, self._step.source.deal.examples
+        if size > examples and self._step.done == 0:
+            self._guard.news.append(
+                f"batch_size={size} is more than the {examples} examples of data=: each batch has all {examples} of "
+                f"them, and an epoch is one step; use batch_size<={examples}, or more data"
+            )
 
     def look_at_schedule(self) -> None:
         """Warns where the schedule ends the training within its first epoch."""

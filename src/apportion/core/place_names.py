@@ -1,0 +1,138 @@
+"""Whether what an address names is there, as far as that can be told without importing anything: a misspelled file or
+name is reported at once, and not after torch has been imported."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+EXAMPLE = "examples/digits.py:workload"
+_OPEN = {"globals", "setattr", "exec", "eval", "vars", "__import__", "locals"}
+"""Calls by which a file may define names that cannot be read in it."""
+
+
+def check_place(address: str) -> None:
+    """Raise ValueError where the address does not parse, where there is no such file or module, or where the file
+    defines no such name."""
+    place, colon, name = address.rpartition(":")
+    if not colon or not place or not name:
+        whole = address.strip(":") or "mine.py"
+        hint = f"{whole}:NAME" if whole.endswith(".py") else EXAMPLE
+        raise ValueError(
+            f"{address!r} names no workload: write FILE:NAME, the file and the variable in it that is the workload, "
+            f"for example {hint}"
+        )
+    file = Path(place) if place.endswith(".py") or os.sep in place else _module_file(address, place)
+    if file is None:
+        return
+    if not file.is_file():
+        raise ValueError(f"{address!r}: there is no file {place} (in {Path.cwd()}){_close_file(file)}")
+    _check_name(address, file, name)
+
+
+def _close_file(file: Path) -> str:
+    """Returns the file of a similar name beside one that is missing, in words."""
+    try:
+        known = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".py")]
+    except OSError:
+        return f": there is no folder {file.parent}" if str(file.parent) != "." else ""
+    close = difflib.get_close_matches(file.name, known, 1)
+    return f": did you mean {file.parent / close[0]}?" if close else "; give the path of the file that has the workload"
+
+
+def _module_file(address: str, place: str) -> Path | None:
+    """Returns the file of a module; None where only importing tells. Raises ValueError where there is none."""
+    if place in sys.modules:
+        return None
+    path: list[str] | None = [str(Path.cwd()), *sys.path]
+    found = None
+    for at, part in enumerate(parts := place.split(".")):
+        if not part.isidentifier():
+            raise ValueError(
+                f"{address!r}: {place} is neither a file that ends with .py nor the name of a module: write "
+                "path/to/file.py:name or package.module:name"
+            )
+        found = PathFinder.find_spec(".".join(parts[: at + 1]), path)
+        if found is None:
+            if any(True for _ in _others()):
+                return None  # a finder of another package may know it
+            beside = Path(f"{place.replace('.', os.sep)}.py")
+            hint = f"did you mean {beside}:{address.rpartition(':')[2]}?" if beside.is_file() else "write "
+            hint = hint if beside.is_file() else "write path/to/file.py:name or package.module:name"
+            raise ValueError(f"{address!r}: there is no module {'.'.join(parts[: at + 1])}: {hint}")
+        path = list(found.submodule_search_locations or ())
+    return (
+        Path(found.origin) if found is not None and found.origin is not None and found.origin.endswith(".py") else None
+    )
+
+
+def _others() -> Iterator[object]:
+    """Yields the finders of modules that are not Python's own."""
+    for finder in sys.meta_path:
+        module = getattr(finder, "__module__", None) or type(finder).__module__
+        if not str(module).startswith(("_frozen_importlib", "_distutils_hack", "six", "_virtualenv")):
+            yield finder
+
+
+def _check_name(address: str, file: Path, name: str) -> None:
+    """Raise ValueError where a file defines no such name. One that does not parse is left to the import, which says
+    where; so is one whose names cannot all be read."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return
+    names = dict.fromkeys(_defined(tree))
+    if name in names or "*" in names or "__getattr__" in names or _is_open(tree):
+        return
+    close = difflib.get_close_matches(name, names, 1)
+    workloads = [known for known in _workloads(tree) if known != name]
+    if close:
+        hint = f"did you mean {close[0]}?"
+    elif workloads:
+        hint = f"it has {', '.join(workloads)}"
+    else:
+        hint = f"it has no apportion.Workload; write {name} = apportion.Workload(...) in it"
+    raise ValueError(f"{address!r}: {name} is not there: {hint}")
+
+
+def _is_open(tree: ast.Module) -> bool:
+    return any(
+        (isinstance(node, ast.Name) and node.id in _OPEN)
+        or (isinstance(node, ast.Attribute) and node.attr == "modules")
+        for node in ast.walk(tree)
+    )
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Yields the names that a file binds at its top level, and ``*`` where it imports all of another. Names that a
+    function declares global are among them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Global):
+                    yield from inner.names
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for given in node.names:
+                yield (given.asname or given.name).partition(".")[0]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name is not None:
+            yield node.name
+        if not isinstance(node, ast.Lambda):
+            yield from _defined(node)
+
+
+def _workloads(tree: ast.Module) -> Iterator[str]:
+    """Yields the names that a file gives to a call of Workload."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) == "Workload":
+                yield from (target.id for target in node.targets if isinstance(target, ast.Name))

@@ -1,0 +1,231 @@
+"""The rules that the fields of a workload and of an evaluation keep by themselves, and those of what their functions
+return. Each error gives the value, the rule and the remedy."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+
+OPTIMIZER = "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+SCHEDULE = "schedule=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
+EVALUATION = "evaluation=apportion.Evaluation(data=lambda: test_set())"
+_REMEDIES: Mapping[str, tuple[int, str, str]] = {
+    "optimizer": (1, "a function of the named parameters, not of the network", OPTIMIZER),
+    "loss": (2, "a function (outputs, targets) -> the mean over the batch", "loss=torch.nn.functional.cross_entropy"),
+    "update": (2, "a function (step, batch) -> named values", "update=lambda step, batch: {...}"),
+    "schedule": (2, "a function (optimizer, total steps) -> a scheduler", SCHEDULE),
+    "collate": (1, "a function from a list of samples to (inputs, targets)", "collate=lambda samples: ..."),
+    "augment": (2, "a function (batch, draws) -> a batch", "augment=lambda batch, draws: ..."),
+    "carry": (1, "a function of the number of rows that makes the recurrent state", "carry=lambda rows: ..."),
+}
+"""For each field that is a function: the number of its arguments, what it is, and an example."""
+
+
+def check_functions(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field that must be a function is none, or cannot be called as it will be."""
+    _check_model(fields["model"])
+    _check_data(fields["data"], parts=fields["parts"] is not None)
+    for name, (arguments, rule, example) in _REMEDIES.items():
+        given = fields[name]
+        if given is None and name not in ("optimizer", "collate"):
+            continue
+        if isinstance(given, type) and issubclass(given, nn.Module) and name in ("loss", "update"):
+            raise ValueError(f"{name}={given.__name__} is a class of modules: write {name}={given.__name__}()")
+        if not callable(given):
+            raise ValueError(f"{name}={described(given)} must be {rule}: {example}")
+        wanted = misfit(given, arguments)
+        if wanted is not None:
+            raise ValueError(f"{name}={name_of(given)} {wanted}, and it must be {rule}: {example}")
+
+
+def _check_model(given: Any) -> None:
+    if isinstance(given, nn.Module):
+        kind = type(given).__name__
+        raise ValueError(
+            f"model={kind}(...) is a network that is made already, and every rank makes its own from the seed: it must "
+            f"be a function: model=lambda: {kind}(...)"
+        )
+    if not callable(given):
+        raise ValueError(f"model={described(given)} must be a function that makes the network: model=lambda: Net()")
+    wanted = misfit(given, 0)
+    if wanted is not None:
+        name = name_of(given)
+        raise ValueError(
+            f"model={name} {wanted}, and it must be a function without arguments that makes the network: "
+            f"model=lambda: {name if name.isidentifier() else 'Net'}(...)"
+        )
+
+
+def _check_data(given: Any, *, parts: bool = False) -> None:
+    """Raise ValueError where ``data`` is no function that makes a data set. ``parts``: it makes one part, of which the
+    rules are those of ``parts``."""
+    example = "data=lambda part: training_part(part)" if parts else "data=lambda: training_set()"
+    if isinstance(given, DataLoader):
+        raise ValueError(
+            "data=DataLoader(...) is a loader, and rows are chosen by index here: give a function that makes its data "
+            f"set, {example}, and batch_size=, collate= and order= beside it"
+        )
+    if not callable(given):
+        raise ValueError(
+            f"data={described(given)} must be a function that makes the data set, which each process calls: {example}"
+        )
+    wanted = None if parts else misfit(given, 0)
+    if wanted is not None:
+        raise ValueError(
+            f"data={name_of(given)} {wanted}, and it must be a function without arguments that makes the data set: "
+            f"{example}"
+        )
+
+
+def check_numbers(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field that is a number, a precision or an order has no value that it may have."""
+    size = fields["batch_size"]
+    if not whole(size) or size < 1:
+        raise ValueError(f"batch_size={described(size)} must be a whole number of at least 1 example, as batch_size=64")
+    if fields["steps"] is None and fields["epochs"] is None:
+        raise ValueError("steps=None and epochs=None never end: give one of them")
+    steps, epochs, clip = fields["steps"], fields["epochs"], fields["clip_grad_norm"]
+    if steps is not None and (not whole(steps) or steps < 1):
+        raise ValueError(f"steps={described(steps)} must be a whole number of at least 1 update, as steps=1000")
+    if epochs is not None and not (_number(epochs) and epochs > 0 and math.isfinite(epochs)):
+        raise ValueError(f"epochs={described(epochs)} must be a number above 0 and finite, as epochs=10")
+    if clip is not None and not (_number(clip) and clip > 0):
+        raise ValueError(f"clip_grad_norm={described(clip)} must be a number above 0, or None not to clip")
+    if not whole(fields["seed"]):
+        raise ValueError(f"seed={described(fields['seed'])} must be a whole number, as seed=0")
+    if not isinstance(fields["compile"], bool):
+        raise ValueError(f"compile={described(fields['compile'])} must be True or False")
+    if fields["precision"] not in ("float32", "bfloat16", "float16", "float64"):
+        _refuse_precision(fields["precision"])
+    if fields["order"] not in ("shuffled", "sequential"):
+        raise ValueError(f'order={described(fields["order"])} must be "shuffled" or "sequential"')
+
+
+def _refuse_precision(given: object) -> None:
+    from apportion.core.argument_names import PRECISIONS  # only a mistake needs it
+
+    close = PRECISIONS.get(str(given).lower())
+    hint = f': did you mean "{close}"?' if close is not None else ', as precision="bfloat16"'
+    raise ValueError(f"precision={described(given)} must be float32, bfloat16, float16 or float64{hint}")
+
+
+def check_evaluation(given: Any, kind: type) -> None:
+    """Raise ValueError where ``evaluation`` is no Evaluation."""
+    if given is None or isinstance(given, kind):
+        return
+    example = EVALUATION
+    if isinstance(given, Mapping) and given and all(isinstance(name, str) for name in given):
+        example = f"evaluation=apportion.Evaluation({', '.join(f'{name}=...' for name in given)})"
+    raise ValueError(f"evaluation={described(given)} must be an Evaluation: {example}")
+
+
+def check_evaluation_fields(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field of an evaluation is not what it must be."""
+    _check_data(fields["data"])
+    metrics, every, size = fields["metrics"], fields["every"], fields["batch_size"]
+    example = 'metrics={"accuracy": apportion.accuracy}'
+    if not isinstance(metrics, Mapping):
+        raise ValueError(f"metrics={described(metrics)} must be a dict of functions by name: {example}")
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not callable(metric):
+            raise ValueError(
+                f"metrics={{{name!r}: {described(metric)}}} must be functions (outputs, targets) -> mean over the "
+                f"batch, or classes with update() and compute(), by name: {example}"
+            )
+    if every is not None and not (_number(every) and every > 0):
+        raise ValueError(f"every={described(every)} must be above 0 epochs, or None to evaluate only at the end")
+    if size is not None and (not whole(size) or size < 1):
+        raise ValueError(f"batch_size={described(size)} must be a whole number of at least 1 example")
+
+
+def made_model(make: Callable[[], Any]) -> nn.Module:
+    """Return what ``model`` makes. Raises ValueError where that is no network."""
+    made = make()
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"model= returned {described(made)}, and it must return a torch.nn.Module: model=lambda: Net() (a function "
+            "that is written with def needs its return)"
+        )
+    return made
+
+
+def made_optimizer(make: Callable[[Any], Any], parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
+    """Return the optimizer that ``optimizer`` makes, or several by name. Raises ValueError where it is written for
+    something else than the named parameters, or makes something else."""
+    try:
+        made = make(parameters)
+    except AttributeError as error:
+        if error.obj is parameters or any(error.obj is pair for pair in parameters):
+            raise ValueError(
+                f"optimizer= is given the named parameters, a list of (name, parameter), and not the network, and "
+                f"they have no .{error.name}: {OPTIMIZER}"
+            ) from error
+        raise
+    several = isinstance(made, Mapping) and made and all(isinstance(one, Optimizer) for one in made.values())
+    if not isinstance(made, Optimizer) and not several:
+        raise ValueError(
+            f"optimizer= returned {described(made)}, and it must return a torch.optim.Optimizer, or a dict of them by "
+            f"name with update=: {OPTIMIZER}"
+        )
+    return made
+
+
+def made_schedule(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, total: int) -> LRScheduler:
+    """Return the schedule of an optimizer over so many updates. Raises ValueError where it is no schedule of the step
+    alone."""
+    made: Any = make(optimizer, total)
+    if isinstance(made, ReduceLROnPlateau):
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric, and the schedule is stepped once an update without one: "
+            "use a schedule of the step alone (StepLR, CosineAnnealingLR, OneCycleLR, LambdaLR)"
+        )
+    if not callable(getattr(made, "step", None)):
+        raise ValueError(
+            f"schedule= returned {described(made)}, and it must return a scheduler of torch.optim.lr_scheduler, which "
+            f"is stepped once an update: {SCHEDULE}"
+        )
+    return made  # type: ignore[no-any-return]  # it has what is called of it
+
+
+def misfit(function: Callable[..., Any], arguments: int) -> str | None:
+    """Return in words how a function cannot be called with so many positional arguments; None where it can, or where
+    its signature cannot be seen, as of functions that are written in C."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError as error:
+        return f"cannot be called with {arguments or 'no'} argument{'' if arguments == 1 else 's'} ({error})"
+    return None
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function as a user would know it."""
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return "lambda ...: ..." if name == "<lambda>" else str(name)
+
+
+def described(value: object) -> str:
+    """Return a value as it may be printed in a message: a long one, or one that spans lines, by its type."""
+    if isinstance(value, nn.Module | Optimizer | Dataset | DataLoader):
+        return f"{type(value).__name__}(...)"
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"{type(value).__name__}(...)"
+
+
+def whole(value: object) -> bool:
+    """Tell whether a value is a whole number, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
