@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from apportion.core.place_names import check_place
 from apportion.core.value import parse, parse_as, value_of
 
 if TYPE_CHECKING:
@@ -66,9 +67,12 @@ def policy_of(given: Policy | str | None) -> Policy:
 
 
 def check_workload(given: Workload | str, verb: str) -> None:
-    """Raises ValueError where what is given is neither a workload nor its address. ``verb``: what takes it."""
+    """Raises ValueError where what is given is neither a workload nor the address of one that is there. ``verb``: what
+    takes it."""
     from apportion.core.workload import Workload
 
+    if isinstance(given, str):
+        check_place(given)
     if isinstance(given, str | Workload):
         return
     from torch import nn

@@ -8,7 +8,6 @@ from apportion.api.arguments import check_workload, launcher_of, strategy_of
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.surveyed_proof import prove_with_survey
 from apportion.core.named_arguments import named_arguments
-from apportion.core.place_names import check_place
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
@@ -50,8 +49,6 @@ def check(
     same.
     """
     check_workload(workload, "check")
-    if isinstance(workload, str):
-        check_place(workload)
     value = strategy_of(strategy)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")

@@ -10,7 +10,6 @@ from pathlib import Path
 from apportion.api.arguments import check_workload, launcher_of, strategy_of
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
 from apportion.core.named_arguments import named_arguments
-from apportion.core.place_names import check_place
 from apportion.core.strategy import Strategy
 from apportion.core.value import names, parse
 from apportion.core.workload import Workload
@@ -50,8 +49,6 @@ def compare(  # noqa: PLR0913 (all of it by name)
     """
     check_workload(workload, "compare")
     strategies = [strategies] if isinstance(strategies, str | Strategy) else strategies
-    if isinstance(workload, str):
-        check_place(workload)
     where: Local | Env | HostsLauncher = launcher_of(launcher)
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")

@@ -49,7 +49,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
 
     Raises ValueError for what was asked wrongly, and where nothing can run.
     """
-    if workload is not None:
+    if workload is not None and not isinstance(workload, str):
         check_workload(workload, "plan")
     if launcher is not None:
         where = launcher_of(launcher)

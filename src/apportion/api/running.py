@@ -22,7 +22,7 @@ from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
-from apportion.own_frames import outside
+from apportion.core.own_frames import outside
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.reporting.recording import journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher

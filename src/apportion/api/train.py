@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from apportion.api.arguments import check_workload, launcher_of, policy_of, strategy_of
 from apportion.core.named_arguments import named_arguments
-from apportion.core.place_names import check_place
 from apportion.runtime.checkpoint.code_ownership import loading
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
@@ -79,13 +78,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     check_workload(workload, "train")
     where: Launcher = launcher_of(launcher)
     address = workload if isinstance(workload, str) else _address(workload)
-    if isinstance(workload, str):
-        check_place(workload)
-    if run_dir is not None and (not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir).strip()):
-        raise ValueError(
-            f"run_dir={run_dir!r} must be the path of a folder: run_dir='runs/first', or None for a new one"
-        )
-    _check_resume(resume, run_dir)
+    _check_run_dir(run_dir, resume)
     # What a run needs, who only imports this package does without.
     from apportion.api import running
     from apportion.planner.decision import Planning
@@ -141,7 +134,11 @@ def _begin(
     return running.started(asked, strategy, launcher, planning)
 
 
-def _check_resume(resume: object, run_dir: str | Path | None) -> None:
+def _check_run_dir(run_dir: str | Path | None, resume: object) -> None:
+    if run_dir is not None and (not isinstance(run_dir, str | os.PathLike) or not os.fspath(run_dir).strip()):
+        raise ValueError(
+            f"run_dir={run_dir!r} must be the path of a folder: run_dir='runs/first', or None for a new one"
+        )
     if resume not in (True, False, "auto"):
         raise ValueError(f'resume={resume!r} must be True, False or "auto" (go on where there is a checkpoint)')
     if resume and run_dir is None:

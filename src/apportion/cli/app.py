@@ -90,7 +90,11 @@ def main() -> None:
 
 
 def _begin(  # (the words of a command line that name something)
-    workload: str | None, strategies: Sequence[str | None], launcher: str | None, hosts: str | None
+    workload: str | None,
+    strategies: Sequence[str | None],
+    launcher: str | None,
+    hosts: str | None,
+    policy: str | None = None,
 ) -> None:
     """Checks the names on the command line, which takes milliseconds, and then starts what workers are forked from: it
     imports torch while this process does. Raises ValueError for a name that is not there."""
@@ -102,6 +106,10 @@ def _begin(  # (the words of a command line that name something)
     for strategy in strategies:
         if strategy is not None:
             check_written(strategy, "apportion.strategies")
+    if policy is not None:
+        from apportion.api.arguments import policy_of
+
+        policy_of(policy)
     if launcher is not None:
         check_written(launcher, "apportion.runtime.launch")
     on_others = hosts is not None or (launcher is not None and _ELSEWHERE.match(launcher.strip()) is not None)
@@ -176,11 +184,7 @@ def train(  # noqa: PLR0913 (the flags)
         })  # fmt: skip
         return
     with _guarded():
-        from apportion.core.policy import Policy
-        from apportion.core.value import parse_as
-
-        asked = parse_as(policy, Policy) if policy is not None else None
-        _begin(workload, [strategy], launcher, hosts)
+        _begin(workload, [strategy], launcher, hosts, policy)
         from apportion.api.train import run  # torch comes with it
 
         events = run(
@@ -189,7 +193,7 @@ def train(  # noqa: PLR0913 (the flags)
             launcher=launcher_of(launcher, workers, hosts),
             run_dir=run_dir,
             resume=resume,
-            policy=asked,
+            policy=policy,
             steps=steps,
             seed=seed,
             trial=not no_trial,

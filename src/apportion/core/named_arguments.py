@@ -60,7 +60,7 @@ def refuse_fields(
 
 
 def _shorten(error: BaseException) -> None:
-    from apportion.own_frames import without_own_frames  # only an error needs it
+    from apportion.core.own_frames import without_own_frames  # only an error needs it
 
     without_own_frames(error)
 

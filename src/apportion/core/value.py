@@ -132,8 +132,8 @@ def unknown(name: str, package: str) -> str:
     close = [NAMES.get(package, {}).get(name.lower(), "")]
     if not close[0]:
         close = difflib.get_close_matches(name.lower(), known, 1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}It is one of {', '.join(known)}"
+    hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
+    return f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}"
 
 
 def value_of(given: Any, package: str, kinds: type | tuple[type, ...]) -> Any:
