@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +144,45 @@ def give_back() -> None:
 # Cores
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
 def usable_cores() -> int:
-    """The number of cores that this process may use: its affinity, and its container's quota."""
+    """The number of cores that this process may use: its affinity, and the smallest quota of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *(max(1, int(quota)) for quota in _quotas())])
+
+
+def _quotas() -> Iterator[float]:
+    """Yields the quotas, in cores, of the control groups that this process is in, of either version of the kernel's
+    interface, from the innermost to the outermost that can be seen."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no cgroup, or "max": no quota
-        pass
-    return cores
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    for line in [*lines, "0::/"]:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0":
+            roots, names = (CGROUPS, CGROUPS / "unified"), ["cpu.max"]
+        elif "cpu" in controllers.split(","):
+            roots, names = (CGROUPS / controllers, CGROUPS / "cpu"), ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        else:
+            continue
+        for root in roots:
+            inner = Path(os.path.normpath(path.lstrip("/") or "."))
+            for folder in (root / inner, *(root / parent for parent in inner.parents)):
+                try:
+                    quota, period = " ".join((folder / name).read_text() for name in names).split()
+                    if int(quota) > 0:  # -1 in the first version: none
+                        yield int(quota) / int(period)
+                except (OSError, ValueError, ZeroDivisionError):  # no such group, or "max": no quota
+                    continue
+
+
+def most_threads() -> int | None:
+    """The most threads of a worker that the environment asks for by OMP_NUM_THREADS; None where it does not. Of a list,
+    one number for each level, it is the first."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else None

@@ -16,13 +16,13 @@ from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.event import Event
+from apportion.core.own_frames import outside
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
 from apportion.core.torch_private import import_compiler_late
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
-from apportion.core.own_frames import outside
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.reporting.recording import journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
@@ -143,7 +143,7 @@ def _on_processes(
 
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
     supervised = RunSupervisor(job, chosen.launcher, chosen.ranks, proof)
-    watch = None if decision.expected is None else PerformanceMonitor(decision.expected)
+    watch = PerformanceMonitor(decision.expected)
     events = supervised.events()
     try:
         yield from journaled(job, events, before, supervised.rest, watch, draws=lambda: not supervised.told_to_end)

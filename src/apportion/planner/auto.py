@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from apportion.core.strategy import Strategy
@@ -29,6 +30,7 @@ from apportion.planner.trials.pilot import Piloted, pilot
 from apportion.planner.trials.significance import SURE
 from apportion.planner.trials.trial import LEAST_ROUNDS, TrialWorkers, candidate
 from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, refine
+from apportion.process import most_threads
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.budget import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.runtime.worker.cpu_wait import noted
@@ -49,6 +51,10 @@ PREDICTING, PILOT = 0.4, 0.3
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
 """The least time that prices take: about so many seconds, for a machine that is not known yet, and so many steps of the
 workload, since each layer and its parts are timed by one process and by several."""
+BUSY = 0.15
+"""The share of the time without a core from which other programs are said to have the cores."""
+FAR_OFF = 5.0
+"""The factor between a step now and in an earlier run from which what that run found is not taken."""
 STEPS_EACH = 3 + LEAST_ROUNDS
 """The least number of steps that a candidate makes in trials."""
 
@@ -93,11 +99,39 @@ class _Deciding:
             facts = alone.facts()
             self._steps = int(changes.get("steps", facts["steps"]))
             asked = {"launcher": str(launcher), "trial": planning.trial, "approximate": planning.approximate}
+            asked |= {"most_threads": most_threads()}
             self._key = decision_cache.key(facts["mark"], asked)
             self._known = None if planning.remeasure else decision_cache.recall(self._key)
-            self._a_step = _a_step(alone) if self._known is None else float(self._known["a_step"])
+            self._first = _a_step(alone)
+            self._busy = self._first.without_core > BUSY
+            """Do other programs have the cores?"""
+            if self._known is not None and self._first.seconds > FAR_OFF * float(self._known["a_step"]):
+                self._known = None  # it was found on a machine that was quieter
+            self._a_step = self._first.seconds if self._known is None else float(self._known["a_step"])
         finally:
             alone.pool.close()
+        if self._busy and self._known is None:
+            self._try_fewer_threads()
+
+    def _try_fewer_threads(self) -> None:
+        """Make steps with fewer threads, where other programs have the cores that all threads would wait for: the
+        fastest number is offered first."""
+        first = self._offers[0]
+        threads = first.launcher.threads or 1
+        for fewer in dict.fromkeys((threads // 2, 1)):
+            if not 0 < fewer < threads:
+                continue
+            offer = replace(first, launcher=replace(first.launcher, threads=fewer))
+            tried = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+            try:
+                tried.built()
+                found = _a_step(tried)
+            finally:
+                tried.pool.close()
+            if found.seconds < self._first.seconds:
+                self._first, self._a_step = found, found.seconds
+                same = str(offer)
+                self._offers = [offer, *(other for other in self._offers if str(other) != same)]
 
     def recalled(self) -> Decision | None:
         """Return what an earlier run has decided; None where nothing usable was kept, or it was decided for a much
@@ -115,8 +149,9 @@ class _Deciding:
         return Decision(chosen=chosen, told={**told, "seconds": self._took()}, expected=expected)
 
     def keep(self, decision: Decision) -> None:
-        """Keep the decision for the next run, unless nothing was measured or predicted for it."""
-        if decision.expected is not None and decision.told is not None:
+        """Keep the decision for the next run, unless nothing was measured or predicted for it, or others had the
+        cores."""
+        if decision.expected is not None and decision.told is not None and not (decision.expected.rough or self._busy):
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
             plan = {"told": decision.told, "expected": expected}
             decision_cache.keep(self._key, {**plan, "a_step": self._a_step, "measured_for": self._budget()})
@@ -138,7 +173,7 @@ class _Deciding:
         seconds = min(self._budget(), self._left() - STARTS * self._built)
         if seconds < max(LEAST_SECONDS, self._built):
             why = f"the run takes about {self._run():.2g} s, too short to measure others first and prove what is chosen"
-            return self._taken(self._offers[0], why, [])
+            return self._first_taken(why)
         priced: list[Offer] = []
         if PRICED_SECONDS + PRICED_STEPS * self._a_step + seconds <= self._left():
             priced = self._priced(PREDICTING * MOST_SECONDS)
@@ -168,7 +203,7 @@ class _Deciding:
     def _by_prediction(self, priced: Sequence[Offer]) -> Decision:
         exact = [p for p in priced if p.strategy.exact]
         if not exact:
-            return self._taken(self._offers[0], "nothing else was measured or predicted", [])
+            return self._first_taken("nothing else was measured or predicted")
         ranked = sorted(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
         best = next((p for p in ranked if self._builds(p)), self._offers[0])
         return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
@@ -216,6 +251,14 @@ class _Deciding:
         except (ValueError, ApportionError) as error:  # it cannot be compared: the exact one is taken
             return best, str(error).partition("\n")[0]
 
+    def _first_taken(self, why: str) -> Decision:
+        """Decide on the one process whose first steps were timed: they are what later ones should roughly take."""
+        offer = self._offers[0]
+        if self._busy:
+            why += f"; other programs had the cores for {self._first.without_core:.0%} of the time"
+        expected = Expected(step_seconds=self._first.seconds, terms=self._first.terms, measured=True, rough=True)
+        return self._decision(offer.strategy, offer.launcher, why, [], expected)
+
     def _taken(self, offer: Offer, why: str, candidates: list[dict[str, Any]]) -> Decision:
         expected = None if offer.cost is None else expected_of(offer.cost)
         return self._decision(offer.strategy, offer.launcher, why, candidates, expected)
@@ -243,15 +286,28 @@ class _Deciding:
         return time.monotonic() - self._began
 
 
-def _a_step(alone: TrialWorkers) -> float:
-    """Estimate the seconds of a step from a few steps after the first; from the first where that was long."""
+@dataclass(frozen=True)
+class _FirstSteps:
+    """What the first few steps of a candidate took."""
+
+    seconds: float
+    """The seconds of a step after the first; of the first where that was long."""
+    terms: Mapping[str, float]
+    """The same by what they went to, as far as that was measured."""
+    without_core: float
+    """The share of the time in which a thread could have gone on and had no core."""
+
+
+def _a_step(alone: TrialWorkers) -> _FirstSteps:
+    """Time a few steps after the first; the first alone where that was long."""
     began = time.perf_counter()
-    alone.go(1, measure=False)
+    answers = alone.go(1, measure=False)
     first = time.perf_counter() - began
     if first > LONG_SECONDS:
-        return first
+        return _FirstSteps(first, {"computing": first}, max(answer["without_core"] for answer in answers))
     alone.go(max(LEAST_STEPS, min(5, int(SHORT_SECONDS / first))))
-    return alone.measured.step_seconds
+    measured = alone.measured
+    return _FirstSteps(measured.step_seconds, measured.terms, measured.without_core_share)
 
 
 def _few(most: int) -> int | None:

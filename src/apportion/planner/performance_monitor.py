@@ -1,7 +1,8 @@
 """A monitor of whether a run is as fast as expected: the time of its steps beside the expected one, and why it drifts.
 
 A change is reported once: when the steps are 20 % off, again when they are 20 % off what was last reported, and when
-they are back within 10 %.
+they are back within 10 %. Where only a few steps were timed before, or none, it is reported when steps take ten times
+as long as those, or as this run's own before, and when they are back within twice the time.
 
 The share of the time in which something on this machine waits for a core is Linux's own count
 (Documentation/accounting/psi.rst of its sources). It is not the load: that of the last minute knows little of the last
@@ -30,6 +31,11 @@ normal below the second."""
 WINDOW = 7
 """The number of reports of each rank that a median is taken of: about four seconds. It is odd, so that the median never
 lies between two speeds."""
+ROUGHLY_OFF, ROUGHLY_BACK, FEW = 10.0, 2.0, 3
+"""The same where what is expected is rough, and the number of reports of each rank that then suffice."""
+BASELINE_STEPS = 3
+"""The least number of steps in one report for it to say what steps of this run take: the last batch of an epoch may be
+small."""
 APART = 1.2
 """The factor by which a rank's own work must take longer than the others' for the rank to be called slow."""
 OWN = ("loading", "computing", "updating")
@@ -68,6 +74,10 @@ class Expected:
     terms: Terms
     measured: bool
     """Was the time measured in a trial? Otherwise it was predicted."""
+    rough: bool = False
+    """Is it of a few steps alone, so that only much longer ones are reported?"""
+    own: bool = False
+    """Is it of this run's own steps?"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +107,15 @@ def drift(
     took = max(steps.values())
     ratio = took / expected.step_seconds
     moved = max(ratio / last, last / ratio)
-    back = last != 1.0 and max(ratio, 1 / ratio) < BACK
-    if not back and (moved < OFF or max(ratio, 1 / ratio) < OFF):
+    off, near = (ROUGHLY_OFF, ROUGHLY_BACK) if expected.rough else (OFF, BACK)
+    away = ratio if expected.rough else max(ratio, 1 / ratio)
+    back = last != 1.0 and away < near
+    if not back and (moved < off or away < off):
         return None
-    should = f"{'measured' if expected.measured else 'predicted'} {expected.step_seconds * 1e3:.3g} ms"
+    by = "of steps before" if expected.own else "measured" if expected.measured else "predicted"
+    should = (
+        f"{expected.step_seconds * 1e3:.3g} ms {by}" if expected.own else f"{by} {expected.step_seconds * 1e3:.3g} ms"
+    )
     if back:
         return SlowdownReport(
             ratio=1.0, step_seconds=took, cause=f"a step takes {took * 1e3:.3g} ms, again as the {should}"
@@ -175,13 +190,14 @@ def cores_wanted(path: Path = CPU) -> float | None:
 class PerformanceMonitor:
     """Compares the events of a run with what was expected of it."""
 
-    def __init__(self, expected: Expected, *, wanted: Callable[[], float | None] = cores_wanted) -> None:
-        """Watch for changes from what was expected. ``wanted``: called where there is something to report, see
-        ``drift``."""
-        self._expected: Expected | None = expected
+    def __init__(self, expected: Expected | None, *, wanted: Callable[[], float | None] = cores_wanted) -> None:
+        """Watch for changes from what was expected, or, where nothing was, from what this run's own steps took.
+        ``wanted``: called where there is something to report, see ``drift``."""
+        self._expected = expected
         self._wanted = wanted
         self._seen: dict[int, deque[Terms]] = {}
-        self._begun = set[int]()
+        self._begun = dict[int, int]()
+        """The step of each rank's latest report."""
         self._last = 1.0
 
     def take(self, event: Event) -> Event | None:
@@ -191,25 +207,40 @@ class PerformanceMonitor:
             self._begun.clear()
             if event.data["action"].startswith("goes on with ") and "worker" in event.data["action"]:
                 self._expected = None  # that was of more workers
-        if event.kind != "speed" or self._expected is None:
+                self._last = 1.0
+        if event.kind != "speed":
             return None
         rank = event.data["rank"]
-        if rank not in self._begun:  # a first step sets up what the others use
-            self._begun.add(rank)
+        before = self._begun.get(rank)
+        self._begun[rank] = event.step
+        if before is None or event.step <= before:  # a first step sets up what the others use; or there was no step
             return None
         terms = {name: event.data[name] for name in _PARTS}
+        window = FEW if self._expected is None or self._expected.rough else WINDOW
         self._seen.setdefault(rank, deque(maxlen=WINDOW)).append(terms)
-        if any(len(seen) < WINDOW for seen in self._seen.values()) or rank != max(self._seen):
+        self._learn(terms, event.step - before)
+        if self._expected is None or rank != max(self._seen) or any(len(s) < window for s in self._seen.values()):
             return None
-        return self._told(event, self._expected)
+        return self._told(event, self._expected, window)
 
-    def _told(self, event: Event, expected: Expected) -> Event | None:
+    def _learn(self, terms: Terms, steps: int) -> None:
+        """Take this run's own steps for what steps should take, where nothing else is known, or these are faster than
+        what is known roughly."""
+        known, took = self._expected, sum(terms.values())
+        if steps < BASELINE_STEPS or took <= 0 or (known is not None and not known.rough):
+            return
+        if known is None or (took < known.step_seconds and self._last == 1.0):
+            self._expected = Expected(step_seconds=took, terms=terms, measured=True, rough=True, own=True)
+
+    def _told(self, event: Event, expected: Expected, window: int) -> Event | None:
         medians = {
-            rank: {name: median(terms[name] for terms in seen) for name in _PARTS} for rank, seen in self._seen.items()
+            rank: {name: median(terms[name] for terms in [*seen][-window:]) for name in _PARTS}
+            for rank, seen in self._seen.items()
         }
         found = drift(expected, medians, self._last)
         if found is None:
             return None
+        found = drift(expected, medians, self._last, wanted=self._wanted()) or found
         self._last = found.ratio
         data = {
             "cause": found.cause,

@@ -16,6 +16,7 @@ from apportion.cost_model.profile import Profile
 from apportion.planner.search import search
 from apportion.planner.trials.trial import Candidate, candidate
 from apportion.planner.trials.tune import Offer
+from apportion.process import most_threads
 from apportion.profiler import measure_cluster, measure_workload
 from apportion.runtime.launch.local import Local
 
@@ -47,10 +48,14 @@ def predicted(workload: Workload | str, launcher: Local, seconds: float, *, reme
         return []
     cluster, profile = profiled
     found = search(profile, cluster, threads=launcher.threads)
+    most = most_threads() if launcher.threads is None else None
     return [
         Offer(strategy=p.strategy, launcher=replace(p.launcher, loaders=launcher.loaders), cost=p.cost)
         for p in found
-        if p.cost is not None and isinstance(p.launcher, Local) and launcher.device in (None, p.launcher.device)
+        if p.cost is not None
+        and isinstance(p.launcher, Local)
+        and launcher.device in (None, p.launcher.device)
+        and (most is None or (p.launcher.threads or 1) <= most)
     ]
 
 

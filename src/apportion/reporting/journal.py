@@ -307,6 +307,8 @@ def _progress(last: Mapping[str, Event], clock: RunClock) -> list[TableRow]:
         TableRow("frames", frames, f"{frames:,}") if frames else TableRow("epochs", clock.epoch, number(clock.epoch)),
         TableRow("time", clock.seconds, duration(clock.seconds) + sittings),
     ]
+    if clock.preparing:
+        rows.append(TableRow("preparation", clock.preparing, duration(clock.preparing)))
     speeds = [last[kind].data.get("examples_per_second") for kind in ("end", "step") if kind in last]
     what, per = ("frames/s", of_example) if frames else ("examples/s", 1)
     return rows + [TableRow(what, speed * per, number(speed * per)) for speed in speeds if speed][:1]
@@ -325,13 +327,18 @@ def _written(last: Mapping[str, Event]) -> list[TableRow]:
 
 
 class RunClock:
-    """A clock of how far a run is, over all its sittings: ``seconds`` adds them up, without the pauses between."""
+    """A clock of how far a run is, over all its sittings: ``seconds`` adds up the training, without the pauses between
+    and without what comes before the first step of each (processes, data, the choice of a strategy, the proof), which
+    ``preparing`` adds up."""
 
     def __init__(self) -> None:
         self.step = 0
         self.epoch = 0.0
         self.sittings = 0
+        self.preparing = 0.0
+        self._choosing = 0.0
         self._before = 0.0
+        self._began = 0.0
         self._seconds = 0.0
 
     @property
@@ -340,12 +347,18 @@ class RunClock:
 
     def tick(self, event: Event) -> float:
         """Go on to this event, and return the seconds of training until it."""
+        if event.kind == "plan":
+            self._choosing += float(event.data.get("seconds") or 0.0)
+        if event.kind in ("plan", "proof"):  # of the sitting that is about to start
+            return self.seconds
         if event.kind == "start":
-            self._before, self._seconds = self.seconds, 0.0
+            self._before, self._seconds, self._began = self.seconds, 0.0, event.seconds
+            self.preparing += event.seconds + self._choosing
+            self._choosing = 0.0
             self.sittings += 1
         self.step, self.epoch = event.step, event.epoch
-        self._seconds = max(self._seconds, event.seconds)
-        return self._before + event.seconds
+        self._seconds = max(self._seconds, event.seconds - self._began)
+        return self._before + max(0.0, event.seconds - self._began)
 
 
 def number(value: float) -> str:

@@ -40,7 +40,8 @@ def journaled(  # noqa: PLR0913 (what happened before, in and after the events, 
             yield event
             drifted = watch.take(event) if watch is not None else None
             if drifted is not None:
-                record.take(drifted)
+                if writes():
+                    record.take(drifted)
                 yield drifted
     except CheckpointError as error:
         events.throw(error)  # a run that cannot be written down is not to be saved either

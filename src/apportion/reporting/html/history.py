@@ -77,10 +77,12 @@ class History:
     end: Moment | None
     """The moment of the end; None: the run has not ended, or was killed."""
     began: float | None
-    """The time of the first event, in seconds since 1970; None: there are no events."""
+    """The time at which the run was started, in seconds since 1970; None: there are no events."""
     ended: float | None
     seconds: float
     """The seconds of training, over all sittings."""
+    preparing: float
+    """The seconds before the first step of each sitting, which are no part of ``seconds``."""
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -191,6 +193,9 @@ class _Reader:
 
     def _take(self, time: float, event: Event) -> None:
         seconds = self._clock.tick(event)
+        if event.kind == "start" and self._clock.sittings == 1:  # what came before was written only now
+            time_before = time - self._clock.preparing
+            self._began = time_before if self._began is None else min(self._began, time_before)
         self._began = time if self._began is None else self._began
         self._ended = time
         if event.kind == "step":
@@ -248,6 +253,7 @@ class _Reader:
             began=self._began,
             ended=self._ended,
             seconds=self._clock.seconds,
+            preparing=self._clock.preparing,
         )
 
 

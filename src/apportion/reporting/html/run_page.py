@@ -43,7 +43,8 @@ def _head(history: History, title: str) -> str:
     kind, state = _state(history)
     when = "" if history.began is None or history.ended is None else _when(history.began, history.ended)
     sittings = f", in {len(history.starts)} sittings" if len(history.starts) > 1 else ""
-    trained = f"{duration(history.seconds)} of training{sittings}" if history.starts else ""
+    before = f" after {duration(history.preparing)} of preparation" if history.preparing else ""
+    trained = f"{duration(history.seconds)} of training{sittings}{before}" if history.starts else ""
     line = " &middot; ".join(
         part for part in (f'<span class="state {kind}">{escape(state)}</span>', when, trained) if part
     )

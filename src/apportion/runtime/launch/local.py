@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import cloudpickle
 
 from apportion.core.value import Value
-from apportion.process import usable_cores
+from apportion.process import most_threads, usable_cores
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.imports import Imports
 from apportion.runtime.spawn.standby import Spare
@@ -26,7 +26,8 @@ class Local(Value):
     workers: int | None = None
     """The number of processes that take batches; None: one a core, or one a GPU."""
     threads: int | None = None
-    """The number of threads of each worker; None: the cores, divided among the workers."""
+    """The number of threads of each worker; None: the cores, divided among the workers, and OMP_NUM_THREADS at most,
+    where that is set."""
     device: str | None = None
     """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
     loaders: int = 0
@@ -57,7 +58,8 @@ class Local(Value):
         """Returns the threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
         if self.threads is not None:
             return self.threads
-        return max(1, usable_cores() // ranks - self.loaders)
+        share = max(1, usable_cores() // ranks - self.loaders)
+        return min(share, most_threads() or share)
 
     def overload(self, ranks: int) -> str | None:
         """Returns a warning where there are more runnable threads than cores, else None."""

@@ -67,6 +67,8 @@ class RunSupervisor:
         self._settling = False
         """True while the ranks wait for the proof."""
         self._began = time.perf_counter()
+        self._ahead = 0.0
+        """The seconds by which this process's clock of the run is ahead of the workers', which begin later."""
         self._last: Event | None = None
         self._end: Event | None = None
         """The event that the run ends with, once it is known."""
@@ -199,6 +201,8 @@ class RunSupervisor:
             if self.started:
                 return None
             self.started = True
+            self._ahead = time.perf_counter() - self._began - event.seconds
+        event = replace(event, seconds=event.seconds + self._ahead)  # on this process's clock, as its own events are
         if event.kind != "speed":
             self._last = event
         if event.kind == "end":

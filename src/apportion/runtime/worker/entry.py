@@ -17,8 +17,8 @@ import torch
 
 from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
-from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
 from apportion.core.own_frames import formatted
+from apportion.errors import ApportionError, CheckpointError, NotFinite, PeerLost, RanksDiffer, StateLost
 from apportion.process import keep_what_is_freed
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder
 from apportion.runtime.worker.coordination import RunControl
