@@ -313,5 +313,7 @@ def checked(dataset: Dataset[Any], name: str) -> Dataset[Any]:
             )
         )
     if len(dataset) == 0:
-        raise ValueError(f"{name} gave an empty dataset")
+        raise ValueError(
+            f"{name} gave an empty dataset, and training needs at least one example: check the path or the split"
+        )
     return dataset

@@ -139,6 +139,12 @@ def check_evaluation_fields(fields: Mapping[str, Any]) -> None:
                 f"metrics={{{name!r}: {described(metric)}}} must be functions (outputs, targets) -> mean over the "
                 f"batch, or classes with update() and compute(), by name: {example}"
             )
+        wanted = misfit(metric, 2)
+        if wanted is not None and misfit(metric, 0) is not None:
+            raise ValueError(
+                f"metrics={{{name!r}: {name_of(metric)}}} {wanted}, and it must be a function (outputs, targets) -> "
+                f"mean over the batch, or a class with update() and compute(): {example}"
+            )
     if every is not None and not (_number(every) and every > 0):
         raise ValueError(f"every={described(every)} must be above 0 epochs, or None to evaluate only at the end")
     if size is not None and (not whole(size) or size < 1):

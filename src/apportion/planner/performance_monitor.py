@@ -213,7 +213,7 @@ class PerformanceMonitor:
         rank = event.data["rank"]
         before = self._begun.get(rank)
         self._begun[rank] = event.step
-        if before is None or event.step <= before:  # a first step sets up what the others use; or there was no step
+        if before is None:  # a first step sets up what the others use
             return None
         terms = {name: event.data[name] for name in _PARTS}
         window = FEW if self._expected is None or self._expected.rough else WINDOW

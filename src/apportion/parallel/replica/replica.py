@@ -124,13 +124,14 @@ class Replica:
         assert self.workload.loss is not None
         loss = self.workload.loss(outputs, targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"the loss gave {shape}, which must be one number: the mean over the batch")
+            raise ValueError(_not_a_mean(loss))
         return loss.reshape(())
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add weight times the gradient of the loss to ``p.grad``."""
         weight *= self.share
+        if not loss.requires_grad:
+            raise ValueError(_no_gradient(self.model))
         if self.optimizers.scaler is not None:
             loss = self.optimizers.scaler.scale(loss)
         (loss if weight == 1.0 else loss * weight).backward()  # the same bits from its gradient would import sympy
@@ -372,3 +373,25 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+def _not_a_mean(loss: Any) -> str:
+    """Returns the refusal of a loss that is not one number, with the remedy."""
+    if isinstance(loss, Tensor):
+        return (
+            f"the loss gave a tensor of shape {tuple(loss.shape)}, which must be one number: the mean over the batch; "
+            'use reduction="mean", or .mean() of it'
+        )
+    remedy = "leave .item() or float() out" if isinstance(loss, int | float) else "return the tensor that is minimised"
+    return f"the loss gave {type(loss).__name__}, which must be one number, a tensor, the mean over the batch; {remedy}"
+
+
+def _no_gradient(model: nn.Module) -> str:
+    """Returns the refusal of a loss without a gradient, with the remedy."""
+    if any(p.requires_grad for p in model.parameters()):
+        remedy = "leave detach(), argmax() and torch.no_grad() out of the model and the loss"
+    else:
+        remedy = (
+            f"no parameter of {type(model).__name__} has requires_grad=True; set it on those that are to be trained"
+        )
+    return f"the loss has no gradient, and training needs one: {remedy}"
