@@ -19,7 +19,7 @@ from apportion.comm.network import dialling
 from apportion.comm.network import rank_listener as listener_file
 from apportion.comm.network.address import Address
 from apportion.comm.network.dialling import dial_rank
-from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, Purpose, claim
+from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, HELLO_BYTES, Purpose, claim, hello
 from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import MOST_PENDING, RankListener
 from apportion.errors import PeerLost
@@ -218,3 +218,140 @@ def test_a_connection_of_a_local_network_has_a_congestion_control_for_bursts(lis
         RankConnection(sock, "rank 0")
         chosen = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
     assert chosen in (b"cubic", b"reno")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankListener]:
+    """A listener that holds few handshakes at once."""
+    monkeypatch.setattr(listener_file, "MOST_PENDING", 8)
+    listener = RankListener(Address("127.0.0.1", -1), SECRET)
+    yield listener
+    listener.close()
+
+
+def test_a_stranger_that_hangs_up_while_it_is_closed_for_another_ends_nothing(small: RankListener) -> None:
+    for _ in range(30):
+        strangers = [connect(small) for _ in range(8)]
+        greeting_of(strangers[-1])  # all of them wait now
+        last = connect(small)
+        strangers[0].close()
+        for stranger in (*strangers, last):
+            stranger.close()
+    assert_lets_a_rank_in(small)
+
+
+def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets so many ranks dial at once, each of them so many seconds away, and returns what those are told that are not
+    let in."""
+    near, told = dialling.claim, []
+    kept: list[socket.socket] = []
+
+    def far(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
+        time.sleep(away)
+        return near(secret, greeting, purpose)
+
+    def dial(rank: int) -> None:
+        try:
+            kept.append(dial_rank(listener.address, SECRET, Purpose("run/world", rank), 30))
+        except PeerLost as error:
+            told.append(str(error))
+
+    monkeypatch.setattr(dialling, "claim", far)
+    ranks = [threading.Thread(target=dial, args=(rank,)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert listener.ready("run/world") == list(range(count)), told
+    for sock in kept:
+        sock.close()
+    return told
+
+
+def test_two_hundred_ranks_that_dial_at_once_from_afar_are_all_let_in(
+    listening: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dial_all(listening, 200, 0.3, monkeypatch) == []
+
+
+def test_more_ranks_than_a_listener_holds_at_once_wait_for_each_other(
+    small: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dial_all(small, 40, 0.05, monkeypatch) == []
+
+
+def test_strangers_make_room_and_ranks_do_not(small: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = threading.Event()
+
+    def crowd() -> None:
+        with ExitStack() as held:
+            while not stop.wait(0.002):
+                held.enter_context(connect(small))
+
+    strangers = threading.Thread(target=crowd)
+    strangers.start()
+    try:
+        assert dial_all(small, 6, 0.3, monkeypatch) == []
+    finally:
+        stop.set()
+        strangers.join()
+
+
+def test_a_hello_that_was_recorded_makes_no_rank_of_a_stranger(small: RankListener) -> None:
+    recorded = hello(SECRET)
+    assert len(recorded) == HELLO_BYTES
+    with ExitStack() as held:
+        first, again = (held.enter_context(connect(small)) for _ in range(2))
+        for sock in (first, again):
+            sock.sendall(recorded)
+            greeting_of(sock)
+        time.sleep(0.1)  # until it has been read: nothing answers it
+        for _ in range(8):
+            greeting_of(held.enter_context(connect(small)))
+        assert is_ended(again)
+        first.sendall(b"x")
+        first.settimeout(0.1)
+        with pytest.raises(TimeoutError):  # it still waits, as a rank
+            first.recv(1)
+
+
+def test_a_rank_whose_connection_is_reset_dials_again_and_is_not_told_of_its_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stop = threading.Event()
+        server.settimeout(0.1)
+        resets = 0
+
+        def reset() -> None:
+            nonlocal resets
+            while not stop.is_set():
+                try:
+                    sock, _ = server.accept()
+                except TimeoutError:
+                    continue
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, listener_file._RESET)
+                sock.close()
+                resets += 1
+
+        thread = threading.Thread(target=reset)
+        thread.start()
+        try:
+            with pytest.raises(PeerLost, match=r"ended the connection of this rank \d+ times before") as told:
+                dial_rank(Address("127.0.0.1", server.getsockname()[1]), SECRET, PURPOSE, 1.0)
+        finally:
+            stop.set()
+            thread.join()
+    assert resets > 2
+    assert "APPORTION_SECRET_FILE" not in str(told.value)
+
+
+def test_what_goes_wrong_with_one_connection_ends_that_one_alone(
+    listening: RankListener, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(rank: int, sock: socket.socket) -> None:
+        raise RuntimeError("a defect")
+
+    listening.hand_over("run/defect", fails)
+    with dial_rank(listening.address, SECRET, Purpose("run/defect", 1), 10) as sock:
+        assert is_ended(sock)
+    assert_lets_a_rank_in(listening)
+    assert "RuntimeError: a defect" in capfd.readouterr().err

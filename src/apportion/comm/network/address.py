@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import sys
@@ -109,6 +110,14 @@ def round_trip(sock: socket.socket) -> float:
     told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST_RTT.size)
     (microseconds,) = _SHORTEST_RTT.unpack(told.ljust(_SHORTEST_RTT.size, b"\0"))  # an old system tells less
     return 0.0 if microseconds == _NO_RTT else microseconds * 1e-6
+
+
+def is_readable(sock: socket.socket, seconds: float) -> bool:
+    """Waits for a connection to have something to read, or to have ended, and returns whether it has. Unlike
+    select.select it takes any number of a descriptor: a rank among hundreds has more than 1,024."""
+    waits = select.poll()
+    waits.register(sock, select.POLLIN)
+    return bool(waits.poll(seconds * 1000))
 
 
 def is_own_user(sock: socket.socket) -> bool:

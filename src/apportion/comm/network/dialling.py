@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from apportion.comm.network.address import Address, dial
-from apportion.comm.network.handshake import GREETING_BYTES, PROOF_BYTES, Purpose, claim, is_proved
+from apportion.comm.network.handshake import GREETING_BYTES, PROOF_BYTES, Purpose, claim, hello, is_proved
 from apportion.comm.network.secret import NAME
 from apportion.errors import PeerLost
 
 HANDSHAKE_SECONDS = 10.0
 """The seconds that a handshake may take, seen from the end that dials."""
 REFUSED_SECONDS = 5.0
-"""The seconds for which a rank tries again that is not let in: strangers may have taken its place in the queue."""
+"""The seconds for which a rank tries again whose proof is refused: an earlier meeting may be closing."""
 SEARCH_SECONDS = 60.0
 """The same where there are several addresses: another run may listen at one before rank 0 does at the next."""
 _RETRY_SECONDS = 0.02, 0.3
 """The first and the longest pause between two tries to connect."""
+_jitter = random.Random()
+"""What spreads the tries of ranks that began at once; the generator that workloads draw from is left alone."""
 Stopped = Callable[[], bool]
 """A function that says whether a wait is to end."""
 
@@ -27,8 +31,19 @@ def dial_rank(
     address: Address, secret: bytes, purpose: Purpose, seconds: float, stopped: Stopped = lambda: False
 ) -> socket.socket:
     """Connects to a rank that listens at an address, or will within so many seconds, and proves that this one knows the
-    secret. Raises PeerLost where nobody answers in time, what answers does not know the secret, or ``stopped()``."""
+    secret. Raises PeerLost where no rank answers in time, what answers does not know the secret, or ``stopped()``. A
+    connection that the other end resets before the handshake is over is made again until then."""
     return dial_first([address], secret, purpose, seconds, stopped)[0]
+
+
+class _Answer(Enum):
+    """How a handshake ended."""
+
+    PROVED = 1
+    REFUSED = 2
+    """The other end read the whole claim and hung up, or answered with what is no proof."""
+    INTERRUPTED = 3
+    """The connection was reset, or nothing came in time: this says nothing about the secret."""
 
 
 def dial_first(
@@ -43,26 +58,41 @@ def dial_first(
     patience = REFUSED_SECONDS if len(addresses) == 1 else SEARCH_SECONDS
     pause, longest = _RETRY_SECONDS
     refused_since: float | None = None
+    interrupted = 0
+    why = ""
     while True:
         for address in addresses:
             if stopped():
                 raise PeerLost(f"the connection to {address} was lost: it was closed here")
+            left = max(0.1, end - time.monotonic())
             try:
-                sock = dial(address, min(HANDSHAKE_SECONDS, max(0.1, end - time.monotonic())))
+                sock = dial(address, min(HANDSHAKE_SECONDS, left))
             except OSError as error:
-                if time.monotonic() + pause > end:
-                    raise PeerLost(f"nobody answers at {_written(addresses)} ({error})") from error
+                if refused_since is None and not interrupted:
+                    why = f"nobody answers at {_written(addresses)} ({error})"
                 continue
-            if _shake_hands(sock, secret, purpose):
+            answer = _shake_hands(sock, secret, purpose, min(HANDSHAKE_SECONDS, left))
+            if answer is _Answer.PROVED:
                 return sock, address
             sock.close()
-            refused_since = time.monotonic() if refused_since is None else refused_since
-            if time.monotonic() - refused_since > patience:
-                raise PeerLost(
-                    f"{address} did not let this rank in: {NAME} must name a file with the same contents on every "
-                    "host, and the ranks must be of one run"
+            if answer is _Answer.INTERRUPTED:
+                refused_since = None
+                interrupted += 1
+                why = (
+                    f"{address} ended the connection of this rank {interrupted} times before the handshake was over: "
+                    "something listens there, and is closing, or has more connections than it can hold"
                 )
-        time.sleep(min(pause, max(0.0, end - time.monotonic())))
+                continue
+            refused_since = time.monotonic() if refused_since is None else refused_since
+            why = (
+                f"{address} did not let this rank in: {NAME} must name a file with the same contents on every "
+                "host, and the ranks must be of one run"
+            )
+            if time.monotonic() - refused_since > patience:
+                raise PeerLost(why)
+        if time.monotonic() + pause > end:
+            raise PeerLost(why)
+        time.sleep(pause * _jitter.uniform(0.5, 1.0))
         pause = min(2 * pause, longest)
 
 
@@ -71,24 +101,37 @@ def _written(addresses: Sequence[Address]) -> str:
     return f"{first} to {others[-1].port}" if others else str(first)
 
 
-def _shake_hands(sock: socket.socket, secret: bytes, purpose: Purpose) -> bool:
+def _shake_hands(sock: socket.socket, secret: bytes, purpose: Purpose, seconds: float) -> _Answer:
     """Proves to the other end that this one knows the secret, and returns whether the other has proved it too."""
-    sock.settimeout(HANDSHAKE_SECONDS)
+    sock.settimeout(seconds)
+    has_claimed = False
     try:
+        sock.sendall(hello(secret))
         greeting = read_exactly(sock, GREETING_BYTES)
         claimed = claim(secret, greeting, purpose.pack())
         sock.sendall(claimed)
-        return is_proved(secret, greeting, claimed, read_exactly(sock, PROOF_BYTES))
-    except (OSError, ValueError):
-        return False
+        has_claimed = True
+        proof = read_exactly(sock, PROOF_BYTES)
+    except ConnectionEnded:  # not reset: the listener resets what it closes unread
+        return _Answer.REFUSED if has_claimed else _Answer.INTERRUPTED
+    except OSError:
+        return _Answer.INTERRUPTED
+    except ValueError:  # something else listens there
+        return _Answer.REFUSED
+    return _Answer.PROVED if is_proved(secret, greeting, claimed, proof) else _Answer.REFUSED
+
+
+class ConnectionEnded(ConnectionResetError):
+    """The other end has closed the connection in order."""
 
 
 def read_exactly(sock: socket.socket, count: int) -> bytes:
-    """Returns so many bytes of a connection. Raises OSError where it ends before."""
+    """Returns this many bytes of a connection. Raises OSError where it ends before, and ConnectionEnded where it
+    was closed in order."""
     data = b""
     while len(data) < count:
         got = sock.recv(count - len(data))
         if not got:
-            raise ConnectionResetError("the connection ended")
+            raise ConnectionEnded("the connection ended")
         data += got
     return data

@@ -2,13 +2,18 @@
 
 ::
 
+               <-  HELLO, nonce h, HMAC(secret, "hello" h)                    dialling
     accepting  MAGIC, nonce a                                              ->
                <-  nonce b, purpose, HMAC(secret, "dialled"  a b purpose)     dialling
     accepting  HMAC(secret, "accepted" a b purpose)                        ->
 
-Both nonces are new, so that a handshake which was recorded proves nothing. The end that accepts says nothing that was
+The nonces are new, so that a handshake which was recorded proves nothing. The end that accepts sends nothing that was
 made with the secret before the other end has proved itself. The purpose says what the connection is for and which rank
-dials it, and is proved with the rest. All messages have one length: nothing is stored on a stranger's word.
+dials it, and is proved with the rest. Each message has one length: nothing is stored on a stranger's word.
+
+The hello lets nobody in. It is sent with the first packet and answers nothing, so that the accepting end knows without
+waiting for a round trip which connections are a rank's, and closes those of strangers first where it has too many. It
+may be left out.
 """
 
 from __future__ import annotations
@@ -20,12 +25,16 @@ import struct
 from dataclasses import dataclass
 
 MAGIC = b"apportion/1\n"
+HELLO = b"apportion/hello\n"
+"""The beginning of a hello, which no nonce has by chance."""
 NONCE_BYTES = 32
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _RANK = struct.Struct("!I")
 PURPOSE_BYTES = _DIGEST_BYTES + _RANK.size
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 """The bytes that the accepting end begins with."""
+HELLO_BYTES = len(HELLO) + NONCE_BYTES + _DIGEST_BYTES
+"""The bytes of a hello."""
 CLAIM_BYTES = NONCE_BYTES + PURPOSE_BYTES + _DIGEST_BYTES
 """The bytes that the dialling end answers."""
 PROOF_BYTES = _DIGEST_BYTES
@@ -64,6 +73,18 @@ def greet() -> bytes:
     return MAGIC + secrets.token_bytes(NONCE_BYTES)
 
 
+def hello(secret: bytes) -> bytes:
+    """Returns what the dialling end may begin with."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    return HELLO + nonce + _mac(secret, b"hello", nonce)
+
+
+def nonce_of_hello(secret: bytes, given: bytes) -> bytes | None:
+    """Returns the nonce of a hello; None where it was made without the secret."""
+    nonce, mac = given[len(HELLO) : -_DIGEST_BYTES], given[-_DIGEST_BYTES:]
+    return nonce if hmac.compare_digest(mac, _mac(secret, b"hello", nonce)) else None
+
+
 def claim(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
     """Returns what the dialling end answers. Raises ValueError where the greeting is not this protocol's."""
     if not greeting.startswith(MAGIC):
@@ -87,5 +108,5 @@ def is_proved(secret: bytes, greeting: bytes, claimed: bytes, proof: bytes) -> b
     return hmac.compare_digest(proof, _mac(secret, b"accepted", greeting, nonce, purpose))
 
 
-def _mac(secret: bytes, side: bytes, greeting: bytes, nonce: bytes, purpose: bytes) -> bytes:
-    return hmac.new(secret, side + greeting + nonce + purpose, hashlib.sha256).digest()
+def _mac(secret: bytes, side: bytes, *parts: bytes) -> bytes:
+    return hmac.new(secret, side + b"".join(parts), hashlib.sha256).digest()

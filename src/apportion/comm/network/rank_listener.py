@@ -1,45 +1,55 @@
-"""The place where other ranks connect: a thread that lets in whoever proves that it knows the secret, and nobody else.
+"""The place where other ranks connect: a thread that lets in each end that proves to know the secret, and no other.
 
-A stranger costs a connection for PENDING_SECONDS at most and never more than its handshake's bytes of memory; where
-MOST_PENDING wait for theirs, the one that has waited longest makes room. None of it is seen by the ranks that are in.
+A stranger costs a connection for PENDING_SECONDS at most and never more than its handshake's bytes of memory. Where
+MOST_PENDING connections wait for theirs, the stranger that has waited longest is closed; where all of them are ranks'
+(``pending_handshakes.py``), new ones wait in the system's queue until a rank is in. A connection that is closed for
+want of room is reset, so that a rank at the other end knows that its secret was not refused, and dials again. What goes
+wrong with one connection ends that connection, and neither the thread nor the port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import resource
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import final
 
 from apportion.comm.network.address import Address, is_own_user, listen, prepare
-from apportion.comm.network.handshake import CLAIM_BYTES, greet, named, proof_of, unpack
+from apportion.comm.network.handshake import named, proof_of, unpack
+from apportion.comm.network.pending_handshakes import PendingHandshake, PendingHandshakes
 from apportion.comm.network.secret import NAME
 from apportion.errors import PeerLost
 
 PENDING_SECONDS = 5.0
-"""The seconds that a handshake may take."""
-MOST_PENDING = 64
-"""The number of handshakes at once."""
+"""The seconds that a handshake may take which has not begun with a rank's hello."""
+RANK_SECONDS = 30.0
+"""The seconds that a rank's handshake may take: where hundreds begin at once, their processors are busy."""
+MOST_PENDING = 2048
+"""The most handshakes at once, where the limit of open files (RLIMIT_NOFILE) is at least four times as high; else a
+quarter of that limit."""
+_DESCRIPTORS = 1 << 14
+"""The limit of open files that is asked of the system: a rank has a connection to each other one."""
+_LOOK_SECONDS = 1.0
+"""The longest time between two looks for handshakes that take too long."""
 _REST_SECONDS = 0.05
 """The seconds until the next try where the system has no descriptor left for a connection."""
+_AT_ONCE = 64
+"""The most connections that are accepted before others are read again."""
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER, as whose effect close() sends a reset."""
 
 
 Taker = Callable[[int, socket.socket], None]
 """A function that takes the connection of a rank."""
-
-
-@final
-class _Unproved:
-    """A connection whose other end has not proved itself yet."""
-
-    __slots__ = ("claimed", "greeting", "since", "sock")
-
-    def __init__(self, sock: socket.socket, greeting: bytes) -> None:
-        self.sock, self.greeting, self.claimed, self.since = sock, greeting, b"", time.monotonic()
 
 
 @final
@@ -53,7 +63,9 @@ class RankListener:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._sock, selectors.EVENT_READ)
         self._ready: dict[tuple[bytes, int], socket.socket] = {}
-        self._pending: dict[int, _Unproved] = {}
+        self._pending = PendingHandshakes(secret)
+        self._most_pending = min(MOST_PENDING, _descriptors() // 4)
+        self._accepts = True
         self._takers: dict[bytes, Taker] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -133,60 +145,87 @@ class RankListener:
     def _run(self) -> None:
         try:
             while not self._closed:
-                for key, _ in self._selector.select(PENDING_SECONDS if self._pending else None):
+                for key, _ in self._selector.select(_LOOK_SECONDS if self._pending else None):
                     if key.fileobj is self._sock:
-                        self._accept()
+                        self._accept_some()
                     elif key.fileobj is not self._woken:
-                        self._read(self._pending[key.fd])
+                        self._serve(key.fd)
                 self._drop_late()
+                self._accept_again()
         finally:
             with self._changed:
-                left = [*self._ready.values(), *(pending.sock for pending in self._pending.values())]
+                self._closed = True
+                left = [*self._ready.values(), *(pending.sock for pending in self._pending)]
                 self._ready.clear()
+                self._changed.notify_all()
             for sock in (*left, self._sock, self._woken, self._wake):
                 sock.close()
             self._selector.close()
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._sock.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptor is left: whoever has waited longest gives one back
-            if not self._drop_oldest():
-                time.sleep(_REST_SECONDS)
-            return
+    def _accept_some(self) -> None:
+        for _ in range(_AT_ONCE):
+            if len(self._pending) >= self._most_pending and not self._drop_oldest_stranger():
+                self._accepts = False  # all of them are ranks, and none of these is given up for another connection
+                self._selector.unregister(self._sock)
+                return
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as error:
+                if error.errno in _SCARCE and not self._drop_oldest_stranger():
+                    time.sleep(_REST_SECONDS)
+                return
+            self._greet(sock)
+
+    def _accept_again(self) -> None:
+        if not self._accepts and len(self._pending) < self._most_pending:
+            self._accepts = True
+            self._selector.register(self._sock, selectors.EVENT_READ)
+
+    def _greet(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(False)
             if self._unix and not is_own_user(sock):
                 raise PermissionError
             if not self._unix:
                 prepare(sock)
-            pending = _Unproved(sock, greet())
+            pending = PendingHandshake(sock)
             sock.send(pending.greeting)  # of some bytes, which the new connection has room for
+            self._selector.register(sock, selectors.EVENT_READ)
         except OSError:
             sock.close()
             return
-        if len(self._pending) >= MOST_PENDING:
-            self._drop_oldest()
-        self._pending[sock.fileno()] = pending
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._pending.add(pending)
 
-    def _read(self, pending: _Unproved) -> None:
-        try:
-            got = pending.sock.recv(CLAIM_BYTES - len(pending.claimed))
-        except BlockingIOError:
+    def _serve(self, descriptor: int) -> None:
+        """Reads what a connection has sent, unless it was closed after the system reported it as readable."""
+        pending = self._pending.find(descriptor)
+        if pending is None:
             return
-        except OSError:
-            got = b""
-        pending.claimed += got
-        if not got:
+        try:
+            self._read(pending)
+        except Exception:  # a defect, which must not take the port from all other ranks
+            traceback.print_exc()
             self._drop(pending)
-        elif len(pending.claimed) == CLAIM_BYTES:
-            self._decide(pending)
 
-    def _decide(self, pending: _Unproved) -> None:
-        proved = proof_of(self._secret, pending.greeting, pending.claimed)
+    def _read(self, pending: PendingHandshake) -> None:
+        while True:
+            try:
+                got = pending.sock.recv(pending.missing())
+            except BlockingIOError:
+                return
+            except OSError:
+                got = b""
+            if not got:
+                self._drop(pending)
+                return
+            self._pending.receive(pending, got)
+            claimed = pending.claim()
+            if claimed is not None:
+                self._decide(pending, claimed)
+                return
+
+    def _decide(self, pending: PendingHandshake, claimed: bytes) -> None:
+        proved = proof_of(self._secret, pending.greeting, claimed)
         if proved is None:
             self.refused += 1
             if self.refused == 1:  # a user's mistake, or a stranger: once is enough
@@ -195,13 +234,13 @@ class RankListener:
             return
         purpose, proof = proved
         self._forget(pending)
-        try:
-            pending.sock.send(proof)
-        except OSError:
-            pending.sock.close()
-            return
         key = unpack(purpose)
-        with self._changed:
+        with self._changed:  # a rank that has read the proof is found among those that are in
+            try:
+                pending.sock.send(proof)
+            except OSError:
+                pending.sock.close()
+                return
             taker = self._takers.get(key[0])
             if taker is not None:
                 taker(key[1], pending.sock)
@@ -213,7 +252,7 @@ class RankListener:
             before.close()
         self.on_ready()
 
-    def _tell_refused(self, pending: _Unproved) -> None:
+    def _tell_refused(self, pending: PendingHandshake) -> None:
         with contextlib.suppress(OSError):
             who = pending.sock.getpeername()[0] if not self._unix else "a process of this host"
             sys.stderr.write(
@@ -223,20 +262,38 @@ class RankListener:
             sys.stderr.flush()
 
     def _drop_late(self) -> None:
-        limit = time.monotonic() - PENDING_SECONDS
-        for pending in [p for p in self._pending.values() if p.since < limit]:
-            self._drop(pending)
+        for pending in self._pending.late(PENDING_SECONDS, RANK_SECONDS):
+            self._reset(pending)
 
-    def _drop_oldest(self) -> bool:
-        oldest = next(iter(self._pending.values()), None)
+    def _drop_oldest_stranger(self) -> bool:
+        oldest = self._pending.oldest_stranger()
         if oldest is not None:
-            self._drop(oldest)
+            self._reset(oldest)
         return oldest is not None
 
-    def _drop(self, pending: _Unproved) -> None:
-        self._forget(pending)
-        pending.sock.close()
+    def _reset(self, pending: PendingHandshake) -> None:
+        if not self._unix:
+            with contextlib.suppress(OSError):
+                pending.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._drop(pending)
 
-    def _forget(self, pending: _Unproved) -> None:
-        self._selector.unregister(pending.sock)
-        del self._pending[pending.sock.fileno()]
+    def _drop(self, pending: PendingHandshake) -> None:
+        if pending.sock.fileno() >= 0:
+            self._forget(pending)
+            pending.sock.close()
+
+    def _forget(self, pending: PendingHandshake) -> None:
+        if self._pending.find(pending.sock.fileno()) is pending:
+            self._selector.unregister(pending.sock)
+            self._pending.remove(pending)
+
+
+def _descriptors() -> int:
+    """Raises this process's limit of open files towards what a rank among hundreds needs, and returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return _DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

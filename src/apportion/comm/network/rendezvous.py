@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import socket
 import struct
 import sys
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from apportion.comm.network.address import Address
+from apportion.comm.network.address import Address, is_readable
 from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read_exactly
 from apportion.comm.network.handshake import Purpose, key_of_meeting
 from apportion.comm.network.launched_ranks import run_name
@@ -210,11 +209,9 @@ def _gather(place: _Place, size: int, secret: bytes, name: str, called_off: Stop
         end = time.monotonic() + DEADLINE_SECONDS
         with contextlib.ExitStack() as stack:
             for other in range(1, size):
-                sock = stack.enter_context(_taken(meeting, other, end, called_off))
-                sock.setblocking(True)
-                sock.settimeout(REPORT_SECONDS)
-                told.append(_receive(sock))
-                waiting.append(sock)
+                sock, report = _reported(meeting, other, end, called_off)
+                waiting.append(stack.enter_context(sock))
+                told.append(report)
             for sock in waiting:
                 _send(sock, told)
     except BaseException:
@@ -222,6 +219,23 @@ def _gather(place: _Place, size: int, secret: bytes, name: str, called_off: Stop
         raise
     _learn(meeting, told)
     return meeting
+
+
+def _reported(meeting: Meeting, rank: int, end: float, called_off: Stopped) -> tuple[socket.socket, Any]:
+    """Waits for a rank to come to the meeting and to report where it listens. A rank whose connection ends before that
+    dials again."""
+    while True:
+        sock = _taken(meeting, rank, end, called_off)
+        try:
+            sock.settimeout(REPORT_SECONDS)
+            return sock, _receive(sock)
+        except ConnectionError:
+            sock.close()
+            if time.monotonic() > end:
+                raise
+        except BaseException:
+            sock.close()
+            raise
 
 
 def _taken(meeting: Meeting, rank: int, end: float, called_off: Stopped) -> socket.socket:
@@ -261,7 +275,7 @@ def _report(place: _Place, rank: int, secret: bytes, name: str, called_off: Stop
 
 def _await_words(sock: socket.socket, end: float, called_off: Stopped) -> None:
     """Waits until rank 0 says something. Raises PeerLost where the meeting is called off before."""
-    while called_off is not _never and time.monotonic() < end and not select.select([sock], [], [], LOOK_SECONDS)[0]:
+    while called_off is not _never and time.monotonic() < end and not is_readable(sock, LOOK_SECONDS):
         if called_off():
             raise PeerLost("the meeting was called off")
 

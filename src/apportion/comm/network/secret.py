@@ -36,7 +36,9 @@ def secret_of_run(environment: Mapping[str, str]) -> bytes | None:
         ) from error
     if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO) & ~stat.S_IRGRP:
         raise ValueError(
-            f"{NAME}={path} has mode {stat.S_IMODE(mode):o}, and a secret must be its owner's alone: chmod 600 {path}"
+            f"{NAME}={path} has mode {stat.S_IMODE(mode):o}, and a secret may be read by its owner and group alone, "
+            f"and written by its owner alone: chmod 600 {path}, or 640 where a group has to read it, as fsGroup in a "
+            "volume of Kubernetes"
         )
     if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
         raise ValueError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import select
 import socket
 import struct
 import time
@@ -21,6 +20,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from apportion.comm.network.address import is_readable
 from apportion.comm.network.rank_connection import WAKE_BYTES, PeerSocket, memory_of
 from apportion.errors import PeerLost
 
@@ -151,7 +151,7 @@ class ShardLink(PeerSocket):
 
     def has_ended(self) -> bool:
         """Tell whether the other end is gone, while it has nothing to say: it waits for an answer."""
-        return bool(select.select([self._sock], [], [], 0.0)[0])
+        return is_readable(self._sock, 0.0)
 
     # Whole objects
 
