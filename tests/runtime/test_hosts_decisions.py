@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import shlex
@@ -24,9 +25,19 @@ from apportion.process import usable_cores
 from apportion.runtime.agents.hosts_launcher import RunHost
 from apportion.runtime.hosts.agent import meeting_address
 from apportion.runtime.hosts.agent_connection import ending_text
+from apportion.runtime.hosts.agent_messages import check_message
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path, unpack
 from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter
-from apportion.runtime.hosts.host_facts import overload, own_address, own_cores, ranks_of, refuse_unlike, versions
+from apportion.runtime.hosts.host_facts import (
+    describe_host,
+    overload,
+    own_address,
+    own_cores,
+    ranks_of,
+    refuse_unlike,
+    unlike_patches,
+    versions,
+)
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import RunCopy, inside, mark_of, neighbour, send_run
@@ -528,3 +539,49 @@ def test_a_run_directory_is_copied_as_it_is(tmp_path: Path) -> None:
     assert not copied(there, mark_of(there), here)["copied"], "both see one disk"
     assert not copied(tmp_path / "nowhere", None, here)["there"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
+
+
+def other_numpy(change: int) -> dict[str, object]:
+    """The facts of a host whose numpy differs from this one's in one of its numbers."""
+    words = versions()["numpy"].split(".")
+    words[change] = str(int(words[change]) + 1)
+    return {"hostname": "a", **facts(), "versions": {**versions(), "numpy": ".".join(words)}}
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_another_major_or_minor_version_of_numpy_is_refused(change: int) -> None:
+    with pytest.raises(ValueError, match=r"host b has numpy .*, and this one has numpy .*: install the same"):
+        refuse_unlike(versions(), [("a", facts()), ("b", other_numpy(change))], None)
+
+
+def test_another_patch_of_numpy_is_a_warning() -> None:
+    told = [("a", facts()), ("b", other_numpy(2))]
+    refuse_unlike(versions(), told, None)
+    assert [text.partition(" ")[2][:11] for text in unlike_patches(versions(), told)] == ["b has numpy"]
+
+
+INVALID = [
+    {"kind": "here"},
+    {"kind": "here", "hostname": "a", **facts(), "cores": 10**9},
+    {"kind": "here", "hostname": "a", **facts(), "cores": True},
+    {"kind": "here", "hostname": "a", **facts(), "gpus": -1},
+    {"kind": "here", "hostname": "a", **facts(), "address": None},
+    {"kind": "here", "hostname": "a", **facts(), "versions": {"torch": 2}},
+    {"kind": "place", "address": "a", "port": 0},
+    {"kind": "place", "address": "a", "port": "22"},
+    {"kind": "progress", "generation": 0, "lines": [["1"]], "stopped": []},
+    {"kind": "progress", "generation": 0, "lines": [[1 << 70]], "stopped": []},
+    {"kind": "exited", "slot": 0, "status": "dead", "out_of_memory": False},
+    {"kind": "event", "slot": 0, "event": {"kind": "step", "step": 1, "epoch": math.nan, "seconds": 0, "data": {}}},
+    {"kind": "event", "slot": 0, "event": {"kind": "step", "step": 1, "epoch": 0, "seconds": 0, "data": {}, "x": 1}},
+]
+
+
+@pytest.mark.parametrize("message", INVALID)
+def test_a_message_with_an_invalid_value_is_refused(message: dict[str, object]) -> None:
+    with pytest.raises(FrameError, match="must be|has no"):
+        check_message(message)
+
+
+def test_the_facts_of_a_host_are_valid() -> None:
+    check_message({"kind": "here", **describe_host()})

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, final
 
 from apportion.runtime.agents.agent_command import NO_FOLDER, NO_PYTHON
 from apportion.runtime.agents.hosts_launcher import AgentProcess, HostsLauncher
+from apportion.runtime.hosts.agent_messages import check_message
 from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
 
 _KEPT_LINES = 20
@@ -107,9 +108,17 @@ class AgentConnection:
             if reader.await_greeting():
                 self.is_up = True
                 while (message := reader.receive()) is not None:
+                    if isinstance(message, dict):
+                        check_message(message)
                     self._tell(message)
-        except (FrameError, OSError, ValueError) as error:
+        except FrameError as error:
             self._broken = str(error)
+        except (OSError, ValueError) as error:  # the connection was closed here
+            self._broken = str(error)
+        except Exception as error:  # whatever an agent sends ends its own connection, and nothing else
+            self._broken = f"{type(error).__name__}: {error}"
+        if self._broken:
+            self._process.kill()  # it is believed no more, and may not end by itself
         self._tell(None)
 
     def _hear(self, file: BinaryIO) -> None:
@@ -149,7 +158,10 @@ def ending_text(
     own = [line for line in lines if not line.startswith(launcher.own_words)]
     last = own[-1].removesuffix(".") if own else ""
     if broken:
-        return f"host {host}: what its agent sent is none of its messages ({broken})"
+        return (
+            f"host {host}: what its agent sent is not valid ({broken}); it was let go of: is that an agent of this "
+            "release?"
+        )
     if (lost := launcher.why_lost(host, status, lines, is_up=is_up)) is not None:
         return lost
     if status == NO_PYTHON:

@@ -91,6 +91,8 @@ class FrameReader:
             return data
         try:
             message = json.loads(data)
+        except RecursionError:
+            raise FrameError(f"{data[:40]!r} is JSON that is nested too deep to be read") from None
         except ValueError as error:
             raise FrameError(f"{data[:40]!r} is not JSON ({error})") from error
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):

@@ -22,6 +22,10 @@ Facts = Mapping[str, Any]
 versions by name."""
 VERSIONS = ("Python", "torch", "apportion")
 """What must be the same on all hosts."""
+ALIKE = "numpy"
+"""What must be of the same major and minor version: another patch computes the same, and is warned of."""
+MOST_RANKS = 1000
+"""The largest number of ranks of a host, also where it has more cores."""
 NONE = "none"
 """The version of a package that is not installed."""
 _GPU_SECONDS = 60.0
@@ -29,12 +33,16 @@ _COUNT = "import torch; print(torch.cuda.device_count())"
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all hosts, as they are here. Nothing heavy is imported for it."""
+    """Returns the versions that hosts compare, as they are here. Nothing heavy is imported for it."""
+    installed = {name: _version(name) for name in ("torch", ALIKE)}
+    return {"Python": platform.python_version(), **installed, "apportion": own_contents()}
+
+
+def _version(package: str) -> str:
     try:
-        torch = metadata.version("torch")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        torch = NONE
-    return {"Python": platform.python_version(), "torch": torch, "apportion": own_contents()}
+        return NONE
 
 
 def describe_host() -> dict[str, Any]:
@@ -67,12 +75,12 @@ def own_address(environment: Mapping[str, str]) -> str:
 
 
 def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], device: str | None) -> None:
-    """Raises ValueError where a host has other versions than this one, or where some have GPUs to train on and others
+    """Raises ValueError where a host has other versions than this one (of numpy another major or minor one), or where some have GPUs to train on and others
     none. ``here``: the versions of this host; ``told``: the name and the facts of each host."""
     for name, facts in told:
-        for what in VERSIONS:
-            mine, other = here[what], str(facts["versions"].get(what, NONE))
-            if mine != other:
+        for what in (*VERSIONS, ALIKE):
+            mine, other = here.get(what, NONE), str(facts["versions"].get(what, NONE))
+            if mine != other and (what != ALIKE or _minor(mine) != _minor(other)):
                 is_none = f"has no {what}" if other == NONE else f"has {what} {other}"
                 raise ValueError(
                     f"host {name} {is_none} ({facts['python']}), and this one has {what} {mine}: install the same "
@@ -87,11 +95,27 @@ def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], de
         )
 
 
+def unlike_patches(here: Mapping[str, str], told: Sequence[tuple[str, Facts]]) -> list[str]:
+    """Returns a warning for each host whose numpy has another patch version than this one's."""
+    mine = here.get(ALIKE, NONE)
+    others = [(name, facts["versions"].get(ALIKE, NONE)) for name, facts in told]
+    return [
+        f"host {name} has {ALIKE} {other}, and this one has {ALIKE} {mine}: the run goes on; install the same there "
+        "where results must have the same bits"
+        for name, other in others
+        if other != mine
+    ]
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
 def ranks_of(facts: Facts, workers: int | None, device: str | None) -> int:
     """Returns the number of ranks of a host: as many workers as were asked for, else one a GPU, or one a core."""
     if workers is not None:
         return workers
-    return int((facts["gpus"] if device != "cpu" else 0) or facts["cores"])
+    return min(MOST_RANKS, int((facts["gpus"] if device != "cpu" else 0) or facts["cores"]))
 
 
 def overload(name: str, facts: Facts, ranks: int, each: int) -> str | None:

@@ -139,7 +139,7 @@ class HostsPool:
                 self._lose(host, self._agents[host].why_ended())
             elif isinstance(message, dict) and host in self.leader.hosts:
                 self._think(self._liveness.heard(host))
-                yield from (self._heed if message["kind"] == "notice" else self._take)(host, message)
+                yield from (self._heed if message["kind"] == "notice" else self._take_valid)(host, message)
 
     def _next(self, seconds: float) -> list[News]:
         """Returns what the agents have said, once they say something within this time."""
@@ -155,6 +155,13 @@ class HostsPool:
         self.send({"kind": "stop", "notice": message["signal"]})
         rank = next((rank for rank, slot in enumerate(self.leader.table) if slot.host == host), 0)
         yield rank, {**message, "cause": f"host {self._agents[host].host} was told to end by {message['name']}"}
+
+    def _take_valid(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
+        if (wrong := self._beyond(host, message)) is not None:
+            self._lose(host, f"what its agent sent is not valid ({wrong})")
+            self._agents[host].abandon()
+        else:
+            yield from self._take(host, message)
 
     def _take(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
         kind = message["kind"]
@@ -177,6 +184,16 @@ class HostsPool:
                 self.leader.exited(slot)
             if slot in self.leader.table:
                 yield from self._take_of(slot, message)
+
+    def _beyond(self, host: int, message: Message) -> str | None:
+        """Returns what is wrong with a message about workers that its host does not have; None where nothing is."""
+        count, slots = self._counts[host], [message["slot"]] if "slot" in message else message.get("stopped", [])
+        if any(slot >= count for slot in slots):
+            return f"its message {message['kind']!r} is about worker {max(slots)}, and it has {count}"
+        lines = message["lines"] if message["kind"] == "progress" else []
+        if len(lines) > count or any(len(line) != progress.WORDS for line in lines):
+            return f"its message 'progress' has {len(lines)} lines, and it has {count} workers"
+        return None
 
     def _take_of(self, slot: Slot, message: Message) -> Iterator[tuple[int, Message]]:
         rank, kind = self.leader.table.index(slot), message["kind"]

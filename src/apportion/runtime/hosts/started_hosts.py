@@ -21,7 +21,7 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
-from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, versions
+from apportion.runtime.hosts.host_facts import overload, ranks_of, refuse_unlike, unlike_patches, versions
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.supervisor.watchdog import Allowance
 
@@ -83,6 +83,8 @@ class StartedHosts:
         facts = self._answers("here", READY_SECONDS, "has not answered", self._agents)
         told = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
         refuse_unlike(versions(), told, self._launcher.device)
+        for said in unlike_patches(versions(), told):
+            self._warn(said)
         with_gpus = self._launcher.device != "cpu" and any(fact["gpus"] for fact in facts)
         self._replaceable = self._replaceable and not with_gpus
         wanted = [host.workers for host in self._hosts]
@@ -90,7 +92,7 @@ class StartedHosts:
         threads = [self._launcher.threads_each(f["cores"], n) for f, n in zip(facts, self._counts, strict=True)]
         for (name, fact), count, each in zip(told, self._counts, threads, strict=True):
             if (said := overload(name, fact, count, each + self._launcher.loaders)) is not None:
-                warnings.warn(said, stacklevel=2)
+                self._warn(said)
         for agent in self._agents:
             self._send_prepare(agent, [str(fact["address"]) for fact in facts])
         (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", self._agents[:1])
@@ -98,6 +100,10 @@ class StartedHosts:
         self._addresses, self._threads = [str(fact["address"]) for fact in facts], threads
         for agent in self._agents:
             self._send_start(agent, place["address"], place["port"])
+
+    def _warn(self, text: str) -> None:
+        """Warns of something that ends nothing."""
+        warnings.warn(text, stacklevel=3)
 
     def _send_prepare(self, agent: AgentConnection, addresses: Sequence[str]) -> None:
         others = [address for number, address in enumerate(addresses) if number != agent.number]

@@ -1,0 +1,125 @@
+"""What an agent may send, kind by kind: a message with another value is refused before anything is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from apportion.runtime.hosts.frames import FrameError
+
+MOST_CORES = 1 << 14
+"""The largest number of cores of a host, and of GPUs, that is believed."""
+MOST_SLOTS = 1 << 14
+"""The largest number of workers of a host."""
+_MOST_TEXT = 1 << 20
+"""The most characters of a name, a path or a reason; tracebacks and what ranks print are bounded by the message."""
+Rule = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words, and whether it is."""
+
+
+def _whole(least: int, most: int) -> Rule:
+    return f"a whole number from {least} to {most:,}", lambda value: type(value) is int and least <= value <= most
+
+
+def _or_null(rule: Rule) -> Rule:
+    words, holds = rule
+    return f"{words}, or null", lambda value: value is None or holds(value)
+
+
+def _list_of(rule: Rule, most: int = MOST_SLOTS) -> Rule:
+    words, holds = rule
+    return (
+        f"a list, each entry {words}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(holds, value)),
+    )
+
+
+_TEXT: Rule = ("a text", lambda value: isinstance(value, str) and len(value) <= _MOST_TEXT)
+_LONG_TEXT: Rule = ("a text", lambda value: isinstance(value, str))
+_BOOL: Rule = ("true or false", lambda value: isinstance(value, bool))
+_COUNT = _whole(0, 1 << 62)
+_SIGNED = _whole(-(1 << 63), (1 << 63) - 1)
+_SLOT = _whole(0, MOST_SLOTS - 1)
+_PORT = _whole(1, 65535)
+_VERSIONS: Rule = (
+    "an object of texts",
+    lambda value: isinstance(value, dict) and len(value) <= 100 and all(isinstance(v, str) for v in value.values()),
+)
+_OBJECT: Rule = ("an object", lambda value: isinstance(value, dict))
+_NUMBER: Rule = ("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
+_PLACE = {"address": _TEXT, "port": _PORT}
+_RAISED = {
+    "summary": _LONG_TEXT,
+    "traceback": _or_null(_LONG_TEXT),
+    "where": _or_null(_LONG_TEXT),
+    **{name: _BOOL for name in ("mistake", "symptom", "state_lost", "checkpoint", "not_finite", "differs")},
+}
+FIELDS: Mapping[str, Mapping[str, Rule]] = {
+    "here": {
+        "hostname": _TEXT,
+        "cores": _whole(1, MOST_CORES),
+        "gpus": _whole(0, MOST_CORES),
+        "address": _TEXT,
+        "python": _TEXT,
+        "versions": _VERSIONS,
+    },
+    "place": _PLACE,
+    "reached": {"why": _or_null(_TEXT)},
+    "refused": {"why": _LONG_TEXT},
+    "started": {"directory": _TEXT},
+    "notice": {"signal": _whole(1, 64), "name": _TEXT},
+    "progress": {
+        "generation": _COUNT,
+        "lines": _list_of(_list_of(_SIGNED, 1000)),
+        "stopped": _list_of(_SLOT),
+    },
+    "reserved": {"generation": _COUNT, **_PLACE},
+    "answered": {"slot": _SLOT, "generation": _COUNT},
+    "torn": {"slot": _SLOT, "generation": _COUNT},
+    "exited": {"slot": _SLOT, "status": _or_null(_SIGNED), "out_of_memory": _BOOL},
+    "finished": {"slot": _SLOT},
+    "raised": {"slot": _SLOT, **_RAISED},
+    "output": {"slot": _SLOT, "lines": _list_of(_LONG_TEXT, 1 << 20)},
+    "event": {"slot": _SLOT, "event": _OBJECT},
+    "noted": {"slot": _SLOT, "numbers": _list_of(_COUNT, 1 << 20)},
+    "recorded": {"why": _or_null(_TEXT)},
+    "fetched": {"copied": _BOOL, "there": _BOOL, "path": _TEXT},
+    "file": {"path": _TEXT},
+    "folder": {"path": _TEXT},
+    "link": {"path": _TEXT, "target": _TEXT},
+}
+"""The fields that a message of each kind must have. What is not named here is read by nothing, or by a reader that
+checks it."""
+EVENT: Mapping[str, Rule] = {
+    "kind": _TEXT,
+    "step": _COUNT,
+    "epoch": _NUMBER,
+    "seconds": _NUMBER,
+    "data": _OBJECT,
+}
+"""The fields that an event has, and no others."""
+
+
+def check_message(message: Mapping[str, Any]) -> None:
+    """Raises FrameError where a message that an agent has sent is not what it must be: the field, the value and the
+    rule."""
+    kind = str(message["kind"])
+    _check(kind, message, FIELDS.get(kind, {}))
+    if kind == "event":
+        _check("event", message["event"], EVENT)
+        if more := sorted(message["event"].keys() - EVENT.keys()):
+            raise FrameError(f"an event has no field {more[0][:40]!r}")
+
+
+def _check(kind: str, given: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    for name, (words, holds) in rules.items():
+        if name not in given:
+            raise FrameError(f"its message {kind!r} has no {name!r}, which must be {words}")
+        if not holds(given[name]):
+            raise FrameError(f"its message {kind!r} says {name}={_brief(given[name])}, which must be {words}")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or -(10**30) < value < 10**30 else "a number of over 30 digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
