@@ -18,6 +18,10 @@ from apportion.comm.network.secret import NAME
 
 FOLDER = Path(__file__).parents[2] / "docs" / "kubernetes"
 JOB, RUNTIME = FOLDER / "indexed_job.yaml", FOLDER / "training_runtime.yaml"
+TORCHRUN_SECONDS = 30.0
+"""The seconds for which torchrun waits for its ranks after SIGTERM."""
+SAVE_SECONDS = 3.5
+"""The seconds in which a rank that is told to end has saved (docs/faults.md)."""
 SCHEMAS = Path(sys.prefix) / "kubernetes"
 """Of packages that nothing else needs."""
 
@@ -110,6 +114,43 @@ def test_the_train_job_is_of_its_runtime_and_torchrun_reads_what_kubeflow_sets(
     told = (read.nnodes, read.nproc_per_node, read.node_rank, read.master_addr, read.master_port)
     assert told == ("2", "2", 1, "train-mine-node-0-0.train-mine", 29400)
     assert container["name"] == "node", "which Kubeflow looks for"
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    """The specification of the Job that starts the pods."""
+    (replicated,) = documents(RUNTIME)["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    return {JOB.name: documents(JOB)["Job"]["spec"], RUNTIME.name: replicated["template"]["spec"]}
+
+
+@pytest.mark.parametrize("name", [JOB.name, RUNTIME.name])
+def test_the_pods_are_allowed_at_the_level_restricted(name: str) -> None:
+    """The rules of the Pod Security Standards that a pod has to do something for."""
+    pod = pods()[name]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] != 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    assert all({"secret", "persistentVolumeClaim", "emptyDir"} & set(volume) for volume in pod["volumes"])
+    assert pod["securityContext"]["fsGroup"], "or nobody but root could read the secret"
+
+
+@pytest.mark.parametrize("name", [JOB.name, RUNTIME.name])
+def test_an_eviction_is_no_failure_and_a_pod_that_is_told_to_end_has_the_time_to_save(name: str) -> None:
+    job, pod = jobs()[name], pods()[name]
+    rules = job["podFailurePolicy"]["rules"]
+    assert pod["restartPolicy"] == "Never", "which a podFailurePolicy needs"
+    assert rules[0] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    codes = [code for rule in rules[1:] for code in rule["onExitCodes"]["values"]]
+    assert not {0, 1, 143} & set(codes), "a run that was told to end, or has lost a rank, is started again"
+    assert {rule["onExitCodes"]["containerName"] for rule in rules[1:]} == {pod["containers"][0]["name"]}
+    assert pod["terminationGracePeriodSeconds"] > TORCHRUN_SECONDS + SAVE_SECONDS
+
+
+def test_a_job_that_is_over_is_removed() -> None:
+    template = documents(RUNTIME)["TrainingRuntime"]["spec"]["template"]["spec"]
+    assert documents(JOB)["Job"]["spec"]["ttlSecondsAfterFinished"] == template["ttlSecondsAfterFinished"] == 86400
 
 
 def page() -> str:

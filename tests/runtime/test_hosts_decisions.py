@@ -579,7 +579,7 @@ INVALID = [
 
 @pytest.mark.parametrize("message", INVALID)
 def test_a_message_with_an_invalid_value_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises(FrameError, match="must be|has no"):
+    with pytest.raises(FrameError, match=r"must be|has no"):
         check_message(message)
 
 

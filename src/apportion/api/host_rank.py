@@ -3,7 +3,6 @@ torchrun does, and tells the driver what happens."""
 
 from __future__ import annotations
 
-import getpass
 import os
 import socket
 import sys
@@ -11,14 +10,18 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from apportion.comm.channel import Channel
+from apportion.core.json_data import cache_folder
 from apportion.core.strategy import Strategy
 from apportion.errors import PeerLost
+from apportion.process import PACKAGE
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 
 
@@ -113,11 +116,11 @@ def _prepare(channel: Channel) -> Any:
     from apportion.process import keep_what_is_freed
     from apportion.runtime.worker.coordination import RunControl
 
-    # What a rank that is killed has not removed goes with the folder of the run; what was compiled stays for the next.
-    compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{_user()}")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    # What a rank that is killed has not removed goes with the folder of the run; what was compiled stays for the next,
+    # in the folder of caches of this user.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("torchinductor")))
     tempfile.tempdir = os.path.dirname(os.environ["APPORTION_SECRET_FILE"])
-    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, category, file, *_: _warn(channel, str(message), file)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     keep_what_is_freed()
     control = RunControl()
@@ -125,12 +128,14 @@ def _prepare(channel: Channel) -> Any:
     return control
 
 
-def _user() -> str:
-    """Returns the name of the user, as torch has it for one without a name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"uid_{os.getuid()}"
+def _warn(channel: Channel, text: str, file: str) -> None:
+    """Passes on a warning: to the driver, which has it recorded, or to standard error where it is not this
+    package's."""
+    if Path(file).is_relative_to(PACKAGE):
+        with suppress(OSError):
+            channel.send({"kind": "warned", "text": text})
+            return
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _train(channel: Channel, job: HostJob, control: Any) -> None:
@@ -144,6 +149,14 @@ def _train(channel: Channel, job: HostJob, control: Any) -> None:
     for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
         if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank is told
             channel.send({"kind": "event", "event": asdict(event)})
+        _acknowledge(channel, control)
+    _acknowledge(channel, control)
+
+
+def _acknowledge(channel: Channel, control: Any) -> None:
+    """Reports which of the events that the driver has sent are in the record now."""
+    if numbers := control.outside.recorded():
+        channel.send({"kind": "noted", "numbers": numbers})
 
 
 def _answer(channel: Channel, verb: HostVerb) -> int:
@@ -182,4 +195,6 @@ def _obey(channel: Channel, control: Any) -> None:
         if order["kind"] == "stop":
             control.notice = order.get("notice", 0)
             control.stop = True
+        elif order["kind"] == "note":
+            control.outside.give(order["events"])
     os._exit(1)  # the agent is gone

@@ -22,7 +22,9 @@ from apportion.errors import ApportionError
 from apportion.planner.decision import Planning
 from apportion.planner.plan import Plan
 from apportion.planner.plan_data import plan_of
+from apportion.reporting.recording import draw_report
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.checkpoint.event_lines import EVENTS
 from apportion.runtime.checkpoint.validation import refuse_started
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path
 from apportion.runtime.hosts.hosts_run import HostsRun
@@ -49,7 +51,12 @@ def started_on_hosts(
     shipment = _shipment(asked.workload, given)
     job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
     job = replace(job, replaceable=replaceable)
-    yield from HostsRun(job, launcher, shipment, chooses=strategy is None).events()
+    run = HostsRun(job, launcher, shipment, chooses=strategy is None)
+    try:
+        yield from run.events()
+    finally:
+        if run.is_late and Path(asked.run_dir, EVENTS).exists():
+            draw_report(asked.run_dir)
 
 
 def answered_on_hosts(name: str, workload: Workload | str, launcher: HostsLauncher, **options: Any) -> Any:

@@ -267,7 +267,15 @@ def _written_by_the_first(
 
         control.rejoined = take_place_again
         take_place(world)
-        yield from journaled(job, events, before, [], draws=lambda: not control.was_told(), writes=lambda: writes)
+        yield from journaled(
+            job,
+            events,
+            before,
+            [],
+            draws=lambda: not control.was_told(),
+            writes=lambda: writes,
+            outside=control.outside,
+        )
 
 
 @collective

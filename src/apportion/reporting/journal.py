@@ -8,9 +8,7 @@ wall clock in seconds since 1970. JSON has no numbers that are not finite; they 
 from __future__ import annotations
 
 import errno
-import json
 import math
-import operator
 import os
 import socket
 import time
@@ -20,19 +18,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
-from apportion.core.event import Event, EventKind
+from apportion.core.event import Event
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint.append_only_file import NO_ROOM, Appended, open_own, reason
+from apportion.runtime.checkpoint.event_lines import EVENTS, decode, encode
 
-EVENTS = "events.jsonl"
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
-
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TEXTS = {"strategy", "launcher", "device", "path", "cause", "traceback", "action", "run_dir", "reason", "resume"}
-"""The fields of an event's data that are text whatever they say: a cause may be "NaN"."""
 
 
 class Journal:
@@ -49,14 +43,14 @@ class Journal:
         self._scalars = _Scalars(self._run_dir / TENSORBOARD)
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._lines = Appended(self._path, lambda line: _decode(line) is not None)
+            self._lines = Appended(self._path, lambda line: decode(line) is not None)
         except OSError as error:
             raise self._refused(error) from error
 
     def write(self, event: Event) -> None:
         """Keep this event."""
         try:
-            self._lines.write(_encode(event))
+            self._lines.write(encode(event))
             self._scalars.write(event)
         except OSError as error:
             raise self._refused(error) from error
@@ -103,66 +97,11 @@ def entries(run_dir: str | Path) -> Iterator[tuple[float, Event]]:
         raise CheckpointError(f"cannot read {path}: {reason(error)}; is {run_dir} the directory of a run?") from error
     with file:
         for number, line in enumerate(file, 1):
-            entry = _decode(line)
+            entry = decode(line)
             if entry is not None:
                 yield entry
             elif line.endswith(b"\n"):
                 raise CheckpointError(f"{path}, line {number} is not an event: the file was changed or damaged")
-
-
-def _encode(event: Event) -> bytes:
-    record = {
-        "time": round(time.time(), 3),
-        "kind": event.kind,
-        "step": event.step,
-        "epoch": event.epoch,
-        "seconds": event.seconds,
-        "data": event.data,
-    }
-    try:
-        text = json.dumps(record, allow_nan=False, separators=(",", ":"))
-    except ValueError:  # some number is not finite: rare enough to find out by trying
-        text = json.dumps(_finite(record), allow_nan=False, separators=(",", ":"))
-    return text.encode() + b"\n"
-
-
-def _decode(line: bytes) -> tuple[float, Event] | None:
-    """Return the wall clock and the event on a line; None where the line is not an event."""
-    try:
-        record = json.loads(line)
-        data = record["data"]
-        if not isinstance(data, dict) or not isinstance(record["kind"], str):
-            return None
-        if b'NaN"' in line or b'Infinity"' in line:
-            data = {key: value if key in _TEXTS else _numbers(value) for key, value in data.items()}
-        event = Event(
-            kind=cast("EventKind", record["kind"]),
-            step=operator.index(record["step"]),
-            epoch=float(record["epoch"]),
-            seconds=float(record["seconds"]),
-            data=data,
-        )
-        return float(record["time"]), event
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with a string for each number that is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _numbers(value: Any) -> Any:
-    """Return the value with a number for each string that ``_finite`` writes for one."""
-    if isinstance(value, str):
-        return _NOT_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    return [_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 class _Scalars:

@@ -12,6 +12,7 @@ from apportion.core.event import Event
 from apportion.errors import CheckpointError
 from apportion.reporting.journal import Journal
 from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.outside_events import OutsideEvents
 
 if TYPE_CHECKING:  # a run of which nothing is expected needs none of this
     from apportion.planner.performance_monitor import PerformanceMonitor
@@ -26,17 +27,22 @@ def journaled(  # noqa: PLR0913 (what happened before, in and after the events, 
     *,
     draws: Callable[[], bool] = lambda: True,
     writes: Callable[[], bool] = lambda: True,
+    outside: OutsideEvents | None = None,
 ) -> Generator[Event, None, None]:
     """Yields the events, each written into the run directory on its way; the report before the last, so that the loop
     may be left there at once. ``before``: what happened before the first; ``rest``: what happens after the loop was
     left; ``watch``: holds them against what was expected, and adds what there is to tell; ``writes``: whether this
-    process is the one that writes; ``draws``: whether there is time for the report."""
+    process is the one that writes; ``draws``: whether there is time for the report; ``outside``: what another process
+    has seen of the run, and this one is to write."""
     assert job.run_dir is not None
     record = _Record(job.run_dir, before, draws)
     try:
         for event in events:
             if writes():
+                if event.kind == "end":  # with which the report is drawn
+                    record.take_outside(outside)
                 record.take(event)
+                record.take_outside(outside)
             yield event
             drifted = watch.take(event) if watch is not None else None
             if drifted is not None:
@@ -47,7 +53,7 @@ def journaled(  # noqa: PLR0913 (what happened before, in and after the events, 
         events.throw(error)  # a run that cannot be written down is not to be saved either
     finally:
         with ExitStack() as ends:  # the record's files are closed also where the end of the run fails
-            ends.callback(record.close, rest)
+            ends.callback(record.close, rest, outside)
             events.close()
 
 
@@ -74,11 +80,21 @@ class _Record:
                 _report(self._run_dir)
                 self._drawn = True
 
-    def close(self, rest: Sequence[Event]) -> None:
+    def take_outside(self, outside: OutsideEvents | None) -> None:
+        """Writes what another process has seen, once the run has begun."""
+        if self._journal is None or outside is None:
+            return
+        for number, event in outside.take():
+            self._journal.write(event)
+            outside.note(number)
+            self._drawn = False
+
+    def close(self, rest: Sequence[Event], outside: OutsideEvents | None) -> None:
         """Write what has happened after the loop was left, and the report where that is not drawn yet."""
         if self._journal is None:
             return
         try:
+            self.take_outside(outside)
             for event in rest:
                 self._journal.write(event)
         except CheckpointError as error:
@@ -87,6 +103,11 @@ class _Record:
             self._journal.close()
         if (rest or not self._drawn) and self._draws():
             _report(self._run_dir)
+
+
+def draw_report(run_dir: str) -> None:
+    """Draws the report of a run directory; where that cannot be done, a warning says why."""
+    _report(run_dir)
 
 
 def _report(run_dir: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 AGENT = "apportion.runtime.hosts.agent"
 """The program that runs on each host."""
@@ -28,7 +29,7 @@ _ON_HOST = (
 )
 
 
-def agent_command(python: str | None) -> list[str]:
+def agent_command(python: str | Mapping[str, str] | None) -> list[str]:
     """Returns the words that run an agent on a host, with the connection as its standard input and output. ``python``:
     the interpreter there; None: the path of this one where it is there too, else the login shell's."""
-    return ["sh", "-c", _ON_HOST, "apportion", python or "", sys.executable]
+    return ["sh", "-c", _ON_HOST, "apportion", str(python or ""), sys.executable]

@@ -4,8 +4,8 @@ the connection to it. Everything else of a run on several hosts is the same, whi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, ClassVar, Protocol
 
 from apportion.core.value import Value
@@ -19,6 +19,8 @@ class RunHost:
     """The name of the host, as its launcher finds it and messages call it."""
     workers: int | None
     """The number of workers; None: one a core, or one a GPU, as is found out there."""
+    python: str | None = field(default=None, kw_only=True)
+    """The interpreter of this host; None: that of the launcher."""
 
 
 class AgentProcess(Protocol):
@@ -55,13 +57,15 @@ class HostsLauncher(Value, ABC):
     """The number of workers of each host; None: one a core, or one a GPU."""
     threads: int | None = None
     """The number of threads of each worker; None: the cores of its host, divided among its workers."""
-    python: str | None = None
+    python: str | Mapping[str, str] | None = None
     """The interpreter on each host; None: the path of this one where it is there too, else the login shell's."""
     device: str | None = None
     """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
     loaders: int = 0
     """The number of data-loading processes of each worker."""
 
+    python_by_host: ClassVar[bool] = False
+    """Whether ``python`` may be a path for each host, by its name."""
     launched: ClassVar[bool] = False
     """False: the ranks are not running yet, and have to be started."""
     insecure: ClassVar[bool] = False
@@ -72,6 +76,8 @@ class HostsLauncher(Value, ABC):
     def __post_init__(self) -> None:
         self._must_be_whole("workers", "threads")
         self._must_be_whole("loaders", least=0)
+        if not isinstance(self.python, str | None) and not self.python_by_host:
+            raise ValueError(f"python={self.python!r} must be the path of an interpreter, the same on every host")
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
 

@@ -42,7 +42,9 @@ from typing import Any, final
 
 from apportion.comm.membership import HostShare
 from apportion.comm.network.address import is_loopback, route_to
+from apportion.core.event import Event
 from apportion.errors import ApportionError
+from apportion.runtime.checkpoint.event_lines import append_events
 from apportion.runtime.hosts.code_bundle import unpack
 from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
 from apportion.runtime.hosts.host_facts import describe_host, own_address
@@ -122,13 +124,23 @@ class Agent:
             given = [self._bytes() for _ in range(3)]  # and on to the end of the stream, which may come meanwhile
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
-            send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader)
-        elif kind in ("stop", "save", "open", "kill", "table", "stacks"):
+            send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader, only=order["only"])
+        elif kind == "record":
+            self._tell({"kind": "recorded", "why": self._record(order)})
+        elif kind in ("stop", "save", "open", "kill", "table", "stacks", "note"):
             with self._lock:
                 if self._ranks is None:
                     self._early.append(order)
                     return
             self._ranks.order(order)
+
+    def _record(self, order: Message) -> str | None:
+        """Appends events to the record of the run, once no rank of this host does. Returns why it could not."""
+        try:
+            append_events(self._directory / order["run_dir"], [Event(**event) for event in order["events"]])
+        except OSError as error:
+            return str(error)
+        return None
 
     def _say_alive(self) -> None:
         waits = threading.Event()  # never set

@@ -37,6 +37,8 @@ class AgentConnection:
         self._handing = threading.Lock()
         self.is_up = False
         """True once the agent has begun to speak."""
+        self.has_ended = False
+        """True once nothing more comes from it."""
         self._broken = ""
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         self._orders: queue.SimpleQueue[Mapping[str, Any] | bytes | None] = queue.SimpleQueue()
@@ -119,6 +121,7 @@ class AgentConnection:
             self._broken = f"{type(error).__name__}: {error}"
         if self._broken:
             self._process.kill()  # it is believed no more, and may not end by itself
+        self.has_ended = True
         self._tell(None)
 
     def _hear(self, file: BinaryIO) -> None:

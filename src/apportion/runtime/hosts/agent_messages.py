@@ -83,6 +83,7 @@ FIELDS: Mapping[str, Mapping[str, Rule]] = {
     "output": {"slot": _SLOT, "lines": _list_of(_LONG_TEXT, 1 << 20)},
     "event": {"slot": _SLOT, "event": _OBJECT},
     "noted": {"slot": _SLOT, "numbers": _list_of(_COUNT, 1 << 20)},
+    "warned": {"slot": _SLOT, "text": _LONG_TEXT},
     "recorded": {"why": _or_null(_TEXT)},
     "fetched": {"copied": _BOOL, "there": _BOOL, "path": _TEXT},
     "file": {"path": _TEXT},

@@ -75,8 +75,9 @@ def own_address(environment: Mapping[str, str]) -> str:
 
 
 def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], device: str | None) -> None:
-    """Raises ValueError where a host has other versions than this one (of numpy another major or minor one), or where some have GPUs to train on and others
-    none. ``here``: the versions of this host; ``told``: the name and the facts of each host."""
+    """Raises ValueError where a host has other versions than this one (of numpy another major or minor one), or where
+    some have GPUs to train on and others none. ``here``: the versions of this host; ``told``: the name and the facts of
+    each host."""
     for name, facts in told:
         for what in (*VERSIONS, ALIKE):
             mine, other = here.get(what, NONE), str(facts["versions"].get(what, NONE))

@@ -32,12 +32,14 @@ def raised_event(message: Mapping[str, Any], rank: int, step: int) -> WorkerRais
     )
 
 
-def rank_at_host(cause: str, rank: int, host: str, root: str) -> str:
+def rank_at_host(cause: str, rank: int, host: str, root: str = "") -> str:
     """Returns the cause of a failure with the host of its rank. ``root``: the folder whose modules were sent to the
     hosts."""
     name = f"rank {rank}"
     if cause.startswith("host "):  # a host that is lost with its ranks
         return cause
+    if cause.startswith("ranks "):
+        return f"host {host}: {cause}"
     if not cause.startswith(name):
         cause = f"{name} on host {host}: {cause}"
     elif not cause.startswith(f"{name} on host "):
@@ -47,13 +49,15 @@ def rank_at_host(cause: str, rank: int, host: str, root: str) -> str:
     return cause
 
 
-def at_host(stop: Stop, host: str, root: str) -> Stop:
+def at_host(stop: Stop, host: str, root: str, *, is_saved: bool = True) -> Stop:
     """Returns a decision to stop whose cause names the host of the rank. What is wrong for all ranks alike names none.
-    ``root``: the folder whose modules were sent to the hosts."""
+    ``root``: the folder whose modules were sent to the hosts; ``is_saved``: there is a checkpoint to go on from."""
     if stop.mistake or stop.differs:
         return stop
     cause = rank_at_host(stop.cause, stop.rank, host, root)
-    if stop.traceback is None and "ModuleNotFoundError" not in cause and not cause.endswith(RESUME):
+    if not is_saved:
+        cause = unresumed(cause)
+    elif stop.traceback is None and "ModuleNotFoundError" not in cause and not cause.endswith(RESUME):
         cause = f"{cause}; {RESUME}"
     return replace(stop, cause=cause)
 

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from apportion.core.policy import Policy
 from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
-from apportion.runtime.hosts.host_failures import raised_event
+from apportion.runtime.hosts.host_failures import raised_event, rank_at_host
 from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
 from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
@@ -93,6 +93,9 @@ class HostsPool:
         """The folder in which the ranks of the first host work."""
         self._notices: list[Notice] = []
         """What is to be told of silent hosts."""
+        self._refusals: list[str] = []
+        """Why hosts that are away cannot take part again; the recruiter's threads add to it."""
+        self._refusals_reported = 0
 
     # From any thread
 
@@ -113,6 +116,13 @@ class HostsPool:
         """Returns the hosts that take no part, and of which no workers are offered."""
         offered = {agent.number for agent in list(self._away.offered)}
         return [h for h in range(len(self._counts)) if h not in self.leader.hosts and h not in offered]
+
+    def refuse(self, host: int, why: str) -> None:
+        """Has it reported, once, why a host that is away cannot take part again."""
+        name = self._agents[host].host
+        cause = f"host {name} cannot take part again: {why.removeprefix(f'host {name}: ')}"
+        if cause not in self._refusals:
+            self._refusals.append(cause)
 
     def offer(self, agent: AgentConnection) -> None:
         """Offers the workers of a host that is away, whose agent is ready to fork them."""
@@ -261,7 +271,10 @@ class HostsPool:
         """Returns what is to be told since the last call."""
         still = self._watch.notices()
         self.tell(Tell(self.leader.table[notice.rank].host, {"kind": "stacks"}) for notice in still)
-        told, self._notices = [*self._notices, *still], []
+        named = [replace(n, cause=rank_at_host(n.cause, n.rank, self.host_of(n.rank))) for n in still]
+        refused = [Notice(0, cause, "goes on without it") for cause in self._refusals[self._refusals_reported :]]
+        self._refusals_reported += len(refused)
+        told, self._notices = [*self._notices, *named, *refused], []
         return told
 
     def _pass_time(self) -> float:
@@ -289,7 +302,12 @@ class HostsPool:
         if isinstance(action, Replace | Shrink) and overdue is not None:
             lost = tuple(loss.rank for loss in action.losses)
             return Stop(lost[0], overdue, lost=lost)
+        if isinstance(action, Replace | Shrink | Restart):
+            return replace(action, losses=tuple(map(self._at_host, action.losses)))
         return action
+
+    def _at_host(self, loss: WorkerLost) -> WorkerLost:
+        return replace(loss, cause=rank_at_host(loss.cause, loss.rank, self.host_of(loss.rank)))
 
     def agent_of(self, rank: int) -> AgentConnection:
         """Returns the connection to the agent of the host that a rank runs on."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from apportion.core.event import Event, event_after
 from apportion.errors import ApportionError, CheckpointError, ToldToEnd
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.checkpoint.event_lines import EVENTS, append_events
 from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.hosts.agent_connection import AgentConnection
-from apportion.runtime.hosts.frames import FrameError
+from apportion.runtime.hosts.driver_record import DriverRecord
+from apportion.runtime.hosts.frames import FrameError, Message
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.recruiting import Recruiter
@@ -28,7 +31,7 @@ from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.recovery import Fault, RecoveryLoop, Said
 from apportion.runtime.supervisor.recovery import News as PoolNews
-from apportion.runtime.supervisor.run import cause_of, interrupted_text, resume_command
+from apportion.runtime.supervisor.run import cause_of, interrupted_text, quoted, resume_command
 from apportion.runtime.supervisor.watchdog import Allowance
 from apportion.runtime.worker.job import Job
 
@@ -36,6 +39,8 @@ SAVE_SECONDS = 5.0
 """The seconds that the step under way and its checkpoint may take after Ctrl-C, or after the notice to end."""
 STOP_SECONDS = 120.0
 """The seconds that they may take after ``break``."""
+RECORD_SECONDS = 2.0
+"""The seconds that an agent may take to write the last events of the run."""
 COPY_SECONDS = 60.0
 """The seconds that a host may take to send the next piece of the run directory."""
 
@@ -59,6 +64,12 @@ class HostsRun(StartedHosts):
         """True once a checkpoint was told."""
         self._told_to_end = False
         """True once the notice to end has cut the run short."""
+        self._record = DriverRecord()
+        self._remarks: list[str] = []
+        """The warnings that have not been reported as events yet."""
+        self._remarked: set[str] = set()
+        self.is_late = False
+        """True where something was recorded after rank 0 had drawn its report."""
         self._interrupts = Interrupts(self._interrupted_outside)
 
     def events(self) -> Generator[Event, None, None]:
@@ -100,6 +111,7 @@ class HostsRun(StartedHosts):
                 yield self._end
                 return
         if self._finished is not None:
+            self._record_rest()
             self._copy_run()
             self._end = self._finished
             self._interrupts.outside = True
@@ -119,14 +131,13 @@ class HostsRun(StartedHosts):
             news = self._next_news(LOOK_SECONDS)
             if isinstance(news, Said) and news.message["kind"] == "notice":
                 raise ToldToEnd(news.message["signal"], news.message["cause"])
-            event = self._told(news)
-            if event is not None:
-                yield event
+            yield from self._told(news)
             if isinstance(news, Finish):
                 return
             if isinstance(news, Stop):
                 yield from self._fail(news)
             if isinstance(news, Exception):
+                yield self._last_fault(rank=0, cause=str(news), traceback=None, action="stops")
                 raise news
 
     def _begin_again(self, agent: AgentConnection) -> None:
@@ -142,27 +153,54 @@ class HostsRun(StartedHosts):
         self._failed = self._failed or isinstance(news, Stop | Exception)
         return news
 
-    def _told(self, news: PoolNews | None) -> Event | None:
-        """Returns news as an event, where it is one for the user. The ``end`` is kept: it comes last."""
+    def _told(self, news: PoolNews | None) -> Iterator[Event]:
+        """Yields news as events, where they are some for the user; what rank 0 does not see is sent to it, which writes
+        the record. The ``end`` is kept: it comes last."""
+        if (order := self._record.again()) is not None and self._pool is not None:
+            self._pool.send(order)
         if isinstance(news, Fault):
-            rank, cause = news.loss.rank, news.loss.cause
-            return self._own_event("fault", rank=rank, cause=cause, traceback=None, action=news.action)
-        if isinstance(news, Notice):
-            return self._own_event("fault", rank=news.rank, cause=news.cause, traceback=None, action=news.action)
-        if not isinstance(news, Said):
-            return None
-        if news.message["kind"] == "output":
-            self._print(news.rank, news.message)
-        if news.message["kind"] != "event":
-            return None
-        event = Event(**news.message["event"])
-        if event.kind != "speed":
+            yield self._fault(news.loss.rank, news.loss.cause, news.action)
+        elif isinstance(news, Notice):
+            yield self._fault(news.rank, news.cause, news.action)
+        elif isinstance(news, Said):
+            yield from self._said(news.rank, news.message)
+
+    def _said(self, rank: int, message: Message) -> Iterator[Event]:
+        kind = message["kind"]
+        if kind == "output":
+            self._print(rank, message)
+        elif kind == "noted":
+            self._record.written(message["numbers"])
+        elif kind == "warned":
+            self._warn(f"rank {rank} on host {message['host']}: {message['text']}")
+        if kind != "event":
+            return
+        event = Event(**message["event"])
+        if event.kind not in ("speed", "rollouts"):
             self._last = event
+        elif rank != 0:  # rank 0 sees its own alone
+            self._note(event)
         self._saved = self._saved or event.kind == "checkpoint"
         if event.kind == "end":
             self._finished = self._finished or event
-            return None
-        return event
+            return
+        if event.kind == "start":
+            yield from self._proved(event)
+        yield event
+        while self._remarks and self._last is not None:  # the run has begun, so that there is a record
+            yield self._fault(0, self._remarks.pop(0), "goes on")
+
+    def _proved(self, start: Event) -> Iterator[Event]:
+        """Yields what the ranks have proved together, which their start event holds."""
+        proof = start.data.get("proof")
+        if proof is not None and not proof.get("remembered"):
+            yield replace(start, kind="proof", data=proof)
+
+    def _warn(self, text: str) -> None:
+        """Has a warning reported, once: as an event of the run, which is recorded."""
+        if text not in self._remarked:
+            self._remarked.add(text)
+            self._remarks.append(text)
 
     def _fail(self, stop: Stop) -> Iterator[Event]:
         """Yields the fault, and raises it. Raises WorkerFailed or what the cause is otherwise."""
@@ -171,25 +209,98 @@ class HostsRun(StartedHosts):
         host = self._pool.host_of(stop.rank)
         self._recovery.close()
         for rank, message in self._pool.hear_out(stop.rank, WORDS_SECONDS):  # their output comes by another way
-            self._told(Said(rank, message))
-        stop = at_host(stop, host, str(self._shipment.root))
-        self._close()
-        data = {"rank": stop.rank, "cause": stop.cause, "traceback": stop.traceback, "action": "stops"}
-        yield self._own_event("fault", **data)
+            yield from self._told(Said(rank, message))
+        is_saved = self._saved or bool(self._job.resume)
+        stop = at_host(stop, host, str(self._shipment.root), is_saved=is_saved)
+        yield self._last_fault(rank=stop.rank, cause=stop.cause, traceback=stop.traceback, action="stops")
         raise failure(stop)
+
+    def _last_fault(self, **data: Any) -> Event:
+        """Returns the fault that ends the run, once it is recorded and everything has been ended."""
+        event = self._own_event("fault", **data)
+        if self._last is not None:
+            self._record.add(event)
+        self._record_rest()
+        self._copy_record()
+        self._close()
+        return event
+
+    def _fault(self, rank: int, cause: str, action: str) -> Event:
+        event = self._own_event("fault", rank=rank, cause=cause, traceback=None, action=action)
+        self._note(event)
+        return event
+
+    def _note(self, event: Event) -> None:
+        """Has an event recorded that rank 0 has not seen."""
+        order = self._record.add(event)
+        if order is not None and self._pool is not None:
+            self._pool.send(order)
 
     def _own_event(self, kind: Any, **data: Any) -> Event:
         return event_after(self._last, kind, time.monotonic() - self._began, data)
 
     # The end
 
+    def _record_rest(self) -> None:
+        """Has the agent of rank 0's host write what rank 0 has not reported as written; where that host is lost, it is
+        written here. What never began leaves no record."""
+        if self._recovery is not None:
+            self._recovery.close()  # the answer is read here
+        rest = self._record.rest()
+        if not rest or self._last is None or self._pool is None or self._job.run_dir is None:
+            return
+        self.is_late = True
+        agent = self._pool.agent_of(0)
+        agent.send({"kind": "record", "run_dir": self._job.run_dir, "events": [asdict(event) for event in rest]})
+        why = self._answered(agent, "recorded", RECORD_SECONDS)
+        if why is None:
+            try:
+                append_events(Path(self._job.run_dir), rest)
+            except OSError as error:
+                warnings.warn(f"{len(rest)} events of the run are not recorded: {error}", stacklevel=2)
+        elif why["why"] is not None:
+            warnings.warn(f"{len(rest)} events of the run are not recorded: {why['why']}", stacklevel=2)
+
+    def _answered(self, agent: AgentConnection, kind: str, seconds: float) -> Message | None:
+        """Returns the answer of an agent, or None where it is gone, or does not answer in time."""
+        allowed = Allowance(seconds)
+        while allowed.left > 0 and not agent.has_ended:
+            news = self._next(min(LOOK_SECONDS, allowed.left))
+            if news is not None and news[0] == agent.number and isinstance(news[1], dict) and news[1]["kind"] == kind:
+                return news[1]
+        return None
+
+    def _copy_record(self) -> None:
+        """Copies the record of a run that has failed, whose checkpoints stay on rank 0's host, unless both hosts see
+        the same one."""
+        if self._pool is None or self._job.run_dir is None or self._last is None:
+            return
+        agent = self._pool.agent_of(0)
+        if agent.has_ended or mark_of(self._job.run_dir) is not None:
+            return
+        with suppress(ApportionError, FrameError):
+            self._fetch(agent, RECORD_SECONDS, only=[EVENTS])
+
     def _copy_run(self) -> None:
         """Copies the run directory from rank 0's host, unless both hosts see the same one."""
         assert self._job.run_dir is not None
         assert self._pool is not None
-        local, agent = Path(self._job.run_dir), self._pool.agent_of(0)
-        agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local)})
-        copy, allowed = RunCopy(local), Allowance(COPY_SECONDS)
+        agent = self._pool.agent_of(0)
+        try:
+            self._fetch(agent, COPY_SECONDS)
+        except (ApportionError, FrameError) as error:
+            warnings.warn(
+                f"the run is whole on host {agent.host}, in {self._place}, and is not copied here: {error}",
+                stacklevel=2,
+            )
+
+    def _fetch(self, agent: AgentConnection, seconds: float, only: list[str] | None = None) -> None:
+        """Copies the run directory of an agent's host, or these files of it. Raises CheckpointError where nothing comes
+        for so many seconds, or what comes cannot be written; FrameError for what must not be."""
+        assert self._job.run_dir is not None
+        local = Path(self._job.run_dir)
+        agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local), "only": only})
+        copy, allowed = RunCopy(local), Allowance(seconds)
         try:
             while allowed.left > 0:
                 news = self._next(LOOK_SECONDS)
@@ -204,13 +315,8 @@ class HostsRun(StartedHosts):
                 if isinstance(message, bytes) or (message and message["kind"] in ("file", "folder", "link")):
                     copy.take(message)
                     agent.send({"kind": "more"})
-                    allowed = Allowance(COPY_SECONDS)
-            raise CheckpointError(f"nothing came for {COPY_SECONDS:.0f} s")
-        except (ApportionError, FrameError) as error:
-            warnings.warn(
-                f"the run is whole on host {agent.host}, in {self._place}, and is not copied here: {error}",
-                stacklevel=2,
-            )
+                    allowed = Allowance(seconds)
+            raise CheckpointError(f"nothing came for {seconds:.0f} s")
         finally:
             copy.drop()
 
@@ -239,7 +345,8 @@ class HostsRun(StartedHosts):
         text = resume_command(self._job)
         if text is None or self._chooses or not text.startswith("apportion "):
             return text
-        return f"{text} --strategy {shlex.quote(str(self._job.strategy))}"
+        unproved = "" if self._job.prove else " --no-check"
+        return f"{text} --strategy {quoted(str(self._job.strategy))}{unproved}"
 
     def _save_and_stop(self, interrupt: BaseException) -> Event:
         """Stops all ranks at one step, which saves it, and returns the ``end`` event. A second signal cuts it short,
@@ -248,9 +355,10 @@ class HostsRun(StartedHosts):
         if self._last is not None:
             notice = interrupt.number if isinstance(interrupt, ToldToEnd) else 0
             why = self._stop(SAVE_SECONDS, lambda: self._interrupts.again, notice)
-        self._close()
         if self._finished is not None and self._finished.data["reason"] == "finished":
             self._end = self._finished
+            self._record_rest()
+            self._close()
             return self._end
         self._told_to_end = isinstance(interrupt, ToldToEnd)
         stopped = self._finished
@@ -263,7 +371,13 @@ class HostsRun(StartedHosts):
             resume=self._resume() if stopped is not None or self._saved else None,
             why=why,
         )
-        return self._end if stopped is None else replace(self._end, step=stopped.step, epoch=stopped.epoch)
+        if stopped is not None:
+            self._end = replace(self._end, step=stopped.step, epoch=stopped.epoch)
+        elif self._last is not None:
+            self._record.add(self._end)
+        self._record_rest()
+        self._close()
+        return self._end
 
     def _stop(self, seconds: float, cut: Callable[[], bool], notice: int = 0) -> str | None:
         """Has all ranks stop at one step; returns why they did not, or None where they did. What they tell meanwhile is
@@ -276,7 +390,7 @@ class HostsRun(StartedHosts):
         allowed = Allowance(seconds)
         while allowed.left > 0 and not cut():
             news = self._next_news(0.1)
-            self._told(news)
+            deque(self._told(news), maxlen=0)
             if isinstance(news, Finish):
                 return None
             if isinstance(news, Stop):
@@ -293,7 +407,9 @@ class HostsRun(StartedHosts):
         why = self._stop(STOP_SECONDS, lambda: self._interrupts.pending)
         if why is not None:
             warnings.warn(f"the run was left, and could not be saved as it was: {why}", stacklevel=2)
+            self._record_rest()
         else:
+            self._record_rest()
             self._copy_run()
 
     def _close(self) -> None:

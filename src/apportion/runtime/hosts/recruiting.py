@@ -67,8 +67,8 @@ class Recruiter:
                 refuse_unlike(versions(), [(host.destination, facts)], self._launcher.device)
                 self._begin(agent)
                 offered = self._answer(news, "ready", READY_SECONDS) is not None
-        except (ApportionError, ValueError):  # it is not the host that it was
-            pass
+        except (ApportionError, ValueError) as error:  # it is not the host that it was
+            self._pool.refuse(number, str(error))
         finally:
             if offered and not self._closing.is_set():
                 self.agents.append(agent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, final
 
@@ -20,13 +20,21 @@ PIECE_BYTES = 1 << 20
 LOCK = ".training"
 
 
-def send_run(run_dir: Path, known: list[int] | None, writer: FrameWriter, reader: FrameReader) -> None:
-    """Sends a run directory, unless the driver has it: ``known`` is the mark of its own."""
+def send_run(
+    run_dir: Path,
+    known: list[int] | None,
+    writer: FrameWriter,
+    reader: FrameReader,
+    *,
+    only: Collection[str] | None = None,
+) -> None:
+    """Sends a run directory, unless the driver has it: ``known`` is the mark of its own. ``only``: the names of the
+    files to be sent; None: all of them."""
     mark = mark_of(run_dir)
     if mark is None or mark == known:
         writer.send({"kind": "fetched", "copied": False, "there": mark is not None, "path": str(run_dir)})
         return
-    for message in _contents(run_dir):
+    for message in _contents(run_dir) if only is None else _files(run_dir, only):
         writer.send(message)
         while (answer := reader.receive()) == {"kind": "alive"}:
             pass
@@ -45,10 +53,20 @@ def _contents(run_dir: Path) -> Iterator[Mapping[str, Any] | bytes]:
             elif path.is_dir():
                 yield {"kind": "folder", "path": told}
             elif path.is_file() and name != LOCK:
-                yield {"kind": "file", "path": told}
-                with open(path, "rb") as file:
-                    while piece := file.read(PIECE_BYTES):
-                        yield piece
+                yield from _file(path, told)
+
+
+def _files(run_dir: Path, names: Collection[str]) -> Iterator[Mapping[str, Any] | bytes]:
+    for name in names:
+        if (run_dir / name).is_file():
+            yield from _file(run_dir / name, name)
+
+
+def _file(path: Path, told: str) -> Iterator[Mapping[str, Any] | bytes]:
+    yield {"kind": "file", "path": told}
+    with open(path, "rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
 
 
 @final

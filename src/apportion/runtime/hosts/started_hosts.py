@@ -83,8 +83,8 @@ class StartedHosts:
         facts = self._answers("here", READY_SECONDS, "has not answered", self._agents)
         told = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
         refuse_unlike(versions(), told, self._launcher.device)
-        for said in unlike_patches(versions(), told):
-            self._warn(said)
+        for unlike in unlike_patches(versions(), told):
+            self._warn(unlike)
         with_gpus = self._launcher.device != "cpu" and any(fact["gpus"] for fact in facts)
         self._replaceable = self._replaceable and not with_gpus
         wanted = [host.workers for host in self._hosts]

@@ -6,8 +6,8 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from apportion.errors import ApportionError
@@ -31,10 +31,19 @@ _OPTIONS = (
 _HOST = re.compile(r"(?P<user>[^@\s:\[\]]+@)?(?P<name>[^@\s:\[\]]+|\[[^@\s\[\]]+\])(?P<workers>:\d+)?")
 
 
+class _ByHost(dict[str, str]):
+    """The interpreters of some hosts, by the hosts' names: a field of a value, which has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
 @final
 @dataclass(frozen=True, repr=False, init=False)
 class Ssh(HostsLauncher):
-    """Worker processes on several hosts that ssh reaches without a question: ``ssh("a", "user@b:4", workers=2)``."""
+    """Worker processes on several hosts that ssh reaches without a question: ``ssh("a", "user@b:4", workers=2)``.
+    ``python``: the interpreter of every host, or of some by their names, ``python={"b": "/opt/bin/python"}``, which is
+    also written ``ssh("a", "b=/opt/bin/python")``."""
 
     hosts: tuple[str, ...] = ()
     """The hosts, as ssh knows them, each with ``user@`` before it and the number of its workers behind a colon where
@@ -43,6 +52,7 @@ class Ssh(HostsLauncher):
     """Options for ssh, as ``("-F", "configuration", "-p", "2222")``."""
 
     unnamed: ClassVar[str | None] = "hosts"
+    python_by_host: ClassVar[bool] = True
 
     def __init__(  # noqa: PLR0913 (the fields, and the hosts without a name)
         self,
@@ -50,12 +60,13 @@ class Ssh(HostsLauncher):
         hosts: Sequence[str] = (),
         workers: int | None = None,
         threads: int | None = None,
-        python: str | None = None,
+        python: str | Mapping[str, str] | None = None,
         options: Sequence[str] = (),
         device: str | None = None,
         loaders: int = 0,
     ) -> None:
-        given: dict[str, object] = {"workers": workers, "threads": threads, "python": python}
+        by_host = _ByHost(python) if isinstance(python, Mapping) else python
+        given: dict[str, object] = {"workers": workers, "threads": threads, "python": by_host}
         given |= {"device": device, "loaders": loaders, "options": as_texts("options", options)}
         given["hosts"] = (*names, *as_texts("hosts", hosts))
         for name, value in given.items():
@@ -72,11 +83,20 @@ class Ssh(HostsLauncher):
         for name in destinations:
             if destinations.count(name) > 1:
                 raise ValueError(f"host {name} is named twice: name it once, with the number of its workers, {name}:4")
-        return found
+        if not isinstance(self.python, Mapping):
+            return found
+        for name, path in self.python.items():
+            if name not in destinations or not isinstance(path, str) or not path:
+                raise ValueError(
+                    f"python={dict(self.python)!r} must give the path of an interpreter for some of the hosts "
+                    f"{', '.join(destinations)}, and {name!r}: {path!r} does not"
+                )
+        return [replace(host, python=host.python or self.python.get(host.destination)) for host in found]
 
     def command(self, host: RunHost) -> list[str]:
         """Returns the command that starts the agent of a host, and is the connection to it."""
-        words = shlex.join(["exec", *agent_command(self.python)])
+        everywhere = None if isinstance(self.python, Mapping) else self.python
+        words = shlex.join(["exec", *agent_command(host.python or everywhere)])
         return ["ssh", *self.options, *_OPTIONS, host.destination, words]
 
     def start(self, host: RunHost) -> subprocess.Popen[bytes]:
@@ -103,12 +123,14 @@ class Ssh(HostsLauncher):
 
 
 def parse_host(text: str, workers: int | None) -> RunHost:
-    """Returns the host that is written ``user@name:workers``, of which the name alone is needed. ``workers``: for a
-    host that names none. Raises ValueError where it is written otherwise."""
-    found = _HOST.fullmatch(text)
+    """Returns the host that is written ``user@name:workers=python``, of which the name alone is needed. ``workers``:
+    for a host that names none. Raises ValueError where it is written otherwise."""
+    place, equals, python = text.partition("=")
+    found = _HOST.fullmatch(place) if bool(equals) == bool(python) else None
     if found is None or text.startswith("-"):
         raise ValueError(
-            f"{text!r} is no host: write host, user@host or user@host:workers, and [...] around an address of IPv6"
+            f"{text!r} is no host: write host, user@host or user@host:workers, [...] around an address of IPv6, and "
+            "=/path/of/python behind it where a host has an interpreter of its own"
         )
     name = found["name"].removeprefix("[").removesuffix("]")
     if found["workers"] is not None:
@@ -118,7 +140,7 @@ def parse_host(text: str, workers: int | None) -> RunHost:
                 f"{text!r} asks for {workers} workers, and a host has 1 to {MOST_WORKERS}: a port is written "
                 "options=('-p', '2222'), or stands in ssh's configuration"
             )
-    return RunHost(f"{found['user'] or ''}{name}", workers)
+    return RunHost(f"{found['user'] or ''}{name}", workers, python=python or None)
 
 
 def _cure(host: str, last: str) -> str:

@@ -349,4 +349,12 @@ def resume_command(job: Job) -> str | None:
             words += [f"--{name}", str(job.changes[name])]
     if job.policy != Policy():
         words += ["--policy", str(job.policy)]
-    return shlex.join(words)
+    return " ".join(map(quoted, words))
+
+
+def quoted(word: str) -> str:
+    """Returns a word as it is typed in a shell: in double quotes where it has single ones, and nothing that a shell
+    reads in double ones."""
+    if "'" in word and not set(word) & set('"$`\\!'):
+        return f'"{word}"'
+    return shlex.quote(word)

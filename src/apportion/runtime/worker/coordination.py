@@ -16,6 +16,7 @@ from apportion.comm.world import World
 from apportion.core.policy import Policy
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
+from apportion.runtime.worker.outside_events import OutsideEvents
 from apportion.runtime.worker.progress import Progress
 
 ASK_SECONDS = 0.25
@@ -39,6 +40,8 @@ class RunControl:
     progress: Progress = field(default_factory=Progress)
     """The progress of this rank."""
 
+    outside: OutsideEvents = field(default_factory=OutsideEvents)
+    """What another process has seen of this run and this one is to record, where it writes the run directory."""
     begun: threading.Event = field(default_factory=threading.Event)
     """An event that is set once there is a state."""
     save_now: Callable[[], int] = lambda: 0

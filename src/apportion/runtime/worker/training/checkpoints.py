@@ -27,6 +27,8 @@ class RunCheckpoints:
     ) -> None:
         self._job, self._step, self._guard = job, step, guard
         self._open(directory)
+        self._saved = step.done
+        """The step of the last state that some rank was to write, which this rank may not see; 0: none was."""
         self.best = BestMetric(best)
         """The best value of the metric so far, which a checkpoint holds."""
 
@@ -63,11 +65,12 @@ class RunCheckpoints:
     def keep(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
         """Has a state of this run written in the background, unless it holds a number that is not finite.
         ``seconds``: the time that it took to make it."""
-        if self.directory is None:
-            return
         if (spoilt := self._guard.may_keep(state)) is not None:
-            self._guard.not_kept(state, spoilt)
-        else:
+            if self.directory is not None:
+                self._guard.not_kept(state, spoilt)
+            return
+        self._saved = state.step
+        if self.directory is not None:
             self.saver.submit(state, state.step / self._step.source.deal.batches, best=best, seconds=seconds)
 
     def save_committed(self) -> int:
@@ -91,7 +94,8 @@ class RunCheckpoints:
         """Returns what is left of a run that ends with a loss that is not finite, and what can be done."""
         self.saver.flush()
         steps = [] if self._job.run_dir is None else RunDirectory(self._job.run_dir).steps()
-        kept = f"the last finite checkpoint, step {steps[-1]}, is kept" if steps else "no checkpoint was saved before"
+        last = steps[-1] if steps else self._saved  # on another host's disk
+        kept = f"the last finite checkpoint, step {last}, is kept" if last else "no checkpoint was saved before"
         return (
             f"{kept}; use a smaller learning rate, or clip_grad_norm=1.0, or mend the layer "
             '(Policy(on_nan="warn") goes on all the same)'

@@ -1,0 +1,61 @@
+"""What the driver of a run on several hosts has seen of it and rank 0 has not: it is sent to rank 0, which writes the
+record of the run, until rank 0 has reported that it is written.
+
+Rank 0 may be lost meanwhile, and another one takes its place. What has not been reported as written is sent again, and
+what is left at the end is written by the agent of rank 0's host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, final
+
+from apportion.core.event import Event
+
+AGAIN_SECONDS = 2.0
+"""The seconds until what has not been reported as written is sent again."""
+MOST_WAITING = 10_000
+"""The largest number of speeds that wait: faults are kept whatever their number."""
+
+
+@final
+class DriverRecord:
+    """The events that are to be written, each with its number, until they are."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Event] = {}
+        self._number = 0
+        self._sent = 0.0
+
+    def add(self, event: Event) -> dict[str, Any] | None:
+        """Adds an event, and returns the order that sends it; None where it is left out, since too many wait."""
+        if event.kind != "fault" and len(self._waiting) > MOST_WAITING:
+            return None
+        self._number += 1
+        self._waiting[self._number] = event
+        self._sent = self._sent or time.monotonic()
+        return _order([(self._number, event)])
+
+    def written(self, numbers: Iterable[int]) -> None:
+        """Notes what rank 0 has reported as written."""
+        for number in numbers:
+            self._waiting.pop(number, None)
+        self._sent = time.monotonic()
+
+    def again(self) -> dict[str, Any] | None:
+        """Returns the order that sends all that waits once more, where it has waited for long; else None."""
+        if not self._waiting or time.monotonic() - self._sent < AGAIN_SECONDS:
+            return None
+        self._sent = time.monotonic()
+        return _order(self._waiting.items())
+
+    def rest(self) -> list[Event]:
+        """Returns what has not been reported as written, and forgets it."""
+        found, self._waiting = list(self._waiting.values()), {}
+        return found
+
+
+def _order(events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
+    return {"kind": "note", "events": [{"number": number, "event": asdict(event)} for number, event in events]}
