@@ -51,6 +51,9 @@ class _HostsAway:
     """The agents of those whose workers could take part."""
     joining: set[int] = field(default_factory=set)
     """Those that take part from the next table on."""
+    refusals: list[str] = field(default_factory=list)
+    """Why they cannot take part again; the recruiter's threads add to it."""
+    refusals_reported: int = 0
     just_saved: bool = False
     """True where a checkpoint was just told, from which all may begin again with them."""
 
@@ -93,9 +96,6 @@ class HostsPool:
         """The folder in which the ranks of the first host work."""
         self._notices: list[Notice] = []
         """What is to be told of silent hosts."""
-        self._refusals: list[str] = []
-        """Why hosts that are away cannot take part again; the recruiter's threads add to it."""
-        self._refusals_reported = 0
 
     # From any thread
 
@@ -121,8 +121,8 @@ class HostsPool:
         """Has it reported, once, why a host that is away cannot take part again."""
         name = self._agents[host].host
         cause = f"host {name} cannot take part again: {why.removeprefix(f'host {name}: ')}"
-        if cause not in self._refusals:
-            self._refusals.append(cause)
+        if cause not in self._away.refusals:
+            self._away.refusals.append(cause)
 
     def offer(self, agent: AgentConnection) -> None:
         """Offers the workers of a host that is away, whose agent is ready to fork them."""
@@ -272,8 +272,10 @@ class HostsPool:
         still = self._watch.notices()
         self.tell(Tell(self.leader.table[notice.rank].host, {"kind": "stacks"}) for notice in still)
         named = [replace(n, cause=rank_at_host(n.cause, n.rank, self.host_of(n.rank))) for n in still]
-        refused = [Notice(0, cause, "goes on without it") for cause in self._refusals[self._refusals_reported :]]
-        self._refusals_reported += len(refused)
+        refused = [
+            Notice(0, cause, "goes on without it") for cause in self._away.refusals[self._away.refusals_reported :]
+        ]
+        self._away.refusals_reported += len(refused)
         told, self._notices = [*self._notices, *named, *refused], []
         return told
 
