@@ -99,6 +99,7 @@ class Actor:
     def _step_by_step(self, act: Act, noise: Array, found: Rollout) -> list[Array]:
         """Fill the rollout in; returns the last observations of episodes that were cut."""
         policy, step, clock = self.policy, self._environments.step, time.perf_counter
+        converts = policy.converts
         seen, state, begins, resets = self._observations, self._state, self._begins, self._resets
         assert seen is not None
         last: list[Array] = []
@@ -109,19 +110,20 @@ class Actor:
             numbers, state = act(seen, state, begins)
             found.actions[t] = chosen = policy.act(numbers, noise[t])
             acted = clock()
-            moved = step(policy.for_environment(chosen))
+            given = policy.for_environment(chosen) if converts else chosen
+            seen, rewards, ended, cut, final, next_resets = step(given)
             acting += acted - before
             moving += clock() - acted
-            seen, found.rewards[t], found.ended[t], found.cut[t] = moved[:4]
-            if moved.last is not None:
-                for k in np.flatnonzero(moved.cut & ~moved.ended):
+            found.rewards[t], found.ended[t], found.cut[t] = rewards, ended, cut
+            if final is not None:
+                for k in np.flatnonzero(cut & ~ended):
                     found.last_at[t, k] = len(last)
-                    last.append(moved.last[k])
-            if moved.resets is None:
-                begins = moved.ended | moved.cut
+                    last.append(final[k])
+            if next_resets is None:
+                begins = ended | cut
             else:  # the observation after a step that only resets begins an episode
-                found.counts[t] = ~resets
-                begins, resets = resets, moved.resets
+                np.logical_not(resets, out=found.counts[t])
+                begins, resets = resets, next_resets
         found.observations[-1], found.begins[-1] = seen, begins
         found.acting, found.moving = acting, moving
         self._observations, self._state, self._begins, self._resets = seen, state, begins, resets

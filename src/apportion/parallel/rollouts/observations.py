@@ -96,7 +96,7 @@ class ObservationFormat:
         return len(self.leaves) - 1
 
     def _dtype_of(self, space: Any) -> np.dtype[Any]:
-        dtype = np.dtype(np.int64 if space.dtype is None else space.dtype).newbyteorder("=")
+        dtype = np.dtype(np.dtype(np.int64 if space.dtype is None else space.dtype).type)  # in the machine's byte order
         if dtype == np.uint64 and kind_of(space) == "Box" and int(np.max(space.high, initial=0)) > np.iinfo("i8").max:
             raise ValueError(self._refusal(space, "torch has no arithmetic for integers above 2**63 - 1"))
         if dtype.kind == "f" and dtype.itemsize > 8:

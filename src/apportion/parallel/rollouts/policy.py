@@ -47,9 +47,14 @@ class ActionPolicy(ABC):
     def best(self, numbers: Array) -> Array:
         """The most probable actions. numbers (n, numbers)."""
 
+    @property
+    def converts(self) -> bool:
+        """False where actions are elements of the space as they are."""
+        return True
+
+    @abstractmethod
     def for_environment(self, actions: Array) -> Array:
         """The actions (n, ...) as elements of the space."""
-        return actions
 
     @abstractmethod
     def judge(self, numbers: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,8 +86,12 @@ class Categorical(ActionPolicy):
         found: Array = numbers.argmax(-1)
         return found
 
+    @property
+    def converts(self) -> bool:
+        return self.start != 0
+
     def for_environment(self, actions: Array) -> Array:
-        return actions + self.start if self.start else actions
+        return actions + self.start
 
     def judge(self, numbers: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         logs = numbers.log_softmax(-1)
