@@ -121,7 +121,8 @@ def _follow(model: Any, row: Sequence[Array]) -> None:
             except RowsMixed as mixed:
                 raise RowsMixed(f"{_named(node)} {mixed}") from mixed
     for name in outputs:
-        if tensors[name].rows != RowAxis(0):
+        rows = tensors[name].rows
+        if not isinstance(rows, RowAxis) or (rows.axis, rows.layouts) != (0, RowAxis(0).layouts):
             raise RowsMixed(f"output {name} does not have the rows in dimension 0")
 
 
@@ -188,8 +189,14 @@ def _without_rows(name: str, probe: Probe, *, counted: bool) -> Tensor:
     shapes, values = probe.shapes[name], probe.values[name]
     rows: Rows = Content.FIXED
     if counted and not (shapes[0] == shapes[1] and np.array_equal(values[0], values[1])):
-        rows = _repeated(shapes, values) or Content.COUNTED
+        rows = _repeated(shapes, values) or (Content.NUMBERS if _are_numbers(values) else Content.COUNTED)
     return Tensor(name, shapes, rows, values)
+
+
+def _are_numbers(values: Sequence[Array]) -> bool:
+    """Return whether a tensor is a column of 0, 1, 2, ... up to the number of rows."""
+    columns = [np.arange(count).reshape(-1, 1) for count in COUNTS]
+    return all(np.array_equal(value, column) for value, column in zip(values, columns, strict=True))
 
 
 def _repeated(shapes: Sequence[tuple[int, ...]], values: Sequence[Array]) -> RowAxis | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apportion.serving.row_independence.elementwise_rules import Rule
-from apportion.serving.row_independence.graph_node import COUNTS, GraphNode, Rows
+from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Rows
 from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, joined, reshaped
 
 
@@ -32,12 +32,14 @@ def _reshape(node: GraphNode) -> Sequence[Rows]:
 
 
 def _concat(node: GraphNode) -> Sequence[Rows]:
-    found = [node.rows(at) for at in range(len(node.inputs))]
-    rows = [one for one in found if one is not None]
     axis = node.axis(0, node.rank(0))
+    numbered = node.tensor(0).rows is Content.NUMBERS and axis == 1
+    found = [node.rows(at) for at in range(int(numbered), len(node.inputs))]
+    rows = [one for one in found if one is not None]
     if len(rows) < len(found) or any(one.axis == axis for one in rows):
         raise RowsMixed("puts rows behind other rows")
-    return [joined(rows)]
+    whole = joined(rows)
+    return [RowAxis(whole.axis, whole.layouts, numbered and whole.axis == 0)]
 
 
 def _split(node: GraphNode) -> Sequence[Rows]:
@@ -106,6 +108,9 @@ def _gather_nd(node: GraphNode) -> Sequence[Rows]:
     data, indices, batch = node.rows(0), node.rows(1), int(node.attribute("batch_dims", 0))
     if data is None and indices is not None and indices.axis < node.rank(1) - 1 and indices.axis >= batch:
         return [indices]
+    own = data is not None and data.axis == 0 and (1, 1) in data.layouts
+    if own and indices is not None and indices.numbered and (1, 1) in indices.layouts and not batch:
+        return [RowAxis(0)]  # each index begins with the number of its row: it looks up in that row
     if data is not None and indices is not None and data.axis < batch:
         return [joined([data, indices])]
     raise RowsMixed("looks rows up by rows")

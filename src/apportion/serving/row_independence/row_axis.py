@@ -26,6 +26,8 @@ class RowAxis:
 
     axis: int
     layouts: frozenset[tuple[int, int]] = frozenset({(1, 1)})
+    numbered: bool = False
+    """Tells that the first number in the last dimension is that of the row itself, as in an index of (row, column)."""
 
     def at(self, axis: int) -> RowAxis:
         """Return the same rows at another axis."""
@@ -69,4 +71,4 @@ def sized(rows: RowAxis, shapes: Sequence[tuple[int, ...]], counts: Sequence[int
     rest = {(*shape[: rows.axis], *shape[rows.axis + 1 :]) for shape in shapes}
     if not layouts or len(rest) > 1:
         raise RowsMixed("has an output whose rows are not those of its inputs")
-    return RowAxis(rows.axis, layouts)
+    return RowAxis(rows.axis, layouts, rows.numbered)
