@@ -31,7 +31,7 @@ class Serving(Value):
     weights: Mapping[str, float] | None = None
     """The weight of each member by its name, for ``aggregation="weighted_mean"``."""
     rename: Mapping[str, Mapping[str, str]] | None = None
-    """By member, the name in the ensemble of an input or output by the name that it has in the member's own file:
+    """The names of inputs and outputs in the ensemble, by member and by the name in the member's own file:
     ``{"m2": {"logits": "p"}}``."""
     batch: bool = True
     """Allow requests to be computed together where each row of a member's outputs is known to depend on its own row of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apportion.serving.protocol.datatypes import Array
-from apportion.serving.row_independence.graph_reader import Reading, read
+from apportion.serving.row_independence.graph_reader import GraphReading, read
 from apportion.serving.row_independence.row_trials import remembers, why_rows_differ
 from apportion.serving.runtimes.runtime import Runtime
 
@@ -17,7 +17,7 @@ def why_not_together(program: Runtime, row: Sequence[Array] | None, graph: str |
     """Return why requests may not be computed together; None where they may. ``row``: one row of each input that the
     program computes. ``graph``: an ONNX file of the same net. None: there is none. ``batch``: the settings allow it.
     Raises ValueError where the program's answers depend on what it computed before."""
-    reading = Reading("") if row is None or graph is None else read(graph, row)
+    reading = GraphReading("") if row is None or graph is None else read(graph, row)
     if row is not None and not reading.random and remembers(program, row, quantized=reading.quantized):
         raise ValueError(
             "the network gives an input another output after other inputs, as batch normalization in training mode "

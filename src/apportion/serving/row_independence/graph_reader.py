@@ -59,7 +59,7 @@ VALUES = 4096
 
 
 @dataclass(frozen=True)
-class Reading:
+class GraphReading:
     """What was read of a graph. ``why``: why the rows of its outputs may depend on other rows than their own; None
     where they do not. ``quantized``: tells whether it rounds to whole numbers on the way; ``random``: whether it draws
     random numbers."""
@@ -69,7 +69,7 @@ class Reading:
     random: bool = False
 
 
-def read(path: str | Path, row: Sequence[Array]) -> Reading:
+def read(path: str | Path, row: Sequence[Array]) -> GraphReading:
     """Read a file. ``row``: one row of each input, in their order, that the network is known to compute."""
     import onnx
     from onnx import inliner
@@ -79,7 +79,7 @@ def read(path: str | Path, row: Sequence[Array]) -> Reading:
         # Weights may lie in other files beside it: all of them are needed to run it.
         size = sum(file.stat().st_size for file in Path(path).parent.glob(f"{Path(path).name}*"))
         if size > MOST_BYTES:
-            return Reading(f"a graph of more than {MOST_BYTES >> 20} MiB is not read")
+            return GraphReading(f"a graph of more than {MOST_BYTES >> 20} MiB is not read")
         model = inliner.inline_local_functions(onnx.load(str(path)))
         operators = _operators(model.graph.node)
         _follow(model, row)
@@ -89,7 +89,7 @@ def read(path: str | Path, row: Sequence[Array]) -> Reading:
     except Exception as error:  # of a file that ONNX Runtime runs and that cannot be read here: undecided
         why = f"its graph cannot be read ({type(error).__name__}: {error})"[:500]
     quantized = any("Quantize" in name or "QLinear" in name for name in operators)
-    return Reading(why, quantized, bool(operators & {"Dropout", *_RANDOM}))
+    return GraphReading(why, quantized, bool(operators & {"Dropout", *_RANDOM}))
 
 
 def _operators(nodes: Sequence[Any]) -> set[str]:
