@@ -23,7 +23,7 @@ RANKED = 64
 """The number of calibration examples by whose outputs ranges are compared, and layers are put in order."""
 NOISE = 0.01
 """The largest error of the outputs, as its energy over theirs: 20 dB."""
-NOISE_NAME = "noise"
+NOISE_NAME, ENERGY_NAME = "noise", "energy"
 
 L = TypeVar("L")
 Feeds = Sequence[Mapping[str, Any]]
@@ -70,32 +70,32 @@ def quantized(model: Any, feeds: Feeds, task: CalibrationTask, *, weight_bits: i
         floats = [one.node for one in every if one.node not in int8]
         return quantize(kept=[*floats, *outside(model, int8, alone=alone)])
 
-    name, quantize = None, None
+    found: dict[str | None, Any] = {None: None}
     if not dynamic:
         found = {
             how: functools.partial(quantizers.static, model, one, weight_bits=weight_bits)
             for how, one in quantizers.ranges(model, list(_first(feeds, RANGED))).items()
         }
         noise = {how: judge.noise(made([], one, alone=False)) for how, one in found.items()}
-        name = min(noise, key=lambda how: noise[how])
-        quantize = found[name]
-    errors: dict[str, float] = {}
+        found = {how: found[how] for how in sorted(found, key=lambda how: noise[how])}
+    errors: dict[tuple[str | None, str], float] = {}
 
     def alone_in_int8(one: WeightedLayer) -> float:
         """The error of the outputs with this layer alone in int8."""
-        if one.node not in errors:
+        if (name, one.node) not in errors:
             others = [other for other in known if other != one]
-            errors[one.node] = judge.noise(made(others, quantize, alone=False))
-        return errors[one.node]
+            errors[name, one.node] = judge.noise(made(others, found[name], alone=False))
+        return errors[name, one.node]
 
-    kept, alone = known, False
-    ways = itertools.product(judge.levels, [False] if dynamic else [False, True])
-    while len(kept) == len(known):
-        level, alone = next(ways, (None, False))
-        if level is None:
-            raise ValueError(_refusal(judge, known, alone_in_int8))
-        holds = functools.partial(_holds, judge, level, made, quantize, alone)
+    ways = itertools.product(judge.levels, found, [False] if dynamic else [False, True])
+    for level, name, alone in ways:
+        holds = functools.partial(_holds, judge, level, made, found[name], alone)
         kept = fewest_kept(known, alone_in_int8, holds)
+        if len(kept) < len(known):
+            break
+    else:
+        raise ValueError(_refusal(judge, known, alone_in_int8))
+    quantize = found[name]
     result = made(kept, quantize, alone)
     return QuantizedModel(
         model=result,
@@ -180,17 +180,25 @@ class CalibrationJudge:
         self.measure = NOISE_NAME if self._metric is None else self._metric[0]
         self.most = {NOISE_NAME: NOISE}
         self.levels: list[tuple[str, ...]] = [(NOISE_NAME,)]
+        self._residual = _residual(self._own, task.targets)
+        if self._residual is not None:
+            # what the error of the outputs adds to that of the network, where the two have nothing to do with each
+            # other: on other examples a metric is not better by chance
+            self.most[ENERGY_NAME] = task.most_lost * self._residual
+            self.levels = [(NOISE_NAME, ENERGY_NAME), (NOISE_NAME,)]
         if self._metric is not None:
             # one answer more or less is not a loss that a few examples show
             self.most[self.measure] = max(task.most_lost, 1 / self._examples) if self._metric[2] else task.most_lost
             # a network answers the examples that it was trained on so surely that the outputs' error shows more
-            self.levels = [(self.measure, NOISE_NAME), (self.measure,)]
+            self.levels = [(self.measure, *self.levels[0]), (self.measure,)]
 
     def lost(self, made: Any) -> dict[str, float]:
         """What all examples lose, by each of the measures: the energy of the outputs' error, and what is lost of the
         metric."""
         found = _outputs(made, self._feeds)
         lost = {NOISE_NAME: _noise(self._own, found)}
+        if self._residual is not None:
+            lost[ENERGY_NAME] = float(np.square(found[0].astype(np.float64) - self._own[0]).mean())
         paired = self._paired(found) if self._metric is not None else None
         if paired is not None:
             lost[self.measure] = paired.lost
@@ -232,6 +240,18 @@ def _noise(own: Sequence[Any], found: Sequence[Any]) -> float:
         errors = np.square(a[: len(b)] - b).sum(1) / max(energy, 1e-30)
         worst = max(worst, float(np.minimum(np.nan_to_num(errors, nan=1.0), 1.0).mean()))
     return worst
+
+
+def _residual(own: Sequence[Any], targets: Any) -> float | None:
+    """The mean square of what the network is off its targets; None where those are not numbers of the outputs' shape,
+    or where it is not off them."""
+    if len(own) != 1 or not isinstance(targets, torch.Tensor) or not targets.is_floating_point():
+        return None
+    if tuple(targets.shape) != own[0].shape:
+        return None
+    outputs = own[0].astype(np.float64)
+    found = float(np.square(outputs - targets.double().numpy()).mean())
+    return found if found > 1e-6 * float(np.square(outputs).mean()) else None
 
 
 def _first(feeds: Feeds, count: int) -> Iterator[Mapping[str, Any]]:

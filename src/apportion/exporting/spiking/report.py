@@ -142,8 +142,8 @@ def tables(graph: SpikingGraph, found: SpikingCost) -> tuple[Table, ...]:
         title="Chips that NIR files are for",
         columns=("chip", "its loader", "dialect", "this file"),
         rows=tuple((one.chip, one.loader, one.dialect, SIMULATED) for one in LOADERS),
-        note=f"{SIMULATED}: the chip's own loader has not read this file, and no chip has run it. This file begins with "
-        "a current, and its last layer has no neurons: where a loader takes spikes alone, the first layer is "
+        note=f"{SIMULATED}: the chip's own loader has not read this file, and no chip has run it. This file begins "
+        "with a current, and its last layer has no neurons: where a loader takes spikes alone, the first layer is "
         "computed beside the chip.",
     )
     return spent, joules, chips
