@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core.workload import accuracy
-from apportion.exporting.paired_loss import Computed, PairedLoss, paired_loss
+from apportion.exporting.paired_loss import ComparedOutputs, PairedLoss, paired_loss
 
 
 def answers(right: list[bool]) -> Tensor:
@@ -18,7 +18,7 @@ def answers(right: list[bool]) -> Tensor:
 def classes(examples: int, lost: int, gained: int, most_lost: float) -> PairedLoss:
     before = [number >= gained for number in range(examples)]
     after = [number < examples - lost for number in range(examples)]
-    computed = Computed(
+    computed = ComparedOutputs(
         targets=torch.ones(examples).long(), before=answers(before), after=answers(after), examples=examples
     )
     return paired_loss("accuracy", accuracy, [computed], most_lost=most_lost, classes=True)
@@ -58,7 +58,7 @@ def numbers(error: float, examples: int = 1000, *, score: bool = False, most_los
         return 1 - (outputs - wanted).square().mean() / (wanted - wanted.mean()).square().mean()
 
     both = [
-        Computed(targets=targets[part], before=before[part], after=after[part], examples=examples // 2)
+        ComparedOutputs(targets=targets[part], before=before[part], after=after[part], examples=examples // 2)
         for part in (slice(0, examples // 2), slice(examples // 2, examples))
     ]
     metric = determined if score else nn.functional.mse_loss
@@ -76,5 +76,5 @@ def test_in_regression_a_share_of_an_error_or_of_a_score_may_be_lost(score: bool
 
 def test_a_file_whose_metric_is_no_number_has_lost() -> None:
     x = torch.ones(20, 1)
-    computed = Computed(targets=x, before=x + 1, after=x / 0, examples=20)
+    computed = ComparedOutputs(targets=x, before=x + 1, after=x / 0, examples=20)
     assert paired_loss("mse", nn.functional.mse_loss, [computed], most_lost=1.0, classes=False).proved

@@ -1,4 +1,4 @@
-"""Exports to ONNX: networks of variable length, int8 of raw columns, and what is said of a file."""
+"""Exports to ONNX: networks of variable length, int8 of raw columns, and what is message of a file."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def run(path: Path, inputs: Any) -> Any:
 
 def test_a_size_that_is_fixed_is_stated_with_how_to_free_it(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Embedding(32, 4), nn.AdaptiveAvgPool2d((1, 4)), nn.Flatten(), nn.Linear(4, 3))
-    said = apportion.export(net, tokens(25), tmp_path / "net.onnx").conclusion
-    assert "25 in dimension 1" in said
-    assert "check=[inputs]" in said
+    message = apportion.export(net, tokens(25), tmp_path / "net.onnx").conclusion
+    assert "25 in dimension 1" in message
+    assert "check=[inputs]" in message
 
 
 def test_a_network_that_decides_by_a_size_is_refused_where_the_inputs_are_of_both_sides(tmp_path: Path) -> None:
@@ -128,8 +128,8 @@ def test_a_network_that_decides_by_a_size_is_refused_where_the_inputs_are_of_bot
 
 @pytest.mark.thorough
 def test_what_the_network_computes_beyond_the_range_of_a_file_is_stated(tmp_path: Path) -> None:
-    said = apportion.export(Deciding(), tokens(25), tmp_path / "net.onnx", check=[tokens(20)]).conclusion
-    assert "may be of 17 or more" in said
+    message = apportion.export(Deciding(), tokens(25), tmp_path / "net.onnx", check=[tokens(20)]).conclusion
+    assert "may be of 17 or more" in message
 
 
 VARIED = """
@@ -290,7 +290,7 @@ def wrong(x: Tensor, row: int, value: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda x, y: (wrong(x, 7, float("nan")), y), "calibration= has nan in the input of example 7"),
         (lambda x, y: (wrong(x, 0, float("inf")), y), "calibration= has inf in the input of example 0"),
@@ -304,11 +304,11 @@ def wrong(x: Tensor, row: int, value: float) -> Tensor:
     ],
 )
 def test_bad_examples_for_calibration_are_refused_by_the_argument(
-    make: Callable[[Tensor, Tensor], tuple[Any, Any]], said: str, tmp_path: Path
+    make: Callable[[Tensor, Tensor], tuple[Any, Any]], message: str, tmp_path: Path
 ) -> None:
     net, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(200, 8)
     data = Data(calibration=Examples(*make(x, torch.ones(200, 3))))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         apportion.export(net, x[:4], tmp_path / "net.onnx", target=INT8, data=data)
     assert list(tmp_path.iterdir()) == []
 

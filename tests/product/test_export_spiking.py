@@ -90,14 +90,14 @@ class Named(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("net", "target", "said"),
+    ("net", "target", "message"),
     [
         (Named(nn.Conv2d(1, 4, (1, 3)), 192), "spiking(timesteps=4)", r"layer eye \(Conv2d\) has a kernel of \(1, 3\)"),
         (Named(nn.Conv2d(1, 4, (3, 1)), 192), "spiking(timesteps=4, dialect='sinabs')", r"layer eye \(Conv2d\)"),
     ],
 )
-def test_a_layer_is_refused_by_its_own_name(net: nn.Module, target: str, said: str, tmp_path: Path) -> None:
+def test_a_layer_is_refused_by_its_own_name(net: nn.Module, target: str, message: str, tmp_path: Path) -> None:
     x = torch.rand(80, 1, 8, 8)
     data = Data(calibration=Examples(x, torch.arange(80) % 3))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         apportion.export(net.eval(), x[:2], tmp_path / "net.nir", target=target, data=data)

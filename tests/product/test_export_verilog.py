@@ -85,17 +85,17 @@ def test_two_circuits_of_one_design_are_taken_without_a_warning(other: str, tmp_
     for path in paths:
         assert not read_above(path.read_text())
     top = tmp_path / "top.v"
-    instances, ports = [], []
+    instances, wires = [], []
     for n, path in enumerate(paths):
-        told = header(path)
-        wide, out = told["in_data_width"], told["out_data_width"]
-        ports.append(f"input wire [{wide - 1}:0] i{n}, output wire v{n}, output wire [{out - 1}:0] o{n}")
+        ports = header(path)
+        wide, out = ports["in_data_width"], ports["out_data_width"]
+        wires.append(f"input wire [{wide - 1}:0] i{n}, output wire v{n}, output wire [{out - 1}:0] o{n}")
         instances.append(
-            f"{told['module']} u{n} (.clk(clk), .rst(rst), .in_valid(valid), .in_first(first), .in_data(i{n}), "
+            f"{ports['module']} u{n} (.clk(clk), .rst(rst), .in_valid(valid), .in_first(first), .in_data(i{n}), "
             f".out_valid(v{n}), .out_data(o{n}));"
         )
     control = "input wire clk, input wire rst, input wire valid, input wire first, "
-    top.write_text(f"module top ({control}{', '.join(ports)});\n" + "\n".join(instances) + "\nendmodule\n")
+    top.write_text(f"module top ({control}{', '.join(wires)});\n" + "\n".join(instances) + "\nendmodule\n")
     files = [str(path) for path in (top, *paths)]
     if shutil.which("iverilog"):
         silent("iverilog", "-Wall", "-g2005", "-o", str(tmp_path / "out"), "-s", "top", *files)
@@ -140,31 +140,31 @@ endmodule
 
 def streamed(path: Path, cycles: list[int], folder: Path) -> dict[int, str]:
     """What leaves the circuit in Icarus Verilog, by the number of the edge after which it does."""
-    told = header(path)
+    ports = header(path)
     folder.mkdir()
     (folder / "cycles.hex").write_text("".join(f"{cycle:x}\n" for cycle in cycles))
     bench = BENCH.format(
-        width=told["in_data_width"], last=len(cycles) - 1, out=told["out_data_width"], module=told["module"],
-        folder=folder, stages=told["stages"],
+        width=ports["in_data_width"], last=len(cycles) - 1, out=ports["out_data_width"], module=ports["module"],
+        folder=folder, stages=ports["stages"],
     )  # fmt: skip
     (folder / "bench.v").write_text(bench)
     silent("iverilog", "-g2005", "-o", str(folder / "out"), "-s", "bench", str(folder / "bench.v"), str(path))
     command = ["vvp", "-N", str(folder / "out")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert all(line.split()[1] == "1" for line in said.splitlines())
-    return {int(line.split()[0]): line.split()[2] for line in said.splitlines()}
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert all(line.split()[1] == "1" for line in text.splitlines())
+    return {int(line.split()[0]): line.split()[2] for line in text.splitlines()}
 
 
-def beats_of(row: torch.Tensor, told: dict[str, Any]) -> list[int]:
+def beats_of(row: torch.Tensor, ports: dict[str, Any]) -> list[int]:
     """The cycles of an example without a gap, as the header of the file says."""
-    whole = (row.double() * 2 ** told["input_exponent"] + 0.5).floor().clamp(told["input_low"], told["input_high"])
-    integers = [*whole.long().tolist(), *[0] * (told["words"] * told["beats"] - len(row))]
-    bits, words = told["input_width"], told["words"]
+    whole = (row.double() * 2 ** ports["input_exponent"] + 0.5).floor().clamp(ports["input_low"], ports["input_high"])
+    integers = [*whole.long().tolist(), *[0] * (ports["words"] * ports["beats"] - len(row))]
+    bits, words = ports["input_width"], ports["words"]
     found = []
-    for beat in range(told["beats"]):
+    for beat in range(ports["beats"]):
         part = integers[beat * words : (beat + 1) * words]
         data = sum((q & (2**bits - 1)) << (n * bits) for n, q in enumerate(part))
-        found.append(((2 if beat == 0 else 0) + 1 << told["in_data_width"]) | data)
+        found.append(((2 if beat == 0 else 0) + 1 << ports["in_data_width"]) | data)
     return found
 
 
@@ -172,10 +172,10 @@ def beats_of(row: torch.Tensor, told: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("name", ["beats", pytest.param("residual", marks=pytest.mark.thorough)])
 def test_a_lost_beat_spoils_its_example_alone_and_the_latency_is_as_stated(name: str, tmp_path: Path) -> None:
     path = exported(name, tmp_path)
-    told, x = header(path), NETS[name][1][:60].flatten(1)
-    every = [beats_of(row, told) for row in x]
+    ports, x = header(path), NETS[name][1][:60].flatten(1)
+    every = [beats_of(row, ports) for row in x]
     whole = streamed(path, [cycle for beats in every for cycle in beats], tmp_path / "whole")
-    assert list(whole) == [(n + 1) * told["beats"] - 1 + told["stages"] for n in range(60)]
+    assert list(whole) == [(n + 1) * ports["beats"] - 1 + ports["stages"] for n in range(60)]
     assert len(set(whole.values())) > 10
     drawn, cycles, expected = random.Random(5), list[int](), dict[int, str]()
     for beats, output in zip(every, whole.values(), strict=True):
@@ -184,7 +184,7 @@ def test_a_lost_beat_spoils_its_example_alone_and_the_latency_is_as_stated(name:
             cycles += [0] * drawn.choice((0, 0, 1, 4))
             cycles += [] if number == lost else [beat]
         if lost is None:
-            expected[len(cycles) - 1 + told["stages"]] = output
+            expected[len(cycles) - 1 + ports["stages"]] = output
     assert streamed(path, cycles, tmp_path / "lossy") == expected
 
 

@@ -31,7 +31,7 @@ from apportion.exporting.examples import (
     rows,
     varying,
 )
-from apportion.exporting.paired_loss import Computed, MeanMetric, are_classes, held_metric, paired_loss
+from apportion.exporting.paired_loss import ComparedOutputs, MeanMetric, are_classes, held_metric, paired_loss
 from apportion.exporting.target import (
     Compiled,
     Examples,
@@ -152,7 +152,7 @@ class _Judge:
         every = [*batches, *in_batches(data.held_out, AT_ONCE)]
         reference = reading.reference or self.compiled.reference
         difference, from_network, examples = 0.0, 0.0, 0
-        taken: list[Computed] = []
+        taken: list[ComparedOutputs] = []
         for number, (inputs, outputs) in enumerate(zip(every, reading.outputs, strict=False)):
             own, shape = _leaves(self.model, inputs)
             apart = _difference(own, outputs)
@@ -166,7 +166,7 @@ class _Judge:
                 at = sum(one.examples for one in taken)
                 targets = rows(data.held_out.targets, slice(at, at + count(inputs)))
                 trees = _tree(own, shape), _tree(outputs, shape)
-                taken.append(Computed(targets=targets, before=trees[0], after=trees[1], examples=count(inputs)))
+                taken.append(ComparedOutputs(targets=targets, before=trees[0], after=trees[1], examples=count(inputs)))
         if examples < sum(map(count, batches[:2])):
             raise NotVerified(f"{reading.reader} has run {examples} examples of {self.name}: nothing was written")
         before, after = _metrics(taken, data.metrics)
@@ -192,7 +192,7 @@ class _Judge:
                 f"their largest number, of {self.limit:g} at most, for inputs of shape {shapes}; nothing was written"
             )
 
-    def _hold_metric(self, taken: Sequence[Computed], metrics: Mapping[str, MeanMetric] | None) -> None:
+    def _hold_metric(self, taken: Sequence[ComparedOutputs], metrics: Mapping[str, MeanMetric] | None) -> None:
         held = held_metric(metrics, taken[0].before, taken[0].targets) if taken else None
         if self.compiled.most_lost is None or held is None:
             return
@@ -227,7 +227,7 @@ def _concluded(compiled: Compiled, found: Sequence[Verification]) -> str:
 
 
 def _metrics(
-    taken: Sequence[Computed], metrics: Mapping[str, MeanMetric] | None
+    taken: Sequence[ComparedOutputs], metrics: Mapping[str, MeanMetric] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return each metric of the network and of the file."""
     if not taken:
@@ -236,7 +236,7 @@ def _metrics(
         metrics = {"accuracy": accuracy} if are_classes(taken[0].before, taken[0].targets) else {}
     total = sum(one.examples for one in taken)
 
-    def means(outputs: Callable[[Computed], Any]) -> dict[str, float]:
+    def means(outputs: Callable[[ComparedOutputs], Any]) -> dict[str, float]:
         return {
             name: sum(float(metric(outputs(one), one.targets)) * one.examples for one in taken) / total
             for name, metric in metrics.items()

@@ -76,7 +76,7 @@ def _allowing(lost: float) -> str:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Computed:
+class ComparedOutputs:
     """A batch of held-out examples, and what network and file have computed for it."""
 
     targets: Any
@@ -86,7 +86,7 @@ class Computed:
     """The outputs of the file."""
     examples: int
 
-    def in_blocks(self, size: int) -> Iterator[Computed]:
+    def in_blocks(self, size: int) -> Iterator[ComparedOutputs]:
         """Return the same in blocks of at most ``size`` examples; as it is where an output has other rows than the
         examples."""
         trees = self.targets, self.before, self.after
@@ -96,7 +96,7 @@ class Computed:
         for at in range(0, self.examples, size):
             some = slice(at, min(at + size, self.examples))
             targets, before, after = (pytree.tree_map(operator.itemgetter(some), tree) for tree in trees)
-            yield Computed(targets=targets, before=before, after=after, examples=some.stop - at)
+            yield ComparedOutputs(targets=targets, before=before, after=after, examples=some.stop - at)
 
 
 def _rows(x: Any) -> int | None:
@@ -104,7 +104,7 @@ def _rows(x: Any) -> int | None:
 
 
 def paired_loss(
-    metric: str, function: MeanMetric, computed: Sequence[Computed], *, most_lost: float, classes: bool
+    metric: str, function: MeanMetric, computed: Sequence[ComparedOutputs], *, most_lost: float, classes: bool
 ) -> PairedLoss:
     """Return what the file's outputs lose beside the network's. ``function``: the metric, a mean over examples, of
     (outputs, targets). ``classes``: it is an accuracy, of which a difference may be lost; otherwise a share may be, of
@@ -158,7 +158,7 @@ def held_metric(
 
 
 def _values(
-    function: MeanMetric, computed: Sequence[Computed], total: int
+    function: MeanMetric, computed: Sequence[ComparedOutputs], total: int
 ) -> tuple[list[int], list[float], list[float]]:
     """Return the number of examples of each block, and the metric of the network and of the file on it."""
     for most in BLOCKS:
@@ -177,7 +177,7 @@ def _value(function: MeanMetric, outputs: Any, targets: Any) -> float:
         return math.nan
 
 
-def _is_score(function: MeanMetric, some: Computed) -> bool:
+def _is_score(function: MeanMetric, some: ComparedOutputs) -> bool:
     """Is a metric larger for better outputs? The best outputs are the targets themselves, where those can be such."""
     try:
         best = float(function(some.targets, some.targets))

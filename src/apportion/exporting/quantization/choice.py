@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from apportion.exporting.onnxruntime_session import session
-from apportion.exporting.paired_loss import Computed, PairedLoss, paired_loss
+from apportion.exporting.paired_loss import ComparedOutputs, PairedLoss, paired_loss
 from apportion.exporting.quantization import quantizers
 from apportion.exporting.quantization.graph import WeightedLayer, layers, outside, why_dynamic
 
@@ -214,7 +214,7 @@ class CalibrationJudge:
             return None
         name, function, classes = self._task.metric
         before, after = (self._task.outputs(arrays) for arrays in (self._own, found))
-        every = Computed(targets=self._task.targets, before=before, after=after, examples=self._examples)
+        every = ComparedOutputs(targets=self._task.targets, before=before, after=after, examples=self._examples)
         try:
             return paired_loss(name, function, [every], most_lost=0.0, classes=classes)
         except Exception:  # a metric may be for the targets of the evaluation alone
