@@ -420,6 +420,38 @@ def test_a_worker_has_at_most_the_threads_that_the_environment_asks_for(monkeypa
     assert apportion.local(threads=3).threads_each(1) == 3
 
 
+@pytest.fixture
+def busy_cores() -> Iterator[None]:
+    """Other programs have all cores, twice over."""
+    spin = [sys.executable, "-c", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"]
+    others = [subprocess.Popen(spin) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    yield
+    for other in others:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("busy_cores", "no_cached_proofs")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core has one thread in any case")
+def test_where_other_programs_have_the_cores_fewer_threads_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    wide = dataclasses.replace(
+        WORKLOAD,
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 2)
+        ),
+        steps=20,
+    )
+    events = apportion.run(wide, run_dir=tmp_path / "run")
+    plan = next(event for event in events if event.kind == "plan")
+    events.close()
+    assert "other programs had the cores" in plan.why
+    assert plan.launcher == "local(workers=1, threads=1)"
+
+
 def test_what_comes_before_the_first_step_is_counted_once_and_by_itself(tmp_path: Path, no_cached_proofs: Path) -> None:
     import time
 

@@ -112,7 +112,10 @@ def _run_here(
                 decision = next_best(decision, refused, launcher, str(error))
 
 
-_CURE = "give another strategy, or none; or mend the workload; check=False trains it all the same"
+_CURE = (
+    "give another strategy, or none; or mend the workload (a loss that is a mean over tokens needs count=); "
+    "check=False trains it all the same"
+)
 
 
 def _on_processes(

@@ -28,7 +28,7 @@ class Event:
       settled "equal", "different", "undecided" or "not proved"), ``sentence`` (the answer in words), ``seconds`` (it
       took), ``remembered`` (an earlier run's)
     - ``start``: ``strategy``, ``launcher`` (as they are typed), ``workers``, ``threads``, ``device``, ``parameters``
-      (how many), ``examples`` (in the training set), ``batch_size``, ``steps`` (planned in all),
+      (how many), ``examples`` (in the training set), ``batch_size`` (at most ``examples``), ``steps`` (planned in all),
       ``steps_per_epoch``, ``first_step`` (0, or where a resumed run goes on), ``resumed`` (bool),
       ``proof`` (what a ``proof`` event has, or None: one rank, or it was not asked for), ``frames`` (steps of
       environments in an example, where the network makes its examples by what it does)
@@ -41,8 +41,8 @@ class Event:
       (steps of environments, its own, of this sitting), and since the previous one: ``frames_per_second`` (its own),
       ``environment`` and ``acting`` (seconds an example, in the environments and in the network; both are parts of
       ``loading``), ``episodes`` (that ended), ``score`` and ``length`` (their means; None: none ended)
-    - ``drift``: steps take 20 % more or less than they should, or again what they should. ``cause`` (one line),
-      ``ratio``, ``step_seconds``, ``expected_seconds``
+    - ``drift``: steps take 20 % more or less than they should, or again what they should; where that is known only
+      roughly, ten times as much. ``cause`` (one line), ``ratio``, ``step_seconds``, ``expected_seconds``
     - ``evaluation``: ``metrics`` (``{"accuracy": 0.97}``), ``final`` (bool), ``best`` (bool: the best so far)
     - ``checkpoint``: ``path``, ``seconds`` (it took), ``bytes``
     - ``fault``: ``rank`` (None: a host with all its ranks), ``cause`` (one line), ``traceback`` (text or None),
@@ -57,7 +57,7 @@ class Event:
     epoch: float
     """The number of epochs done in all, with the fraction of the current one."""
     seconds: float
-    """The seconds since the run (this sitting of it) started."""
+    """The seconds since the run (this sitting of it) started. A ``start`` event has those before the first step."""
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:

@@ -24,7 +24,7 @@ from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner import decision_cache
 from apportion.planner.decision import Decision, Planning
-from apportion.planner.performance_monitor import Expected, expected_of
+from apportion.planner.performance_monitor import Expected, cores_wanted, expected_of
 from apportion.planner.predict import offered, predicted
 from apportion.planner.trials.pilot import Piloted, pilot
 from apportion.planner.trials.significance import SURE
@@ -102,11 +102,14 @@ class _Deciding:
             asked |= {"most_threads": most_threads()}
             self._key = decision_cache.key(facts["mark"], asked)
             self._known = None if planning.remeasure else decision_cache.recall(self._key)
-            self._first = _a_step(alone)
+            if self._known is None or (cores_wanted() or 0.0) > BUSY:
+                self._first = _a_step(alone)
+                if self._known is not None and self._first.seconds > FAR_OFF * float(self._known["a_step"]):
+                    self._known = None  # it was found on a machine that was quieter
+            else:
+                self._first = _FirstSteps(float(self._known["a_step"]), {}, 0.0)
             self._busy = self._first.without_core > BUSY
             """Do other programs have the cores?"""
-            if self._known is not None and self._first.seconds > FAR_OFF * float(self._known["a_step"]):
-                self._known = None  # it was found on a machine that was quieter
             self._a_step = self._first.seconds if self._known is None else float(self._known["a_step"])
         finally:
             alone.pool.close()

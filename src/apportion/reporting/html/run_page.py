@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from html import escape
 from types import ModuleType
 from typing import Any
@@ -103,9 +103,27 @@ def _facts(history: History) -> str:
             ("batch size", count("batch_size")),
             ("loss terms", str(start.get("count") or "")),
             ("steps", rows.get("steps", "") + per_epoch),
+            *_settings(history.run),
         ]
     )
     return f"<section>\n{html}\n</section>" if "<dd>" in html else ""
+
+
+def _settings(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what run.json has of how the numbers came about: the optimizers, the precision, the seed, the versions."""
+    fingerprint = run.get("fingerprint")
+    fingerprint = fingerprint if isinstance(fingerprint, Mapping) else {}
+    for name, found in fingerprint.items():
+        if name.startswith("optimizer") and isinstance(found, Mapping):
+            group = found.get("group 0")
+            rate = group.get("lr") if isinstance(group, Mapping) else None
+            yield name, str(found.get("class", "")) + (f", learning rate {rate}" if rate is not None else "")
+    for name in ("precision", "seed"):
+        if name in fingerprint:
+            yield name, str(fingerprint[name])
+    versions = run.get("versions")
+    if isinstance(versions, Mapping):
+        yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _metrics(history: History, pictures: ModuleType | None) -> str:
