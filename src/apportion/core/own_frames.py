@@ -77,7 +77,7 @@ def formatted(error: BaseException) -> str:
     there are no others."""
     if not wants_all() and not isinstance(error, AssertionError):
         shown = traceback.TracebackException.from_exception(error)
-        if _drop(shown, set()):
+        if _drop(shown, set()) or isinstance(error, SyntaxError):  # which has its place in its text
             return "".join(shown.format())
     return "".join(traceback.format_exception(error))
 

@@ -51,8 +51,9 @@ PREDICTING, PILOT = 0.4, 0.3
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
 """The least time that prices take: about so many seconds, for a machine that is not known yet, and so many steps of the
 workload, since each layer and its parts are timed by one process and by several."""
-BUSY = 0.15
-"""The share of the time without a core from which other programs are said to have the cores."""
+BUSY, QUIET = 0.15, 0.05
+"""The share of the time without a core from which other programs are said to have the cores, and the one below which
+what was found while they had them is not taken."""
 FAR_OFF = 5.0
 """The factor between a step now and in an earlier run from which what that run found is not taken."""
 STEPS_EACH = 3 + LEAST_ROUNDS
@@ -102,7 +103,10 @@ class _Deciding:
             asked |= {"most_threads": most_threads()}
             self._key = decision_cache.key(facts["mark"], asked)
             self._known = None if planning.remeasure else decision_cache.recall(self._key)
-            if self._known is None or (cores_wanted() or 0.0) > BUSY:
+            wanted = cores_wanted() or 0.0
+            if self._known is not None and self._known.get("busy") and wanted < QUIET:
+                self._known = None  # it was found while other programs had the cores
+            if self._known is None or wanted > BUSY:
                 self._first = _a_step(alone)
                 if self._known is not None and self._first.seconds > FAR_OFF * float(self._known["a_step"]):
                     self._known = None  # it was found on a machine that was quieter
@@ -152,12 +156,12 @@ class _Deciding:
         return Decision(chosen=chosen, told={**told, "seconds": self._took()}, expected=expected)
 
     def keep(self, decision: Decision) -> None:
-        """Keep the decision for the next run, unless nothing was measured or predicted for it, or others had the
-        cores."""
-        if decision.expected is not None and decision.told is not None and not (decision.expected.rough or self._busy):
+        """Keep the decision for the next run, unless nothing was measured or predicted for it."""
+        if decision.expected is not None and decision.told is not None and not decision.expected.rough:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
-            plan = {"told": decision.told, "expected": expected}
-            decision_cache.keep(self._key, {**plan, "a_step": self._a_step, "measured_for": self._budget()})
+            plan: dict[str, Any] = {"told": decision.told, "expected": expected}
+            plan |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
+            decision_cache.keep(self._key, plan)
 
     def _budget(self) -> float:
         """Seconds that trials may take."""
