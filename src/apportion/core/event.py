@@ -79,6 +79,12 @@ def event_after(last: Event | None, kind: Any, seconds: float, data: Mapping[str
 class Result(Event):
     """What a whole run came to: its ``end`` event."""
 
+    def __str__(self) -> str:
+        """What it came to in one line of words, as ``print`` shows it."""
+        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
+        speed = f"{self.examples_per_second:,.0f} examples/s"
+        return f"{self.reason} at step {self.step:,}{metrics}, {speed}, in {self.run_dir}"
+
     @property
     def run_dir(self) -> Path:
         """The directory of the run, for ``apportion.load``."""
