@@ -158,9 +158,6 @@ CASES = {
     "an agent is killed": FaultCase(
         lambda fake: signal_agent(fake / "agent-second", signal.SIGKILL), r"host second is lost with rank 1"
     ),
-    "a connection is lost": FaultCase(
-        lambda fake: send(fake / "agent-second", signal.SIGKILL), r"host second is lost with rank 1"
-    ),
     "a host is slow": FaultCase(
         lambda fake: signal_agent(fake / "agent-second", signal.SIGSTOP),
         r"host second \(rank 1\) has said nothing for",

@@ -3,8 +3,12 @@ the connection to it. Everything else of a run on several hosts is the same, whi
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, ClassVar, Protocol
 
@@ -47,6 +51,21 @@ class AgentProcess(Protocol):
 
     def kill(self) -> None:
         """Ends it, and the agent with it."""
+
+
+class ConnectionProcess(subprocess.Popen[bytes]):
+    """A program that is the connection to an agent, in a session of its own."""
+
+    @classmethod
+    def begin(cls, command: Sequence[str]) -> ConnectionProcess:
+        """Starts the program. Raises OSError where that cannot be done."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return cls(command, **pipes, start_new_session=True)  # Ctrl-C at the terminal is for the driver
+
+    def kill(self) -> None:
+        """Ends the program and what it has started: what is left of it would hold the connection open."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

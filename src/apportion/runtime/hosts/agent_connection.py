@@ -90,8 +90,9 @@ class AgentConnection:
         self._orders.put(None)
         for thread in self._threads:
             thread.join(_LAST_WORDS_SECONDS)
-        for file in (self._process.stdout, self._process.stderr, self._process.stdin):
-            if file is not None:
+        files = (self._process.stdout, self._process.stderr, self._process.stdin)
+        for thread, file in zip(self._threads, files, strict=True):
+            if file is not None and not thread.is_alive():  # else something holds the other end: closing would wait
                 try:
                     file.close()
                 except OSError:  # what was still to be written to an agent that is gone

@@ -6,24 +6,18 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from apportion.core.event import Event, event_after
-from apportion.errors import ApportionError, CheckpointError, ToldToEnd
+from apportion.errors import ToldToEnd
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
-from apportion.runtime.checkpoint.event_lines import EVENTS, append_events
-from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.hosts.agent_connection import AgentConnection
-from apportion.runtime.hosts.driver_record import DriverRecord
-from apportion.runtime.hosts.frames import FrameError, Message
+from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import at_host
-from apportion.runtime.hosts.hosts_pool import HostsPool
+from apportion.runtime.hosts.recorded_hosts import RecordedHosts
 from apportion.runtime.hosts.recruiting import Recruiter
-from apportion.runtime.hosts.run_copy import RunCopy
-from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
+from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment
 from apportion.runtime.notice.requeue import requeue_job
 from apportion.runtime.notice.signals import explain
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
@@ -39,23 +33,16 @@ SAVE_SECONDS = 5.0
 """The seconds that the step under way and its checkpoint may take after Ctrl-C, or after the notice to end."""
 STOP_SECONDS = 120.0
 """The seconds that they may take after ``break``."""
-RECORD_SECONDS = 2.0
-"""The seconds that an agent may take to write the last events of the run."""
-COPY_SECONDS = 60.0
-"""The seconds that a host may take to send the next piece of the run directory."""
 
 
-class HostsRun(StartedHosts):
+class HostsRun(RecordedHosts):
     """One run of a job on several hosts. ``chooses``: the ranks choose the strategy, which is not the job's then."""
 
     def __init__(self, job: Job, launcher: HostsLauncher, shipment: Shipment, *, chooses: bool = False) -> None:
-        super().__init__(launcher, shipment, replaceable=job.replaceable)
-        self._job, self._chooses = job, chooses
+        super().__init__(job, launcher, shipment)
+        self._chooses = chooses
         self._began = time.monotonic()
-        self._pool: HostsPool | None = None
-        self._recovery: RecoveryLoop | None = None
         self._recruiter: Recruiter | None = None
-        self._last: Event | None = None
         self._finished: Event | None = None
         """The ``end`` event that rank 0 has sent."""
         self._end: Event | None = None
@@ -64,12 +51,9 @@ class HostsRun(StartedHosts):
         """True once a checkpoint was told."""
         self._told_to_end = False
         """True once the notice to end has cut the run short."""
-        self._record = DriverRecord()
         self._remarks: list[str] = []
         """The warnings that have not been reported as events yet."""
         self._remarked: set[str] = set()
-        self.is_late = False
-        """True where something was recorded after rank 0 had drawn its report."""
         self._interrupts = Interrupts(self._interrupted_outside)
 
     def events(self) -> Generator[Event, None, None]:
@@ -230,95 +214,10 @@ class HostsRun(StartedHosts):
         self._note(event)
         return event
 
-    def _note(self, event: Event) -> None:
-        """Has an event recorded that rank 0 has not seen."""
-        order = self._record.add(event)
-        if order is not None and self._pool is not None:
-            self._pool.send(order)
-
     def _own_event(self, kind: Any, **data: Any) -> Event:
         return event_after(self._last, kind, time.monotonic() - self._began, data)
 
     # The end
-
-    def _record_rest(self) -> None:
-        """Has the agent of rank 0's host write what rank 0 has not reported as written; where that host is lost, it is
-        written here. What never began leaves no record."""
-        if self._recovery is not None:
-            self._recovery.close()  # the answer is read here
-        rest = self._record.rest()
-        if not rest or self._last is None or self._pool is None or self._job.run_dir is None:
-            return
-        self.is_late = True
-        agent = self._pool.agent_of(0)
-        agent.send({"kind": "record", "run_dir": self._job.run_dir, "events": [asdict(event) for event in rest]})
-        why = self._answered(agent, "recorded", RECORD_SECONDS)
-        if why is None:
-            try:
-                append_events(Path(self._job.run_dir), rest)
-            except OSError as error:
-                warnings.warn(f"{len(rest)} events of the run are not recorded: {error}", stacklevel=2)
-        elif why["why"] is not None:
-            warnings.warn(f"{len(rest)} events of the run are not recorded: {why['why']}", stacklevel=2)
-
-    def _answered(self, agent: AgentConnection, kind: str, seconds: float) -> Message | None:
-        """Returns the answer of an agent, or None where it is gone, or does not answer in time."""
-        allowed = Allowance(seconds)
-        while allowed.left > 0 and not agent.has_ended:
-            news = self._next(min(LOOK_SECONDS, allowed.left))
-            if news is not None and news[0] == agent.number and isinstance(news[1], dict) and news[1]["kind"] == kind:
-                return news[1]
-        return None
-
-    def _copy_record(self) -> None:
-        """Copies the record of a run that has failed, whose checkpoints stay on rank 0's host, unless both hosts see
-        the same one."""
-        if self._pool is None or self._job.run_dir is None or self._last is None:
-            return
-        agent = self._pool.agent_of(0)
-        if agent.has_ended or mark_of(self._job.run_dir) is not None:
-            return
-        with suppress(ApportionError, FrameError):
-            self._fetch(agent, RECORD_SECONDS, only=[EVENTS])
-
-    def _copy_run(self) -> None:
-        """Copies the run directory from rank 0's host, unless both hosts see the same one."""
-        assert self._job.run_dir is not None
-        assert self._pool is not None
-        agent = self._pool.agent_of(0)
-        try:
-            self._fetch(agent, COPY_SECONDS)
-        except (ApportionError, FrameError) as error:
-            warnings.warn(
-                f"the run is whole on host {agent.host}, in {self._place}, and is not copied here: {error}",
-                stacklevel=2,
-            )
-
-    def _fetch(self, agent: AgentConnection, seconds: float, only: list[str] | None = None) -> None:
-        """Copies the run directory of an agent's host, or these files of it. Raises CheckpointError where nothing comes
-        for so many seconds, or what comes cannot be written; FrameError for what must not be."""
-        assert self._job.run_dir is not None
-        local = Path(self._job.run_dir)
-        agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local), "only": only})
-        copy, allowed = RunCopy(local), Allowance(seconds)
-        try:
-            while allowed.left > 0:
-                news = self._next(LOOK_SECONDS)
-                if news is None or news[0] != agent.number:
-                    continue
-                self._refuse_ended(*news)
-                message = news[1]
-                if isinstance(message, dict) and message["kind"] == "fetched":
-                    if message["copied"]:
-                        copy.finish()
-                    return
-                if isinstance(message, bytes) or (message and message["kind"] in ("file", "folder", "link")):
-                    copy.take(message)
-                    agent.send({"kind": "more"})
-                    allowed = Allowance(seconds)
-            raise CheckpointError(f"nothing came for {seconds:.0f} s")
-        finally:
-            copy.drop()
 
     def _interrupted_outside(self, interrupt: BaseException) -> str:
         """Saves and stops after an interrupt in the body of the loop, which may come back here late or never. Returns
@@ -333,12 +232,6 @@ class HostsRun(StartedHosts):
     def _interrupted_text(self, end: Event, interrupt: BaseException) -> str:
         where = "" if self._pool is None else f"\nit is on host {self._pool.host_of(0)}, in {self._place}"
         return interrupted_text(end, cause_of(interrupt)) + (where if end.data["resume"] is not None else "")
-
-    @property
-    def _place(self) -> str:
-        """The run directory, as its host calls it."""
-        directory = "" if self._pool is None else self._pool.directory
-        return str(Path(directory, str(self._job.run_dir)))
 
     def _resume(self) -> str | None:
         """Returns how to go on, as it is typed."""
@@ -413,6 +306,9 @@ class HostsRun(StartedHosts):
             self._copy_run()
 
     def _close(self) -> None:
+        for text in self._remarks if self._last is None else ():  # of a run that has not begun, and has no record
+            warnings.warn(text, stacklevel=2)
+        self._remarks.clear()
         if self._recovery is not None:
             self._recovery.close()
         if self._recruiter is not None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from apportion.errors import ApportionError
 from apportion.runtime.agents.agent_command import agent_command
-from apportion.runtime.agents.hosts_launcher import HostsLauncher, RunHost, as_texts
+from apportion.runtime.agents.hosts_launcher import ConnectionProcess, HostsLauncher, RunHost, as_texts
 
 CONNECT_SECONDS = 8
 """The seconds that a host has to answer ssh."""
@@ -99,18 +98,12 @@ class Ssh(HostsLauncher):
         words = shlex.join(["exec", *agent_command(host.python or everywhere)])
         return ["ssh", *self.options, *_OPTIONS, host.destination, words]
 
-    def start(self, host: RunHost) -> subprocess.Popen[bytes]:
+    def start(self, host: RunHost) -> ConnectionProcess:
         """Starts the agent of a host. Its standard input and output are the connection to it, and closing the input
         ends it. Raises ApportionError where there is no ssh here."""
         if shutil.which("ssh") is None:
             raise ApportionError("ssh is not on PATH: install it (Debian: apt-get install openssh-client)")
-        return subprocess.Popen(
-            self.command(host),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C at the terminal is for the driver
-        )
+        return ConnectionProcess.begin(self.command(host))
 
     def why_lost(self, host: str, status: int | None, said: Sequence[str], *, is_up: bool) -> str | None:
         """Returns why ssh has lost a host, or cannot reach it, with the cure; None where ssh has not failed."""

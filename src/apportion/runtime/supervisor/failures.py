@@ -176,7 +176,7 @@ def late_text(late: WorkerStalled) -> str:
     ranks = ranks_text(late.ranks)
     has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"
     if late.stopped:
-        return f"{ranks} {has} been stopped (SIGSTOP, or a debugger), and {waited}"
+        return f"{ranks} {has} been stopped (SIGSTOP, or a debugger) for {late.seconds:.0f} s at step {late.step}"
     if late.silent:
         return f"{ranks} {has} not answered for {late.seconds:.1f} s at step {late.step}, when another was lost"
     return (

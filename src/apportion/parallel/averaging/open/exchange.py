@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import secrets
 import socket
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, final
@@ -121,6 +122,11 @@ class OpenExchange(Exchange):
             raise error
         if self._coordinator is not None:
             raise self._coordinator.failed or error
+        sys.stderr.write(
+            f"rank {self._world.rank} has lost rank 0 ({error}): it waits for rank 0 to be started again, "
+            f"{RETURN_SECONDS:.0f} s at most\n"
+        )
+        sys.stderr.flush()
 
     # A round
 
