@@ -21,6 +21,7 @@ import pytest
 
 import apportion
 from apportion.core.event import Event
+from apportion.errors import NotFinite
 
 SSH = """#!/bin/sh
 for word; do before=$name; name=$last; last=$word; done
@@ -169,9 +170,7 @@ CASES = {
         r"host second is lost with rank 1: it has said nothing for",
         policy={"host_grace": "2 s"},
     ),
-    "a loss is not finite": FaultCase(
-        touched, r"rank 1 on host second: loss is nan", kind="nan", raises=apportion.WorkerFailed
-    ),
+    "a loss is not finite": FaultCase(touched, r"rank 1 on host second: loss is nan", kind="nan", raises=NotFinite),
     "the user's code raises": FaultCase(
         touched, r"rank 1 on host second: RuntimeError: a fault of", kind="raises", raises=apportion.WorkerFailed
     ),
@@ -245,7 +244,8 @@ def test_a_fault_is_recorded_with_its_host_whichever_process_saw_it(fake: Path, 
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "apportion", "train", written(folder), "--run-dir", str(folder / "run"), *words]
+    program = str(Path(sys.executable).with_name("apportion"))
+    return [program, "train", written(folder), "--run-dir", str(folder / "run"), *words]
 
 
 @pytest.mark.thorough

@@ -306,6 +306,8 @@ class HostsPool:
             return Stop(lost[0], overdue, lost=lost)
         if isinstance(action, Replace | Shrink | Restart):
             return replace(action, losses=tuple(map(self._at_host, action.losses)))
+        if isinstance(action, Stop):
+            return replace(action, host=self.host_of(action.rank))
         return action
 
     def _at_host(self, loss: WorkerLost) -> WorkerLost:

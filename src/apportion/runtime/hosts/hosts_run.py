@@ -190,7 +190,7 @@ class HostsRun(RecordedHosts):
         """Yields the fault, and raises it. Raises WorkerFailed or what the cause is otherwise."""
         assert self._pool is not None
         assert self._recovery is not None
-        host = self._pool.host_of(stop.rank)
+        host = stop.host or self._pool.host_of(stop.rank)
         self._recovery.close()
         for rank, message in self._pool.hear_out(stop.rank, WORDS_SECONDS):  # their output comes by another way
             yield from self._told(Said(rank, message))

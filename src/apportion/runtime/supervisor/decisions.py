@@ -67,6 +67,8 @@ class Stop:
     """True where the ranks no longer hold one state, so there is none to be saved."""
     lost: tuple[int, ...] = ()
     """The ranks without which the others can save the last update first; empty: no rank can save it."""
+    host: str = ""
+    """The host of the rank when this was decided, where there are several: those that are left are numbered anew."""
 
 
 @dataclass(frozen=True)
