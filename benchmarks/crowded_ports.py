@@ -35,7 +35,7 @@ from apportion.comm.network.secret import NAME
 
 KINDS = ("silent", "a little", "http", "random claim", "recorded hello", "recorded claim")
 HELD_SECONDS = 8.0
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 1.0
 _LISTENS = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 

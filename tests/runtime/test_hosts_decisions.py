@@ -574,12 +574,14 @@ INVALID = [
     {"kind": "exited", "slot": 0, "status": "dead", "out_of_memory": False},
     {"kind": "event", "slot": 0, "event": {"kind": "step", "step": 1, "epoch": math.nan, "seconds": 0, "data": {}}},
     {"kind": "event", "slot": 0, "event": {"kind": "step", "step": 1, "epoch": 0, "seconds": 0, "data": {}, "x": 1}},
+    {"kind": "event", "slot": 0, "event": {"kind": "boom", "step": 1, "epoch": 0, "seconds": 0, "data": {}}},
+    {"kind": "event", "slot": 0, "event": {"kind": "fault", "step": 1, "epoch": 0, "seconds": 0, "data": {}}},
 ]
 
 
 @pytest.mark.parametrize("message", INVALID)
 def test_a_message_with_an_invalid_value_is_refused(message: dict[str, object]) -> None:
-    with pytest.raises(FrameError, match=r"must be|has no"):
+    with pytest.raises(FrameError, match=r"must be|has no|there is no"):
         check_message(message)
 
 

@@ -48,6 +48,7 @@ _VERSIONS: Rule = (
 )
 _OBJECT: Rule = ("an object", lambda value: isinstance(value, dict))
 _NUMBER: Rule = ("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
+_REAL: Rule = ("a number", lambda value: type(value) in (int, float))
 _PLACE = {"address": _TEXT, "port": _PORT}
 _RAISED = {
     "summary": _LONG_TEXT,
@@ -102,6 +103,25 @@ EVENT: Mapping[str, Rule] = {
 """The fields that an event has, and no others."""
 
 
+_DATA: Mapping[str, Mapping[str, Rule]] = {
+    "plan": {"strategy": _TEXT, "launcher": _TEXT, "why": _TEXT},
+    "start": {
+        **dict.fromkeys(("strategy", "launcher", "device"), _TEXT),
+        **dict.fromkeys(("parameters", "examples", "batch_size", "steps"), _COUNT),
+        "proof": ("an object, or null", lambda value: value is None or isinstance(value, dict)),
+    },
+    "step": {"values": _OBJECT, "examples_per_second": _REAL},
+    "speed": {"rank": _COUNT, "examples_per_second": _REAL},
+    "rollouts": {"rank": _COUNT},
+    "drift": {"cause": _TEXT},
+    "evaluation": {"metrics": _OBJECT},
+    "checkpoint": {"path": _TEXT},
+    "fault": {"cause": _LONG_TEXT, "action": _TEXT},
+    "end": {"reason": _TEXT, "metrics": _OBJECT},
+}
+"""What the driver reads of the data of an event, by its kind; a kind that is not named is none."""
+
+
 def check_message(message: Mapping[str, Any]) -> None:
     """Raises FrameError where a message that an agent has sent is not what it must be: the field, the value and the
     rule."""
@@ -111,6 +131,9 @@ def check_message(message: Mapping[str, Any]) -> None:
         _check("event", message["event"], EVENT)
         if more := sorted(message["event"].keys() - EVENT.keys()):
             raise FrameError(f"an event has no field {more[0][:40]!r}")
+        if (event := message["event"]["kind"]) not in _DATA:
+            raise FrameError(f"there is no event of kind {event[:40]!r}")
+        _check(f"event, {event}", message["event"]["data"], _DATA[event])
 
 
 def _check(kind: str, given: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:

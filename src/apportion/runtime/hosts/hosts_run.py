@@ -142,6 +142,8 @@ class HostsRun(RecordedHosts):
         the record. The ``end`` is kept: it comes last."""
         if (order := self._record.again()) is not None and self._pool is not None:
             self._pool.send(order)
+        while self._remarks and self._last is not None:  # the run has begun, so that there is a record
+            yield self._fault(0, self._remarks.pop(0), "goes on")
         if isinstance(news, Fault):
             yield self._fault(news.loss.rank, news.loss.cause, news.action)
         elif isinstance(news, Notice):
@@ -171,8 +173,6 @@ class HostsRun(RecordedHosts):
         if event.kind == "start":
             yield from self._proved(event)
         yield event
-        while self._remarks and self._last is not None:  # the run has begun, so that there is a record
-            yield self._fault(0, self._remarks.pop(0), "goes on")
 
     def _proved(self, start: Event) -> Iterator[Event]:
         """Yields what the ranks have proved together, which their start event holds."""
@@ -269,6 +269,7 @@ class HostsRun(RecordedHosts):
         elif self._last is not None:
             self._record.add(self._end)
         self._record_rest()
+        self.is_late = self.is_late and not self._told_to_end  # a report takes more time than there may be
         self._close()
         return self._end
 

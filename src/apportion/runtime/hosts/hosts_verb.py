@@ -77,6 +77,8 @@ class HostsVerb(StartedHosts):
         """Takes what a rank tells."""
         if message["kind"] == "output":
             self._print(rank, message)
+        elif message["kind"] == "warned":
+            self._print(rank, {**message, "lines": [f"warning: {message['text']}"]})
         elif message["kind"] == "notice":
             raise WorkerFailed(str(message["cause"]))
         elif message["kind"] == RESULT and rank == 0:

@@ -84,7 +84,7 @@ class RecordedHosts(StartedHosts):
         if self._pool is None or self._job.run_dir is None or self._last is None:
             return
         agent = self._pool.agent_of(0)
-        if agent.has_ended or mark_of(self._job.run_dir) is not None:
+        if agent.has_ended:
             return
         with suppress(ApportionError, FrameError):
             self._fetch(agent, RECORD_SECONDS, only=[EVENTS])
