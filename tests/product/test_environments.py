@@ -543,3 +543,14 @@ def test_a_network_of_a_tuple_is_checked_and_planned(
     (tmp_path / "mine.py").write_text(PROGRAM.format(name="Blackjack-v1", choices=2))
     ran = apportion_command(verb[0], "mine.py:workload", *verb[1:])
     assert ran.returncode == 0, ran.stderr + ran.stdout
+
+
+@pytest.mark.thorough
+def test_a_network_of_a_tuple_is_not_exported_from_its_run_by_name(tmp_path: Path, apportion_command: Any) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "mine.py").write_text(PROGRAM.format(name="Blackjack-v1", choices=2))
+    ran = apportion_command("train", "mine.py:workload", "--strategy", "single_device", "--run-dir", "run")
+    assert ran.returncode == 0, ran.stderr
+    ran = apportion_command("export", "run")
+    assert ran.returncode == 2, ran.stderr
+    assert "takes observations of several tensors as one argument" in ran.stderr

@@ -89,6 +89,7 @@ def export_run(
         data = Data()
         if workload.evaluation is not None:
             dataset = workload.evaluation.data()
+            _check_observations(dataset[0][0])
     else:
         data = _data(workload, dataset)
     items = [dataset[n] for n in range(min(EXAMPLES, len(dataset)))]  # type: ignore[arg-type]
@@ -119,6 +120,16 @@ def _of_each_size(collate: Callable[[list[Any]], Any], items: Sequence[Any]) -> 
         return []
     ordered = sorted(found.items(), key=lambda one: sum(shape.numel() for shape in one[0]))
     return [ordered[at][1] for at in sorted({0, len(ordered) // 2, len(ordered) - 1})]
+
+
+def _check_observations(observation: object) -> None:
+    """Raise ValueError for an observation that is a dict or a tuple, which is one argument of the net."""
+    if isinstance(observation, tuple):
+        raise ValueError(
+            "the net of this run takes observations of several tensors as one argument, and the inputs of a file are "
+            "tensors: write a module that takes each as an argument of its own and calls apportion.load(run) with the "
+            "dict or tuple of them, and give it and a sample, apportion.export(module, sample, path)"
+        )
 
 
 def _report(made: Exported) -> dict[str, str]:
