@@ -138,6 +138,7 @@ def test_a_network_that_remembers_other_requests_is_refused(apportion_command: C
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_40_networks_of_dependent_rows_and_40_of_independent_ones(
     serve_command: Callable[..., Any], tmp_path: Path
 ) -> None:

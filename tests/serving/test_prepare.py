@@ -157,3 +157,18 @@ def int8_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return right([replace(one, seconds=0.0) if int8 else one for one, int8 in zip(found, ends, strict=True)])
 
     monkeypatch.setattr(module, "chosen", chosen)
+
+
+def test_a_program_of_torch_is_served_at_every_length_that_it_takes(tmp_path: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 3)).eval()
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(network, (torch.ones(2, 6, dtype=torch.int64),), dynamic_shapes=(free,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    source, _ = prepare("m1", str(tmp_path / "net.pt2"), tmp_path, threads=[1])
+    served = source.open()
+    assert [spec.shape for spec in (*served.inputs, *served.outputs)] == [(None, None), (None, None, 3)]
+    for length in (1, 2, 6, 7, 30):
+        words = torch.arange(2 * length).reshape(2, length) % 20
+        found = served.run([words.numpy()], float("inf"))[0]
+        np.testing.assert_allclose(found, network(words).detach().numpy(), rtol=1e-5, atol=1e-6)
+    served.close()

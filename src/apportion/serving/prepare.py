@@ -25,7 +25,7 @@ from apportion.serving.row_independence.decision import NOT_ALLOWED, why_not_tog
 from apportion.serving.runtimes.arranged import as_they_are
 from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
 from apportion.serving.runtimes.remote_runtime import RemoteRuntime
-from apportion.serving.runtimes.runtime import Runtime, Spec
+from apportion.serving.runtimes.runtime import Runtime, with_free_sizes
 from apportion.serving.runtimes.source import Source, save_rows
 
 TIMES, SECONDS = 30, 0.5
@@ -67,6 +67,7 @@ def prepare(  # noqa: PLR0913 (as main is ordered)
     if not path.exists():
         raise ValueError(f"member {name}: there is no {place}")
     said: list[str] = []
+    others: list[list[Array]] = []
     if path.suffix == ".onnx":
         own = Source(name=name, runtime="onnx", path=str(path.resolve()))
         int8 = None if path.name.endswith(INT8) else path.parent / f"{path.stem}{INT8}"
@@ -76,10 +77,11 @@ def prepare(  # noqa: PLR0913 (as main is ordered)
         if run is not None:
             path = pinned_for(run, folder / name, trust, projects)
             said.append(f"{name}: {path.name} of {run}")
-        sources = _of_torch(name, path, run, folder, said)
+        sources, others = _of_torch(name, path, run, folder, said)
     found = _fastest([replace(source, threads=n) for source in sources for n in threads], said)
     graph = next((source.path for source in sources if source.runtime == "onnx"), None)
-    return _described(found, folder, said, graph=found.path if found.runtime == "onnx" else graph, batch=batch), said
+    graph = found.path if found.runtime == "onnx" else graph
+    return _described(found, folder, said, graph=graph, others=others, batch=batch), said
 
 
 def _elsewhere(name: str, place: str, *, batch: bool) -> tuple[Source, list[str]]:
@@ -94,9 +96,18 @@ def _elsewhere(name: str, place: str, *, batch: bool) -> tuple[Source, list[str]
     return source, [f"{name}: {place}", _one_by_one(name, why)]
 
 
-def _described(found: Source, folder: Path, said: list[str], *, graph: str | None, batch: bool) -> Source:
+def _described(
+    found: Source,
+    folder: Path,
+    said: list[str],
+    *,
+    graph: str | None,
+    others: Sequence[Sequence[Array]],
+    batch: bool,
+) -> Source:
     """Return the source with its inputs and outputs, a sample, and whether requests may be computed together.
-    ``graph``: the ONNX file of the net, which is read for that; None where there is none."""
+    ``graph``: the ONNX file of the net, which is read for that; None where there is none. ``others``: rows of other
+    sizes than the sample, which a net of torch takes as well."""
     program = found.open()
     try:
         row = found.rows()
@@ -105,8 +116,8 @@ def _described(found: Source, folder: Path, said: list[str], *, graph: str | Non
         if row is not None and found.sample is None:
             found = replace(found, sample=save_rows(folder / f"{found.name}.npz", row))
         inputs, outputs = program.inputs, program.outputs
-        if found.runtime == "torch" and graph is not None:  # a sample does not show which of its dimensions may vary
-            inputs, outputs = _with_free_sizes(graph, inputs, outputs)
+        if found.runtime == "torch" and row is not None:  # the sample alone does not show which sizes may vary
+            inputs, outputs = with_free_sizes(program, [row, *others])
         why = why_not_together(program, row, graph, batch=batch)
     except ValueError as error:
         raise ValueError(f"member {found.name} ({found.path}): {error}") from error
@@ -121,20 +132,6 @@ def _one_by_one(name: str, why: str) -> str:
     return f"{name}: requests are computed one by one: {why}"
 
 
-def _with_free_sizes(graph: str, inputs: tuple[Spec, ...], outputs: tuple[Spec, ...]) -> tuple[tuple[Spec, ...], ...]:
-    """Return the inputs and outputs with the dimensions of any size that the net has as ONNX."""
-    program = OnnxRuntime(graph)
-    try:
-        return tuple(
-            tuple(replace(own, shape=other.shape) for own, other in zip(some, others, strict=True))
-            if [own.name for own in some] == [other.name for other in others]
-            else some
-            for some, others in ((inputs, program.inputs), (outputs, program.outputs))
-        )
-    finally:
-        program.close()
-
-
 def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | None) -> Path:
     """Pin the checkpoint that every process loads, whatever the run does meanwhile, and return its path."""
     from apportion.runtime.checkpoint.load import pinned
@@ -142,23 +139,27 @@ def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | 
     return pinned(run, folder, trust=trust, projects=projects)
 
 
-def _of_torch(name: str, path: Path, run: Path | None, folder: Path, said: list[str]) -> list[Source]:
+def _of_torch(
+    name: str, path: Path, run: Path | None, folder: Path, said: list[str]
+) -> tuple[list[Source], list[list[Array]]]:
+    """Return (the ways to run a net of torch, rows of other sizes than its sample that it takes)."""
     from apportion.exporting.exporter import export
     from apportion.exporting.weights_digest import weights_digest
-    from apportion.serving.runtimes.torch_runtime import leaves_of, opened
+    from apportion.serving.runtimes.torch_runtime import leaves_of, opened, other_samples
 
     module, sample = opened(path)
+    others = other_samples(path, sample)
     rows = save_rows(folder / f"{name}.npz", leaves_of(sample))
     base = Source(name=name, runtime="torch", path=str(path.resolve()), sample=rows)
     sources = [base, replace(base, channels_last=True)] if any(x.ndim == 4 for x in leaves_of(sample)) else [base]
     try:
-        made = export(module, sample, folder / f"{name}.onnx")
+        made = export(module, sample, folder / f"{name}.onnx", check=others)
     except Exception as error:  # of the exporter there are many
         said.append(f"{name}: no ONNX: {error}")
-        return sources
+        return sources, [leaves_of(other) for other in others]
     own = replace(base, runtime="onnx", path=str(made.path))
     beside = _in_int8(own, None if run is None else run / f"model{INT8}", weights_digest(module), folder, said)
-    return [own, *beside, *sources]
+    return [own, *beside, *sources], [leaves_of(other) for other in others]
 
 
 def _in_int8(own: Source, file: Path | None, digest: str | None, folder: Path, said: list[str]) -> list[Source]:

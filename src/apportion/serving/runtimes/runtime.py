@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,29 @@ class Runtime(ABC):
         """Return whether the rows of several requests fit into one batch, by the shapes."""
         every = (*self.inputs, *self.outputs)
         return bool(every) and all(spec.shape and spec.shape[0] is None for spec in every)
+
+
+Specs = tuple[Spec, ...]
+
+
+def with_free_sizes(program: Runtime, rows: Sequence[Sequence[Array]]) -> tuple[Specs, Specs]:
+    """Return the inputs and outputs of a program, with None for each size in which these rows, or what the program
+    computes for them, differ."""
+    found: list[Specs] = [program.inputs, program.outputs]
+    for row in rows:
+        try:
+            outputs = program.run(row, float("inf"))
+        except ValueError:  # of a size that it does not take
+            continue
+        found = [tuple(map(_widened, specs, arrays)) for specs, arrays in zip(found, (row, outputs), strict=True)]
+    return found[0], found[1]
+
+
+def _widened(spec: Spec, array: Array) -> Spec:
+    """Return the specification with None for each size that is another one in this array."""
+    if len(spec.shape) != array.ndim:
+        return spec
+    return replace(spec, shape=tuple(n if n == m else None for n, m in zip(spec.shape, array.shape, strict=True)))
 
 
 def timed(program: Runtime, sample: Sequence[Array] | None, *, seconds: float, sizes: Sequence[int]) -> Pace:

@@ -28,6 +28,9 @@ _FROM_TORCH = {
     torch.float16: "FP16", torch.float32: "FP32", torch.float64: "FP64", torch.bfloat16: "BF16",
 }  # fmt: skip
 
+OTHERS = 16
+"""The number of examples of a run's data that are looked at for other sizes than the first one's."""
+
 assert {*_FROM_TORCH.values()} | {"BYTES"} == {*NAMES.values()} | {"BF16"}
 
 
@@ -143,6 +146,51 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
     data = workload.open_data() if workload.parts is None else workload.open_part(0)
     inputs, _ = workload.collate([data[0]])
     return load(path, trust=True), inputs
+
+
+def other_samples(path: Path, sample: Any) -> list[Any]:
+    """Return inputs of other sizes than the sample's, beyond the number of examples, that the model of a run, a
+    checkpoint or a program takes: those that the data has, or one size more of what the program leaves free."""
+    if path.is_file():
+        return _one_more(path, sample)
+    from apportion.runtime.checkpoint.load import workload_of
+
+    workload = workload_of(path, trust=True)
+    data = workload.open_data() if workload.parts is None else workload.open_part(0)
+    try:
+        size = len(data)  # type: ignore[arg-type]
+    except TypeError:
+        return []
+    shapes, found = {_shapes(sample)}, []
+    for at in sorted({size * n // OTHERS for n in range(OTHERS)}):
+        inputs, _ = workload.collate([data[at]])
+        if _shapes(inputs) not in shapes:
+            shapes.add(_shapes(inputs))
+            found.append(inputs)
+    return found
+
+
+def _one_more(path: Path, sample: Any) -> list[Any]:
+    """Return the sample with one more of each size, beyond dimension 0, that the program of a file leaves free."""
+    with checked(path, lambda pickled: torch.load(BytesIO(pickled.read()), weights_only=True)) as archive:
+        program = torch.export.load(archive)
+    values = [
+        node.meta["val"]
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in program.graph_signature.user_inputs
+    ]
+    leaves, tree = pytree.tree_flatten(sample)
+    wider = []
+    for leaf, value in zip(leaves, values, strict=True):
+        for dim in [dim for dim, n in enumerate(value.shape) if dim and not isinstance(n, int)]:
+            leaf = torch.cat([leaf, leaf.narrow(dim, 0, 1)], dim)
+        wider.append(leaf)
+    other = pytree.tree_unflatten(wider, tree)
+    return [] if _shapes(other) == _shapes(sample) else [other]
+
+
+def _shapes(inputs: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.shape[1:]) for x in pytree.tree_leaves(inputs))
 
 
 def _check_rows(program: torch.export.ExportedProgram, path: Path) -> None:
