@@ -172,3 +172,13 @@ def test_a_program_of_torch_is_served_at_every_length_that_it_takes(tmp_path: Pa
         found = served.run([words.numpy()], float("inf"))[0]
         np.testing.assert_allclose(found, network(words).detach().numpy(), rtol=1e-5, atol=1e-6)
     served.close()
+
+
+def test_batches_can_be_turned_off(tmp_path: Path) -> None:
+    from served import save_net
+
+    save_net(tmp_path / "net.onnx", 1)
+    for batch, said in ((True, "each row depends on itself alone"), (False, "computed one by one: batch=False")):
+        source, lines = prepare("m1", str(tmp_path / "net.onnx"), tmp_path, threads=[1], batch=batch)
+        assert source.batched is batch
+        assert lines[-1].endswith(said)

@@ -497,3 +497,36 @@ def test_the_openapi_file_has_every_endpoint_that_there_is(four: Server) -> None
         if "get" in methods:
             status, _, _ = four.ask("GET", path.replace("{model}", "m1").replace("{version}", "1"))
             assert status == 200, path
+
+
+ENDLESS = """<ir_version: 9, opset_import: ["" : 18]>
+net (float[n, 8] input, float[1] times) => (float[n, 8] y) <bool go = {1}> {
+    whole = Cast <to = 7> (times)  count = Squeeze (whole)
+    y = Loop (count, go, input) <body = body (int64 i, bool c, float[n, 8] s) => (bool d, float[n, 8] t) {
+        d = Identity (c)  t = Tanh (s) }>
+}"""
+
+
+@pytest.mark.thorough
+def test_what_is_not_answered_when_the_server_ends_is_answered_503(tmp_path: Path) -> None:
+    onnx.save(onnx.parser.parse_model(ENDLESS), tmp_path / "net.onnx")
+    tensors = [
+        {"name": "input", "shape": [1, 8], "datatype": "FP32", "data": [0.5] * 8},
+        {"name": "times", "shape": [1], "datatype": "FP32", "data": [1e12]},
+    ]
+    body = json.dumps({"inputs": tensors}).encode()
+    with serving(tmp_path, "net.onnx", "--deadline", "30s", "--serving", "serving(drain_seconds=0.2)") as server:
+        answers: list[tuple[int, bytes]] = []
+
+        def ask() -> None:
+            status, _, text = server.ask("POST", "/v2/models/m1/infer", body)
+            answers.append((status, text))
+
+        client = threading.Thread(target=ask)
+        client.start()
+        eventually("it computes", lambda: server.get("/status")["members"][0]["computing"] == 1)
+        server.ends()
+        client.join(SECONDS)
+    ((status, text),) = answers
+    assert status == 503
+    assert b"the server has ended before this was answered" in text
