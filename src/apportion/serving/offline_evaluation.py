@@ -17,6 +17,7 @@ from apportion.serving.config import Serving
 from apportion.serving.ensemble.aggregation import Aggregation, Array, combined
 from apportion.serving.model_preparation import prepared
 from apportion.serving.protocol.datatypes import DATATYPES
+from apportion.serving.replication.matching import matched
 from apportion.serving.runtimes.runtime import Runtime
 
 ROWS = 64
@@ -30,20 +31,21 @@ def evaluate(members: Mapping[str, str], data: str, serving: Serving) -> Stateme
     outputs: dict[str, Array] = {}
     targets: Array = np.empty(0)
     with tempfile.TemporaryDirectory(prefix="apportion-evaluate-") as folder:
-        for name, place in members.items():
-            program = prepared(name, place, Path(folder), serving, len(members)).open()
+        sources = [prepared(name, place, Path(folder), serving, len(members)) for name, place in members.items()]
+        for source in matched(sources, serving.rename):
+            program = source.open()
             try:
                 found, targets = _computed(program, data)
             finally:
                 program.close()
-            outputs[name] = found
+            outputs[source.name] = found
     return statement(outputs, targets, serving.aggregation, serving.weights)
 
 
 def _computed(program: Runtime, data: str) -> tuple[Array, Array]:
     """Return (the first output, the targets) of all examples."""
     outputs, targets = [], []
-    for inputs, wanted in _npz(program, data) if data.endswith(".npz") else _workload(data):
+    for inputs, wanted in _npz(program, data) if data.endswith(".npz") else _workload(program, data):
         if len(inputs) != len(program.inputs):
             raise ValueError(f"{data} has {len(inputs)} inputs, the net takes {len(program.inputs)}")
         rows = [x.astype(DATATYPES[s.datatype], copy=False) for x, s in zip(inputs, program.inputs, strict=True)]
@@ -71,9 +73,10 @@ def _npz(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
         yield [x[at : at + ROWS] for x in inputs], targets[at : at + ROWS]
 
 
-def _workload(data: str) -> Iterator[tuple[list[Array], Array]]:
+def _workload(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
     from apportion.core.address import load_workload
     from apportion.core.torch_private import pytree
+    from apportion.exporting.tensor_names import input_names
 
     workload = load_workload(data)
     if workload.evaluation is None:
@@ -82,7 +85,10 @@ def _workload(data: str) -> Iterator[tuple[list[Array], Array]]:
     size = len(dataset)  # type: ignore[arg-type]
     for at in range(0, size, ROWS):
         inputs, targets = workload.collate([dataset[n] for n in range(at, min(at + ROWS, size))])
-        yield [x.numpy() for x in pytree.tree_leaves(inputs)], targets.numpy()
+        arrays = [x.numpy() for x in pytree.tree_leaves(inputs)]
+        by_name = dict(zip(input_names(inputs), arrays, strict=True))
+        names = [spec.name for spec in program.inputs]
+        yield [by_name[name] for name in names] if {*names} == {*by_name} else arrays, targets.numpy()
 
 
 # Subsets of the members
