@@ -76,7 +76,7 @@ class Convolution:
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     layer: str = ""
-    """As that of ``Dense``."""
+    """The layers of the network that it comes from, as those of ``Dense``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,7 +86,7 @@ class Flatten:
     name: str
     shape: tuple[int, ...]
     layer: str = ""
-    """As that of ``Dense``."""
+    """The layers of the network that it comes from, as those of ``Dense``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -55,7 +55,7 @@ class SpikingCost:
 
     @property
     def int8(self) -> float:
-        """As ``float32``, in integers of 8 bits."""
+        """The joules of the net itself in integers of 8 bits, counted as in ``float32``."""
         return self.macs * INT8_MAC + self.neurons * INT_ADD
 
     @property

@@ -43,7 +43,7 @@ module bench;
 endmodule
 """
 SEED = 17
-"""Of the gaps, and of the examples that lose a beat."""
+"""The seed of the gaps, and of the examples that lose a beat."""
 
 
 def integers_in(inputs: torch.Tensor, ports: CircuitPorts) -> NDArray[np.int64]:
