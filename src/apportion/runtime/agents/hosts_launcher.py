@@ -59,8 +59,13 @@ class ConnectionProcess(subprocess.Popen[bytes]):
     @classmethod
     def begin(cls, command: Sequence[str]) -> ConnectionProcess:
         """Starts the program. Raises OSError where that cannot be done."""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return cls(command, **pipes, start_new_session=True)  # Ctrl-C at the terminal is for the driver
+        return cls(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C at the terminal is for the driver
+        )
 
     def kill(self) -> None:
         """Ends the program and what it has started: what is left of it would hold the connection open."""

@@ -27,8 +27,8 @@ class RunCheckpoints:
     ) -> None:
         self._job, self._step, self._guard = job, step, guard
         self._open(directory)
-        self._saved = step.done
-        """The step of the last state that some rank was to write, which this rank may not see; 0: none was."""
+        self._saved = step.done if job.resume else 0
+        """The step of the last state that another rank was to write, on a disk that this one may not see; 0: none."""
         self.best = BestMetric(best)
         """The best value of the metric so far, which a checkpoint holds."""
 
@@ -65,12 +65,11 @@ class RunCheckpoints:
     def keep(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
         """Has a state of this run written in the background, unless it holds a number that is not finite.
         ``seconds``: the time that it took to make it."""
-        if (spoilt := self._guard.may_keep(state)) is not None:
-            if self.directory is not None:
-                self._guard.not_kept(state, spoilt)
-            return
-        self._saved = state.step
-        if self.directory is not None:
+        if self.directory is None:  # another rank looks at it, and writes it
+            self._saved = state.step
+        elif (spoilt := self._guard.may_keep(state)) is not None:
+            self._guard.not_kept(state, spoilt)
+        else:
             self.saver.submit(state, state.step / self._step.source.deal.batches, best=best, seconds=seconds)
 
     def save_committed(self) -> int:
