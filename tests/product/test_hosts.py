@@ -304,6 +304,8 @@ def test_an_agent_that_sends_an_invalid_value_is_refused_by_its_host(fake: Path,
     assert next(iter(LIES[name])) in done.stdout
 
 
+@pytest.mark.thorough
+@pytest.mark.slow
 def test_each_host_may_have_an_interpreter_of_its_own(fake: Path, tmp_path: Path) -> None:
     own = tmp_path / "bin" / "python"
     own.parent.mkdir()
@@ -320,6 +322,9 @@ def test_each_host_may_have_an_interpreter_of_its_own(fake: Path, tmp_path: Path
     assert set((fake / "own").read_text().split()) == {"first"}
     assert re.search(r"proved|trains the same network", done.stdout), "the sentence of the proof"
     assert {p.name for p in set(Path(os.environ["TMPDIR"]).iterdir()) - before} == set()
+
+
+def test_an_interpreter_is_written_behind_its_host_or_by_the_names_of_hosts() -> None:
     assert apportion.ssh("first=/a/python", "second:4").parsed()[0].python == "/a/python"
     launcher = apportion.ssh("first", "second:4", python={"second": "/b/python"})
     assert [host.python for host in launcher.parsed()] == [None, "/b/python"]
