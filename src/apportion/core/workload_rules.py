@@ -6,9 +6,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
@@ -198,6 +198,32 @@ def made_schedule(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, t
             f"is stepped once an update: {SCHEDULE}"
         )
     return made  # type: ignore[no-any-return]  # it has what is called of it
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """Return what ``loss`` has given. Raises ValueError where that is not one number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    if isinstance(loss, Tensor):
+        raise ValueError(
+            f"the loss gave a tensor of shape {tuple(loss.shape)}, which must be one number: the mean over the batch; "
+            'use reduction="mean", or .mean() of it'
+        )
+    remedy = "leave .item() or float() out" if isinstance(loss, int | float) else "return the tensor that is minimised"
+    raise ValueError(
+        f"the loss gave {type(loss).__name__}, which must be one number, a tensor, the mean over the batch; {remedy}"
+    )
+
+
+def refuse_without_gradient(model: nn.Module) -> NoReturn:
+    """Raise ValueError for a loss that has no gradient."""
+    if any(p.requires_grad for p in model.parameters()):
+        remedy = "leave detach(), argmax() and torch.no_grad() out of the model and the loss"
+    else:
+        remedy = (
+            f"no parameter of {type(model).__name__} has requires_grad=True; set it on those that are to be trained"
+        )
+    raise ValueError(f"the loss has no gradient, and training needs one: {remedy}")
 
 
 def misfit(function: Callable[..., Any], arguments: int) -> str | None:

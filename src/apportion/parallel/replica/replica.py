@@ -22,6 +22,7 @@ from apportion.core.sampling.rng import seed_everything
 from apportion.core.sampling.sampler import mix
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
+from apportion.core.workload_rules import checked_loss, refuse_without_gradient
 from apportion.parallel.optim.replica_optimizers import ReplicaOptimizers
 from apportion.parallel.optim.trained_parameters import TrainedParameters
 from apportion.parallel.replica.carried_state import Carry
@@ -122,16 +123,13 @@ class Replica:
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """The workload's loss, checked to be a single number."""
         assert self.workload.loss is not None
-        loss = self.workload.loss(outputs, targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(_not_a_mean(loss))
-        return loss.reshape(())
+        return checked_loss(self.workload.loss(outputs, targets)).reshape(())
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add weight times the gradient of the loss to ``p.grad``."""
         weight *= self.share
         if not loss.requires_grad:
-            raise ValueError(_no_gradient(self.model))
+            refuse_without_gradient(self.model)
         if self.optimizers.scaler is not None:
             loss = self.optimizers.scaler.scale(loss)
         (loss if weight == 1.0 else loss * weight).backward()  # the same bits from its gradient would import sympy
@@ -373,25 +371,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-def _not_a_mean(loss: Any) -> str:
-    """Returns the refusal of a loss that is not one number, with the remedy."""
-    if isinstance(loss, Tensor):
-        return (
-            f"the loss gave a tensor of shape {tuple(loss.shape)}, which must be one number: the mean over the batch; "
-            'use reduction="mean", or .mean() of it'
-        )
-    remedy = "leave .item() or float() out" if isinstance(loss, int | float) else "return the tensor that is minimised"
-    return f"the loss gave {type(loss).__name__}, which must be one number, a tensor, the mean over the batch; {remedy}"
-
-
-def _no_gradient(model: nn.Module) -> str:
-    """Returns the refusal of a loss without a gradient, with the remedy."""
-    if any(p.requires_grad for p in model.parameters()):
-        remedy = "leave detach(), argmax() and torch.no_grad() out of the model and the loss"
-    else:
-        remedy = (
-            f"no parameter of {type(model).__name__} has requires_grad=True; set it on those that are to be trained"
-        )
-    return f"the loss has no gradient, and training needs one: {remedy}"
