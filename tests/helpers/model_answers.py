@@ -85,10 +85,17 @@ def reason(sentence: str) -> str:
 # The table
 
 
+def _parts() -> tuple[str, list[str], str]:
+    """What stands before the table on the page, the lines of the table, which is the first one, and what follows."""
+    before, start, rest = PAGE.read_text().partition("| | ")
+    lines, blank, after = (start + rest).partition("\n\n")
+    return before, lines.splitlines(), blank + after
+
+
 def table() -> dict[tuple[str, str], str]:
     """What the page says: (network, strategy) -> the answer."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    head, *rows = [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in lines]
+    _, lines, _ = _parts()
+    head, _, *rows = [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in lines]
     return {(row[0], name.strip("`")): cell for row in rows for name, cell in zip(head[1:], row[1:], strict=True)}
 
 
@@ -99,7 +106,6 @@ def write(models: Mapping[str, Workload]) -> None:
     head = f"| | {' | '.join(f'`{name}`' for name in STRATEGIES)} |"
     every = dict.fromkeys(m for m, _ in cells)
     rows = [f"| {m} | {' | '.join(cells[m, s] for s in STRATEGIES)} |" for m in every]
-    before, _, after = PAGE.read_text().partition("| | ")
-    after = "\n".join(line for line in after.splitlines()[1:] if not line.startswith("|"))
-    lines = [before + head, "|" + "---|" * (len(STRATEGIES) + 1), *rows, "", after.lstrip()]
-    PAGE.write_text("\n".join(lines).rstrip() + "\n")
+    before, _, after = _parts()
+    lines = [head, "|" + "---|" * (len(STRATEGIES) + 1), *rows]
+    PAGE.write_text(before + "\n".join(lines) + after)

@@ -246,11 +246,11 @@ def test_a_median_has_a_quarter_of_the_rounds_on_either_side() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--launcher", "env"), "with FILE:NAME, is for ranks that torchrun or Slurm have started"),
+        (("--launcher", "env"), "needs a workload (FILE:NAME)"),
         (("work.py:workload", "--launcher", "local"), "plan looks at every layout of this machine by itself"),
-        (("work.py:workload", "--launcher", "env", "--workers", "2"), "it goes with --no-trial, --out, --json"),
-        (("work.py:workload", "--launcher", "env", "--remeasure"), "it goes with --no-trial, --out, --json"),
-        (("work.py:workload", "--launcher", "env", "--allow-approximate"), "it goes with --no-trial, --out, --json"),
+        (("work.py:workload", "--launcher", "env", "--workers", "2"), "of the settings of a plan, --no-trial alone goes with it"),
+        (("work.py:workload", "--launcher", "env", "--remeasure"), "of the settings of a plan, --no-trial alone goes with it"),
+        (("work.py:workload", "--launcher", "env", "--allow-approximate"), "of the settings of a plan, --no-trial alone goes with it"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -35,11 +35,11 @@ def cells(page: str) -> list[str]:
 
 def test_every_reader_has_its_row_and_every_table_its_figures() -> None:
     one = Verification(
-        reader="a reader 1.0", simulated_by=None, examples=203, difference=1e-6, limit=1e-4, held_out=200,
+        reader="a reader 1.0", simulated_by=None, examples=203, difference=1e-6, limit=1e-4, network_difference=2e-3, held_out=200,
         before={"accuracy": 0.9173}, after={"accuracy": 0.91},
     )  # fmt: skip
     two = Verification(
-        reader="another 2.0", simulated_by="apportion", examples=1200, difference=3e-5, limit=1e-4, held_out=200,
+        reader="another 2.0", simulated_by="apportion", examples=1200, difference=3e-5, limit=1e-4, network_difference=0.061, held_out=200,
         before={"accuracy": 0.9173}, after={"accuracy": 0.9},
     )  # fmt: skip
     table = Table(
@@ -53,7 +53,7 @@ def test_every_reader_has_its_row_and_every_table_its_figures() -> None:
     for cell in ("a reader 1.0", "another 2.0", "apportion", "1,200", "3.00e-05", "0.9173", "0.91", "0.9"):
         assert cell in found
     assert found[found.index("conv1") :][:6] == ["conv1", "12,000", "0.5", "conv2", "7", "nan"]
-    for text in ("Spiking wins nothing here.", "spiking(timesteps=8)", "nets/net.nir", "12.3 kB", "3.0e-05"):
+    for text in ("Spiking wins nothing here.", "spiking(timesteps=8)", "nets/net.nir", "12.3 kB", "0.061", "0.002"):
         assert text in page
     assert "The metrics were taken on 200 examples" in page
     assert "<script" not in page
@@ -61,7 +61,7 @@ def test_every_reader_has_its_row_and_every_table_its_figures() -> None:
 
 
 def test_a_file_without_metrics_has_a_page_and_json_that_reads_back() -> None:
-    export = made(Verification(reader="r", simulated_by=None, examples=3, difference=0.0, limit=1e-4))
+    export = made(Verification(reader="r", simulated_by=None, examples=3, difference=0.0, limit=1e-4, network_difference=0.0))
     about = json.loads(json.dumps(export.to_json(), allow_nan=False))
     assert about["path"] == "nets/net.nir"
     assert about["about"]["inputs"] == [{"name": "input", "shape": [None, 3]}]
@@ -74,12 +74,12 @@ def test_a_file_without_metrics_has_a_page_and_json_that_reads_back() -> None:
 
 def test_metrics_are_those_of_a_reader_that_has_run_what_is_held_out_and_may_be_no_number() -> None:
     own = Verification(
-        reader="a", simulated_by="apportion", examples=9, difference=0.0, limit=1e-4, held_out=7,
+        reader="a", simulated_by="apportion", examples=9, difference=0.0, limit=1e-4, network_difference=0.0, held_out=7,
         before={"accuracy": 0.75, "perplexity": float("inf")}, after={"accuracy": 0.5, "perplexity": float("nan")},
     )  # fmt: skip
-    other = Verification(reader="b", simulated_by=None, examples=2, difference=1e-6, limit=1e-4)
+    other = Verification(reader="b", simulated_by=None, examples=2, difference=1e-6, limit=1e-4, network_difference=1e-6)
     export = made(own, other)
     assert export.verification is own
     page = export_page(json.loads(json.dumps(export.to_json(), allow_nan=False)))
-    for tile in ("accuracy of the net</dt><dd>0.75", "perplexity of the file</dt><dd>nan", "by</dt><dd>1.0e-06"):
+    for tile in ("accuracy of the net</dt><dd>0.75", "perplexity of the file</dt><dd>nan", "by</dt><dd>1e-06"):
         assert tile in page

@@ -612,7 +612,7 @@ def test_the_page_tells_what_was_run_and_how_it_went(tmp_path: Path) -> None:
         "where a step's time goes, by worker",
     }
     assert page.text.count("best 0.9000") == 1  # at epoch 2, not the last
-    assert "seed" not in page.text  # of the fingerprint
+    assert "fingerprint" not in page.text
 
 
 def test_the_page_of_an_interrupted_run_says_how_to_go_on(tmp_path: Path) -> None:

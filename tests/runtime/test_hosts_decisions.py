@@ -361,14 +361,14 @@ def test_a_rank_is_told_its_place_as_under_torchrun() -> None:
 @pytest.mark.parametrize(
     ("stop", "cause"),
     [
-        (Stop(3, "rank 3 was killed by SIGKILL"), "rank 3 on host b was killed by SIGKILL; --resume goes on"),
+        (Stop(3, "rank 3 was killed by SIGKILL"), "rank 3 on host b was killed by SIGKILL; resume=True goes on"),
         (Stop(3, "rank 3: KeyError: 1", "trace"), "rank 3 on host b: KeyError: 1"),
         (
             Stop(3, "rank 3 on host c was killed by SIGKILL"),  # the pool has said where it was
-            "rank 3 on host c was killed by SIGKILL; --resume goes on",
+            "rank 3 on host c was killed by SIGKILL; resume=True goes on",
         ),
-        (Stop(3, "host c is lost with rank 3: it ended"), "host c is lost with rank 3: it ended; --resume goes on"),
-        (Stop(3, "the disk is full"), "rank 3 on host b: the disk is full; --resume goes on"),
+        (Stop(3, "host c is lost with rank 3: it ended"), "host c is lost with rank 3: it ended; resume=True goes on"),
+        (Stop(3, "the disk is full"), "rank 3 on host b: the disk is full; resume=True goes on"),
         (Stop(3, "batch_size=1 is too small", mistake=True), "batch_size=1 is too small"),
         (
             Stop(3, "rank 3: ModuleNotFoundError: No module named 'x'", "trace"),
@@ -419,9 +419,9 @@ ENDED = "srun: error: b: task 0: Exited with exit code 96"
             True,
             "cancelled the step .*by hand or by",
         ),
-        ("slurm", 137, [f"{CANCELLED} DUE TO TIME LIMIT ***"], True, "agent, due to time limit; --resume goes on"),
-        ("slurm", 0, [STEP_LOST], True, "lost the step that held its agent .*io error.*--resume goes on"),
-        ("slurm", -9, [], True, "its srun was ended by SIGKILL; --resume goes on"),
+        ("slurm", 137, [f"{CANCELLED} DUE TO TIME LIMIT ***"], True, "agent, due to time limit; resume=True goes on"),
+        ("slurm", 0, [STEP_LOST], True, "lost the step that held its agent .*io error.*resume=True goes on"),
+        ("slurm", -9, [], True, "its srun was ended by SIGKILL; resume=True goes on"),
         ("slurm", 137, ["srun: error: b: task 0: Killed"], True, "its agent was ended by SIGKILL"),
         ("slurm", 1, [BUSY], False, "Slurm does not start its agent .*More processors requested than permitted"),
         ("slurm", 96, ["/opt/python", ENDED], False, "host b has no Python /opt/python: install it there"),

@@ -55,7 +55,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
         where = launcher_of(launcher)
         if any(given is not None for given in (cluster, network, against, workers)) or allow_approximate or remeasure:
             raise ValueError(
-                "launcher=env() plans for the ranks that run it: of all else trial=False alone goes with it"
+                "launcher=env() plans for the ranks that run it: of the settings of a plan, trial=False alone goes with it"
             )
         return _by_ranks(workload, where, trial=trial)
     _must_go_together(workload, cluster, network, measures=remeasure or allow_approximate)
@@ -103,9 +103,11 @@ def _must_go_together(workload: object, cluster: object, network: object, *, mea
 
 
 def _by_ranks(workload: Workload | str | None, launcher: Env | HostsLauncher, *, trial: bool) -> Plan:
-    if not isinstance(launcher, Env | HostsLauncher) or workload is None:
+    if workload is None:
+        raise ValueError(f"launcher={launcher} needs a workload (FILE:NAME): the ranks measure it; give one")
+    if not isinstance(launcher, Env | HostsLauncher):
         raise ValueError(
-            f"launcher={launcher} with workload={workload!r}: plan looks at every layout of this machine by itself; "
+            f"launcher={launcher}: plan looks at every layout of this machine by itself; "
             "launcher=env(), with a workload, is for ranks that torchrun or Slurm have started, and "
             "launcher=ssh('a', 'b') for those of several hosts"
         )

@@ -143,7 +143,7 @@ class Verification:
     output."""
     limit: float
     """The limit that the difference had to stay within."""
-    network_difference: float = 0.0
+    network_difference: float
     """The largest difference of any output from the network's own, relative to the largest number in that output."""
     held_out: int = 0
     """The number of examples, held out of every choice, on which the metrics are taken."""
