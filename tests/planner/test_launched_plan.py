@@ -248,9 +248,15 @@ def test_a_median_has_a_quarter_of_the_rounds_on_either_side() -> None:
     [
         (("--launcher", "env"), "needs a workload (FILE:NAME)"),
         (("work.py:workload", "--launcher", "local"), "plan looks at every layout of this machine by itself"),
-        (("work.py:workload", "--launcher", "env", "--workers", "2"), "of the settings of a plan, --no-trial alone goes with it"),
-        (("work.py:workload", "--launcher", "env", "--remeasure"), "of the settings of a plan, --no-trial alone goes with it"),
-        (("work.py:workload", "--launcher", "env", "--allow-approximate"), "of the settings of a plan, --no-trial alone goes with it"),
+        (
+            ("work.py:workload", "--launcher", "env", "--workers", "2"),
+            "of these settings, --no-trial alone goes with it",
+        ),
+        (("work.py:workload", "--launcher", "env", "--remeasure"), "of these settings, --no-trial alone goes with it"),
+        (
+            ("work.py:workload", "--launcher", "env", "--allow-approximate"),
+            "of these settings, --no-trial alone goes with it",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

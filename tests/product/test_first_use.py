@@ -4,6 +4,7 @@ remedy, and a misspelled name before torch is imported."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -401,13 +402,21 @@ def test_steps_that_take_ten_times_as_long_are_reported_in_a_run_too_short_for_a
 
 
 @pytest.mark.thorough
-def test_steps_that_take_ten_times_as_long_as_before_are_reported_where_a_strategy_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["local(workers=1)", "env"])
+def test_steps_that_take_ten_times_as_long_as_before_are_reported_where_a_strategy_is_named(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if launcher == "env":
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}.items():
+            monkeypatch.setenv(name, value)
     slower = dataclasses.replace(WORKLOAD, data=lambda: Slower(0.001, 0.02))
-    events = apportion.run(slower, "single_device", launcher="local(workers=1)", run_dir=tmp_path / "run")
+    events = apportion.run(slower, "single_device", launcher=launcher, run_dir=tmp_path / "run")
     drift = next((event for event in events if event.kind == "drift"), None)
     events.close()
     assert drift is not None
     assert "of steps before" in drift.cause
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert any(json.loads(line)["kind"] == "drift" for line in lines)
 
 
 def test_a_worker_has_at_most_the_threads_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,15 @@ def cells(page: str) -> list[str]:
 
 def test_every_reader_has_its_row_and_every_table_its_figures() -> None:
     one = Verification(
-        reader="a reader 1.0", simulated_by=None, examples=203, difference=1e-6, limit=1e-4, network_difference=2e-3, held_out=200,
+        reader="a reader 1.0", simulated_by=None, examples=203,
+        difference=1e-6, limit=1e-4, network_difference=2e-3,
+        held_out=200,
         before={"accuracy": 0.9173}, after={"accuracy": 0.91},
     )  # fmt: skip
     two = Verification(
-        reader="another 2.0", simulated_by="apportion", examples=1200, difference=3e-5, limit=1e-4, network_difference=0.061, held_out=200,
+        reader="another 2.0", simulated_by="apportion", examples=1200,
+        difference=3e-5, limit=1e-4, network_difference=0.061,
+        held_out=200,
         before={"accuracy": 0.9173}, after={"accuracy": 0.9},
     )  # fmt: skip
     table = Table(
@@ -61,7 +65,8 @@ def test_every_reader_has_its_row_and_every_table_its_figures() -> None:
 
 
 def test_a_file_without_metrics_has_a_page_and_json_that_reads_back() -> None:
-    export = made(Verification(reader="r", simulated_by=None, examples=3, difference=0.0, limit=1e-4, network_difference=0.0))
+    only = Verification(reader="r", simulated_by=None, examples=3, difference=0.0, limit=1e-4, network_difference=0.0)
+    export = made(only)
     about = json.loads(json.dumps(export.to_json(), allow_nan=False))
     assert about["path"] == "nets/net.nir"
     assert about["about"]["inputs"] == [{"name": "input", "shape": [None, 3]}]
@@ -74,10 +79,14 @@ def test_a_file_without_metrics_has_a_page_and_json_that_reads_back() -> None:
 
 def test_metrics_are_those_of_a_reader_that_has_run_what_is_held_out_and_may_be_no_number() -> None:
     own = Verification(
-        reader="a", simulated_by="apportion", examples=9, difference=0.0, limit=1e-4, network_difference=0.0, held_out=7,
+        reader="a", simulated_by="apportion", examples=9,
+        difference=0.0, limit=1e-4, network_difference=0.0,
+        held_out=7,
         before={"accuracy": 0.75, "perplexity": float("inf")}, after={"accuracy": 0.5, "perplexity": float("nan")},
     )  # fmt: skip
-    other = Verification(reader="b", simulated_by=None, examples=2, difference=1e-6, limit=1e-4, network_difference=1e-6)
+    other = Verification(
+        reader="b", simulated_by=None, examples=2, difference=1e-6, limit=1e-4, network_difference=1e-6
+    )
     export = made(own, other)
     assert export.verification is own
     page = export_page(json.loads(json.dumps(export.to_json(), allow_nan=False)))

@@ -55,7 +55,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
         where = launcher_of(launcher)
         if any(given is not None for given in (cluster, network, against, workers)) or allow_approximate or remeasure:
             raise ValueError(
-                "launcher=env() plans for the ranks that run it: of the settings of a plan, trial=False alone goes with it"
+                "launcher=env() plans for the ranks that run it: of these settings, trial=False alone goes with it"
             )
         return _by_ranks(workload, where, trial=trial)
     _must_go_together(workload, cluster, network, measures=remeasure or allow_approximate)

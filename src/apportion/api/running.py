@@ -243,6 +243,8 @@ def _written_by_the_first(
 ) -> Iterator[Event]:
     """Yields the events of one rank, and writes them into the run directory for as long as it is rank 0, which it may
     become."""
+    from apportion.planner.performance_monitor import PerformanceMonitor
+
     assert job.run_dir is not None
     control.known(job, world.rank)
     run_dir, rejoined = job.run_dir, control.rejoined
@@ -275,6 +277,7 @@ def _written_by_the_first(
             events,
             before,
             [],
+            PerformanceMonitor(None),  # of this rank's own steps
             draws=lambda: not control.was_told(),
             writes=lambda: writes,
             outside=control.outside,

@@ -29,7 +29,7 @@ class VerilogStatement:
 
 
 _WIRE = r"wire signed \[(\d+):0\] "
-_FITTED = r"[+-]?(?:\$signed\(\{[^()]*\}\)|\w+'sd\d+|\w+)"
+_FITTED = r"[+-]?(?:\$signed\(\{[^()]*\}\)|\w+'sd\d+|1'sb0|\w+)"
 """A name, a number, or a name with its sign repeated, its upper bits left out, or zeros behind it."""
 _INPUT = re.compile(_WIRE + r"(n\d+) = \$signed\((?:\{1'b0, )?buffer\[(\d+):(\d+)\]\}?\);")
 _LARGER = re.compile(_WIRE + rf"(n\d+) = \(({_FITTED}) > ({_FITTED})\) \? ({_FITTED}) : ({_FITTED});")
@@ -154,7 +154,9 @@ class _Statements:
             _must(found is not None, line)
             assert found is not None
             sign, value = -1 if found[1] == "-" else 1, found[2]
-            if "'sd" in value:
+            if value == "1'sb0":
+                _must(width == 1, line)
+            elif "'sd" in value:
                 bits, digits = map(int, value.split("'sd"))
                 _must(bits == width and digits < 2 ** (bits - 1), line)
                 constant += sign * digits

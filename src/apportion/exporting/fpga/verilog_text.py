@@ -187,7 +187,7 @@ class _Text:
         if taken == own == width:
             return name
         if not taken:
-            return f"{width}'sd0"
+            return _zero(width)
         parts = [name if taken == own else f"{name}[{taken - 1}:0]"]
         if width > taken + shift:
             parts.insert(0, f"{{{width - taken - shift}{{{name}[{own - 1}]}}}}")
@@ -238,7 +238,8 @@ class _Text:
             sign, shift = numbers[2 * n : 2 * n + 2]
             terms.append(("-" if sign < 0 else "+", self._fitted(operand, width, shift)))
         if numbers[-1] or not terms:
-            terms.append(("-" if numbers[-1] < 0 else "+", f"{width}'sd{abs(numbers[-1])}"))
+            constant = f"{width}'sd{abs(numbers[-1])}" if numbers[-1] else _zero(width)
+            terms.append(("-" if numbers[-1] < 0 else "+", constant))
         first = terms[0][1] if terms[0][0] == "+" else f"-{terms[0][1]}"
         return " ".join([first, *(f"{sign} {term}" for sign, term in terms[1:])])
 
@@ -273,9 +274,9 @@ def clamp_module(prefix: str, width: int, to: int, op: Op) -> list[str]:
     lines = [f"module {name} (input wire signed [{width - 1}:0] a, output wire signed [{to - 1}:0] y);"]
     if left <= 0:  # nothing but the sign is left
         left = 1
-        lines += [f"  wire signed [0:0] s = a[{width - 1}:{width - 1}];"]
+        lines += [f"  wire signed [0:0] s = $signed(a[{width - 1}:{width - 1}]);"]
     else:
-        lines += [f"  wire signed [{left - 1}:0] s = a[{width - 1}:{shift}];"]
+        lines += [f"  wire signed [{left - 1}:0] s = $signed(a[{width - 1}:{shift}]);"]
     if width - left:
         lines += unused_bits([f"a[{width - left - 1}:0]"])
     if low == 0 and high == 2**bits - 1 and left > bits:
@@ -292,6 +293,11 @@ def clamp_module(prefix: str, width: int, to: int, op: Op) -> list[str]:
     inside = "t" if wide == to else f"$signed(t[{to - 1}:0])"
     lines.append(f"  assign y = {below} ? {_literal(low, to)} : {above} ? {_literal(high, to)} : {inside};")
     return [*lines, "endmodule"]
+
+
+def _zero(width: int) -> str:
+    """Zero of so many bits. In decimal notation a signed number of one bit has no room for its sign."""
+    return f"{width}'sd0" if width > 1 else "1'sb0"
 
 
 def _literal(value: int, width: int) -> str:
