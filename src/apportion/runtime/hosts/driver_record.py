@@ -17,7 +17,8 @@ from apportion.core.event import Event
 AGAIN_SECONDS = 2.0
 """The seconds until what has not been reported as written is sent again."""
 MOST_WAITING = 10_000
-"""The largest number of speeds that wait: faults are kept whatever their number."""
+"""The largest number of samples that wait: faults, and the end, are kept whatever their number."""
+_SAMPLES = {"speed", "rollouts"}
 
 
 @final
@@ -31,7 +32,7 @@ class DriverRecord:
 
     def add(self, event: Event) -> dict[str, Any] | None:
         """Adds an event, and returns the order that sends it; None where it is left out, since too many wait."""
-        if event.kind != "fault" and len(self._waiting) > MOST_WAITING:
+        if event.kind in _SAMPLES and len(self._waiting) > MOST_WAITING:
             return None
         self._number += 1
         self._waiting[self._number] = event
