@@ -100,8 +100,10 @@ class HostsLauncher(Value, ABC):
     def __post_init__(self) -> None:
         self._must_be_whole("workers", "threads")
         self._must_be_whole("loaders", least=0)
-        if not isinstance(self.python, str | None) and not self.python_by_host:
-            raise ValueError(f"python={self.python!r} must be the path of an interpreter, the same on every host")
+        by_host = self.python_by_host and isinstance(self.python, Mapping)
+        if not by_host and not isinstance(self.python, str | None):
+            where = ", or one for some of the hosts by their names" * self.python_by_host
+            raise ValueError(f"python={self.python!r} must be the path of an interpreter as text{where}")
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
 

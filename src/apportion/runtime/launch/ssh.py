@@ -41,8 +41,8 @@ class _ByHost(dict[str, str]):
 @dataclass(frozen=True, repr=False, init=False)
 class Ssh(HostsLauncher):
     """Worker processes on several hosts that ssh reaches without a question: ``ssh("a", "user@b:4", workers=2)``.
-    ``python``: the interpreter of every host, or of some by their names, ``python={"b": "/opt/bin/python"}``, which is
-    also written ``ssh("a", "b=/opt/bin/python")``."""
+    ``python``: the interpreter of every host, or of some by their names, with ``user@`` or without it,
+    ``python={"b": "/opt/bin/python"}``, which is also written ``ssh("a", "user@b:4=/opt/bin/python")``."""
 
     hosts: tuple[str, ...] = ()
     """The hosts, as ssh knows them, each with ``user@`` before it and the number of its workers behind a colon where
@@ -84,13 +84,16 @@ class Ssh(HostsLauncher):
                 raise ValueError(f"host {name} is named twice: name it once, with the number of its workers, {name}:4")
         if not isinstance(self.python, Mapping):
             return found
-        for name, path in self.python.items():
-            if name not in destinations or not isinstance(path, str) or not path:
+        given: dict[str, str] = {}
+        for name, path in sorted(self.python.items(), key=lambda item: "@" in str(item[0])):  # the longer name holds
+            meant = [each for each in destinations if name in (each, each.rpartition("@")[2])]
+            if not meant or not isinstance(path, str) or not path:
                 raise ValueError(
                     f"python={dict(self.python)!r} must give the path of an interpreter for some of the hosts "
                     f"{', '.join(destinations)}, and {name!r}: {path!r} does not"
                 )
-        return [replace(host, python=host.python or self.python.get(host.destination)) for host in found]
+            given |= dict.fromkeys(meant, path)
+        return [replace(host, python=host.python or given.get(host.destination)) for host in found]
 
     def command(self, host: RunHost) -> list[str]:
         """Returns the command that starts the agent of a host, and is the connection to it."""
