@@ -36,10 +36,8 @@ def rank_at_host(cause: str, rank: int, host: str, root: str = "") -> str:
     """Returns the cause of a failure with the host of its rank. ``root``: the folder whose modules were sent to the
     hosts."""
     name = f"rank {rank}"
-    if cause.startswith("host "):  # a host that is lost with its ranks
+    if cause.startswith(("host ", "ranks ")):  # a host that is lost with its ranks, or several ranks and their hosts
         return cause
-    if cause.startswith("ranks "):
-        return f"host {host}: {cause}"
     if not cause.startswith(name):
         cause = f"{name} on host {host}: {cause}"
     elif not cause.startswith(f"{name} on host "):

@@ -77,6 +77,8 @@ class WorkerStalled:
     """True where the processes of the ranks are stopped, as by SIGSTOP."""
     silent: bool = False
     """True where the ranks did not answer when another one was lost."""
+    hosts: tuple[str, ...] = ()
+    """The name of the host of each rank of the run, in their order, where there are several hosts."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,10 @@ def host_text(lost: HostLost) -> str:
 
 def late_text(late: WorkerStalled) -> str:
     """Returns how long the ranks kept the others waiting, and why."""
-    ranks = ranks_text(late.ranks)
+    by_host: dict[str, list[int]] = {}
+    for rank in late.ranks if late.hosts else ():
+        by_host.setdefault(late.hosts[rank], []).append(rank)
+    ranks = " and ".join(f"{ranks_text(r)} on host {h}" for h, r in by_host.items()) or ranks_text(late.ranks)
     has, waited = "have" if len(late.ranks) > 1 else "has", f"others waited {late.seconds:.0f} s at step {late.step}"
     if late.stopped:
         return f"{ranks} {has} been stopped (SIGSTOP, or a debugger) for {late.seconds:.0f} s at step {late.step}"
