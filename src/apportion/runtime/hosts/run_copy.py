@@ -95,8 +95,9 @@ class RunCopy:
     def _doing(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except OSError as error:
-            raise CheckpointError(f"the run directory cannot be copied to {self._run_dir}: {error.strerror}") from error
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that this host cannot write
+            why = error.strerror if isinstance(error, OSError) else ascii(str(error))
+            raise CheckpointError(f"the run directory cannot be copied to {self._run_dir}: {why}") from error
 
     def _write(self, message: Message | bytes) -> None:
         self._aside.mkdir(parents=True, exist_ok=True)
