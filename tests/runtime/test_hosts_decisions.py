@@ -9,6 +9,7 @@ import re
 import shlex
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 
 import apportion
 from apportion.comm.membership import HostShare
+from apportion.core.event import Event
 from apportion.core.value import parse
-from apportion.errors import ApportionError
+from apportion.errors import ApportionError, CheckpointError
 from apportion.process import usable_cores
 from apportion.runtime.agents.hosts_launcher import RunHost
+from apportion.runtime.hosts import driver_record
 from apportion.runtime.hosts.agent import meeting_address
 from apportion.runtime.hosts.agent_connection import ending_text
 from apportion.runtime.hosts.agent_messages import check_message
@@ -45,6 +48,7 @@ from apportion.runtime.hosts.run_folder import hold, sweep
 from apportion.runtime.launch.ray import why_not_joined
 from apportion.runtime.launch.ssh import Ssh, parse_host
 from apportion.runtime.supervisor.decisions import Stop
+from apportion.runtime.supervisor.failures import WorkerStalled, late_text
 
 LAUNCHERS = "apportion.runtime.launch"
 
@@ -560,6 +564,11 @@ def test_another_patch_of_numpy_is_a_warning() -> None:
     assert [text.partition(" ")[2][:11] for text in unlike_patches(versions(), told)] == ["b has numpy"]
 
 
+def event_message(kind: str, **data: object) -> dict[str, object]:
+    event = {"kind": kind, "step": 1, "epoch": 0, "seconds": 0, "data": data}
+    return {"kind": "event", "slot": 0, "event": event}
+
+
 INVALID = [
     {"kind": "here"},
     {"kind": "here", "hostname": "a", **facts(), "cores": 10**9},
@@ -576,6 +585,12 @@ INVALID = [
     {"kind": "event", "slot": 0, "event": {"kind": "step", "step": 1, "epoch": 0, "seconds": 0, "data": {}, "x": 1}},
     {"kind": "event", "slot": 0, "event": {"kind": "boom", "step": 1, "epoch": 0, "seconds": 0, "data": {}}},
     {"kind": "event", "slot": 0, "event": {"kind": "fault", "step": 1, "epoch": 0, "seconds": 0, "data": {}}},
+    {"kind": "a kind that its reader checks", "slot": "0"},
+    event_message("evaluation", metrics={"accuracy": "high"}),
+    event_message("step", values={"loss": [1.0, "low"]}, examples_per_second=1.0),
+    event_message("speed", rank=0, examples_per_second=1.0, loading=0.0, computing=0.0, waiting=None, updating=0.0),
+    event_message("end", reason="finished", metrics={}, examples_per_second=1.0),
+    event_message("rollouts", rank=0, score="high"),
 ]
 
 
@@ -587,3 +602,45 @@ def test_a_message_with_an_invalid_value_is_refused(message: dict[str, object]) 
 
 def test_the_facts_of_a_host_are_valid() -> None:
     check_message({"kind": "here", **describe_host()})
+
+
+def test_a_loss_that_is_not_finite_is_valid() -> None:
+    check_message(event_message("step", values={"loss": [math.nan]}, examples_per_second=1.0))
+    check_message(event_message("evaluation", metrics={"accuracy": math.inf}))
+
+
+def test_ranks_that_are_late_are_named_with_the_host_of_each() -> None:
+    late = WorkerStalled((1, 2, 3), 7, 31.0, hosts=("a", "b", "b", "c"))
+    cause = at_host(Stop(1, late_text(late)), "b", "/p").cause
+    assert cause.startswith("ranks 1, 2 on host b and rank 3 on host c have not moved")
+    assert late_text(replace(late, ranks=(3,), stopped=True)).startswith("rank 3 on host c has been stopped")
+
+
+def test_the_end_of_a_run_is_recorded_whatever_number_of_samples_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_record, "MOST_WAITING", 3)
+    record = driver_record.DriverRecord()
+    kinds = ["speed"] * 6 + ["rollouts", "fault", "end"]
+    sent = [record.add(Event(kind=kind, step=1, epoch=0.0, seconds=0.0)) for kind in kinds]  # type: ignore[arg-type]
+    assert [order is not None for order in sent] == [True] * 4 + [False] * 3 + [True] * 2
+    assert [event.kind for event in record.rest()] == ["speed"] * 4 + ["fault", "end"]
+    assert record.again() is None, "nothing waits"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_a_name_that_this_host_cannot_write_ends_the_copy_by_name(tmp_path: Path, kind: str) -> None:
+    copy = RunCopy(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"cannot be copied to .*surrogates not allowed"):
+        copy.take({"kind": kind, "path": "a\ud800", "target": "b\ud800"})
+    copy.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interpreter_is_found_by_the_name_of_its_host_with_the_user_or_without() -> None:
+    launcher = apportion.ssh("a", "me@b:4", "you@b", python={"you@b": "/2", "b": "/1"})
+    assert [host.python for host in launcher.parsed()] == [None, "/1", "/2"]
+
+
+@pytest.mark.parametrize("python", [3, ["/p"], Path("/p")])
+def test_an_interpreter_that_is_no_text_is_refused(python: object) -> None:
+    with pytest.raises(ValueError, match=r"python=.* must be the path of an interpreter as text"):
+        apportion.ssh("a", python=python)  # type: ignore[arg-type]

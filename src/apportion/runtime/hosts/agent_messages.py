@@ -48,7 +48,18 @@ _VERSIONS: Rule = (
 )
 _OBJECT: Rule = ("an object", lambda value: isinstance(value, dict))
 _NUMBER: Rule = ("a finite number", lambda value: type(value) in (int, float) and math.isfinite(value))
-_REAL: Rule = ("a number", lambda value: type(value) in (int, float))
+_REAL: Rule = ("a number", lambda value: isinstance(value, int | float))
+_REALS: Rule = (
+    "an object of numbers",
+    lambda value: isinstance(value, dict) and all(isinstance(v, int | float) for v in value.values()),
+)
+_SERIES: Rule = (
+    "an object of lists of numbers",
+    lambda value: (
+        isinstance(value, dict)
+        and all(isinstance(v, list) and all(isinstance(n, int | float) for n in v) for v in value.values())
+    ),
+)
 _PLACE = {"address": _TEXT, "port": _PORT}
 _RAISED = {
     "summary": _LONG_TEXT,
@@ -93,6 +104,10 @@ FIELDS: Mapping[str, Mapping[str, Rule]] = {
 }
 """The fields that a message of each kind must have. What is not named here is read by nothing, or by a reader that
 checks it."""
+_PROOF: Rule = (
+    "an object with a sentence",
+    lambda value: isinstance(value, dict) and isinstance(value.get("sentence"), str),
+)
 EVENT: Mapping[str, Rule] = {
     "kind": _TEXT,
     "step": _COUNT,
@@ -104,20 +119,24 @@ EVENT: Mapping[str, Rule] = {
 
 
 _DATA: Mapping[str, Mapping[str, Rule]] = {
-    "plan": {"strategy": _TEXT, "launcher": _TEXT, "why": _TEXT},
+    "plan": {"strategy": _TEXT, "launcher": _TEXT, "why": _TEXT, "candidates": _list_of(_OBJECT)},
     "start": {
         **dict.fromkeys(("strategy", "launcher", "device"), _TEXT),
-        **dict.fromkeys(("parameters", "examples", "batch_size", "steps"), _COUNT),
-        "proof": ("an object, or null", lambda value: value is None or isinstance(value, dict)),
+        **dict.fromkeys(("parameters", "examples", "batch_size", "steps", "first_step"), _COUNT),
+        "resumed": _BOOL,
+        "proof": _or_null(_PROOF),
     },
-    "step": {"values": _OBJECT, "examples_per_second": _REAL},
-    "speed": {"rank": _COUNT, "examples_per_second": _REAL},
-    "rollouts": {"rank": _COUNT},
+    "step": {"values": _SERIES, "examples_per_second": _REAL},
+    "speed": {
+        "rank": _COUNT,
+        **dict.fromkeys(("examples_per_second", "loading", "computing", "waiting", "updating"), _REAL),
+    },
+    "rollouts": {"rank": _COUNT, "score": _or_null(_REAL)},
     "drift": {"cause": _TEXT},
-    "evaluation": {"metrics": _OBJECT},
+    "evaluation": {"metrics": _REALS},
     "checkpoint": {"path": _TEXT},
     "fault": {"cause": _LONG_TEXT, "action": _TEXT},
-    "end": {"reason": _TEXT, "metrics": _OBJECT},
+    "end": {"reason": _TEXT, "metrics": _REALS, "examples_per_second": _REAL, "resume": _or_null(_LONG_TEXT)},
 }
 """What the driver reads of the data of an event, by its kind; a kind that is not named is none."""
 
@@ -126,7 +145,8 @@ def check_message(message: Mapping[str, Any]) -> None:
     """Raises FrameError where a message that an agent has sent is not what it must be: the field, the value and the
     rule."""
     kind = str(message["kind"])
-    _check(kind, message, FIELDS.get(kind, {}))
+    whose = {"slot": _SLOT} if "slot" in message else {}  # also of a kind that its reader checks
+    _check(kind, message, {**whose, **FIELDS.get(kind, {})})
     if kind == "event":
         _check("event", message["event"], EVENT)
         if more := sorted(message["event"].keys() - EVENT.keys()):

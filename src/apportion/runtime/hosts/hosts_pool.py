@@ -197,10 +197,11 @@ class HostsPool:
 
     def _beyond(self, host: int, message: Message) -> str | None:
         """Returns what is wrong with a message about workers that its host does not have; None where nothing is."""
-        count, slots = self._counts[host], [message["slot"]] if "slot" in message else message.get("stopped", [])
+        count, has_progress = self._counts[host], message["kind"] == "progress"
+        slots = message["stopped"] if has_progress else [message["slot"]] if "slot" in message else []
         if any(slot >= count for slot in slots):
             return f"its message {message['kind']!r} is about worker {max(slots)}, and it has {count}"
-        lines = message["lines"] if message["kind"] == "progress" else []
+        lines = message["lines"] if has_progress else []
         if len(lines) > count or any(len(line) != progress.WORDS for line in lines):
             return f"its message 'progress' has {len(lines)} lines, and it has {count} workers"
         return None
@@ -296,7 +297,8 @@ class HostsPool:
             stopped = [rank for rank, slot in enumerate(self.leader.table) if slot in self._stopped]
             silent = [rank for rank, slot in enumerate(self.leader.table) if self._liveness.is_suspected(slot.host)]
             late = self._watch.late(now, stopped, [*silent, *self.history.finished])
-            if late is not None and self.history.note_late(late, stopped):
+            hosts = tuple(map(self.host_of, range(self.ranks)))
+            if late is not None and self.history.note_late(replace(late, hosts=hosts), stopped):
                 self.tell(Tell(host, {"kind": "stacks"}) for host in sorted(self.leader.hosts))
         action = self.history.action()
         if isinstance(action, Replace | Shrink | Restart) and not self.leader.hosts:
