@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import re
@@ -559,9 +560,9 @@ def test_another_major_or_minor_version_of_numpy_is_refused(change: int) -> None
 
 
 def test_another_patch_of_numpy_is_a_warning() -> None:
-    told = [("a", facts()), ("b", other_numpy(2))]
-    refuse_unlike(versions(), told, None)
-    assert [text.partition(" ")[2][:11] for text in unlike_patches(versions(), told)] == ["b has numpy"]
+    found = [("a", facts()), ("b", other_numpy(2))]
+    refuse_unlike(versions(), found, None)
+    assert [text.partition(" ")[2][:11] for text in unlike_patches(versions(), found)] == ["b has numpy"]
 
 
 def event_message(kind: str, **data: object) -> dict[str, object]:
@@ -624,6 +625,30 @@ def test_the_end_of_a_run_is_recorded_whatever_number_of_samples_waits(monkeypat
     assert [order is not None for order in sent] == [True] * 4 + [False] * 3 + [True] * 2
     assert [event.kind for event in record.rest()] == ["speed"] * 4 + ["fault", "end"]
     assert record.again() is None, "nothing waits"
+
+
+def test_what_waits_is_sent_again_ever_more_rarely_until_rank_0_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(driver_record.time, "monotonic", lambda: now)
+    record = driver_record.DriverRecord()
+    record.add(Event(kind="fault", step=1, epoch=0.0, seconds=0.0))
+    record.written([1])
+    now += 100.0
+    record.add(Event(kind="fault", step=2, epoch=0.0, seconds=0.0))
+    assert record.again() is None, "it has just been sent"
+    sent = []
+    for _ in range(300):
+        now += 1.0
+        sent += [now - 1100.0] if record.again() is not None else []
+    assert sent[:4] == [2.0, 6.0, 14.0, 30.0]
+    assert len(sent) < 15, "a rank that is stopped does not read them"
+    assert max(after - before for before, after in itertools.pairwise(sent)) == driver_record.MOST_AGAIN_SECONDS
+    record.add(Event(kind="fault", step=3, epoch=0.0, seconds=0.0))
+    record.written([2])
+    now += 2.0
+    order = record.again()
+    assert order is not None
+    assert [event["number"] for event in order["events"]] == [3]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])

@@ -15,7 +15,9 @@ from typing import Any, final
 from apportion.core.event import Event
 
 AGAIN_SECONDS = 2.0
-"""The seconds until what has not been reported as written is sent again."""
+"""The seconds until what has not been reported as written is sent again, which double each time."""
+MOST_AGAIN_SECONDS = 32.0
+"""The most of these seconds: a rank 0 that is busy has to take each copy, and one that is stopped reads none."""
 MOST_WAITING = 10_000
 """The largest number of samples that wait: faults, and the end, are kept whatever their number."""
 _SAMPLES = {"speed", "rollouts"}
@@ -28,28 +30,29 @@ class DriverRecord:
     def __init__(self) -> None:
         self._waiting: dict[int, Event] = {}
         self._number = 0
-        self._sent = 0.0
+        self._sent, self._pause = 0.0, AGAIN_SECONDS
 
     def add(self, event: Event) -> dict[str, Any] | None:
         """Adds an event, and returns the order that sends it; None where it is left out, since too many wait."""
         if event.kind in _SAMPLES and len(self._waiting) > MOST_WAITING:
             return None
+        if not self._waiting:
+            self._sent = time.monotonic()
         self._number += 1
         self._waiting[self._number] = event
-        self._sent = self._sent or time.monotonic()
         return _order([(self._number, event)])
 
     def written(self, numbers: Iterable[int]) -> None:
         """Notes what rank 0 has reported as written."""
         for number in numbers:
             self._waiting.pop(number, None)
-        self._sent = time.monotonic()
+        self._sent, self._pause = time.monotonic(), AGAIN_SECONDS
 
     def again(self) -> dict[str, Any] | None:
         """Returns the order that sends all that waits once more, where it has waited for long; else None."""
-        if not self._waiting or time.monotonic() - self._sent < AGAIN_SECONDS:
+        if not self._waiting or time.monotonic() - self._sent < self._pause:
             return None
-        self._sent = time.monotonic()
+        self._sent, self._pause = time.monotonic(), min(2 * self._pause, MOST_AGAIN_SECONDS)
         return _order(self._waiting.items())
 
     def rest(self) -> list[Event]:
