@@ -4,7 +4,7 @@
     python benchmarks/crowded_ports.py --seconds 5 --at-once 200
 
 Strangers connect to every port at which this process listens, and say nothing, a little, HTTP, a claim of random bytes,
-or what a rank has said before; three of four stay until they are hung up on. Meanwhile ranks meet, again and again, and
+or what a rank has sent before; three of four stay until they are hung up on. Meanwhile ranks meet, again and again, and
 each exchanges a sum with all others over connections of its own. The end has status 1 where a rank was not let in.
 """
 
@@ -71,7 +71,7 @@ def visit(port, kind, recorded):
 
 
 def strangers(pid, rate, recorded, stop, made):
-    """Connects so many times a second, until it is told to stop."""
+    """Connects ``rate`` times a second, until ``stop`` is set."""
     draws, held, began, count = random.Random(0), [], time.monotonic(), 0
     ports, looked = [], 0.0
     while not stop.is_set():
@@ -97,7 +97,7 @@ def strangers(pid, rate, recorded, stop, made):
 
 
 def joined(size, address, generation):
-    """Lets so many ranks meet and exchange a sum, and returns what went wrong, by rank."""
+    """Lets ``size`` ranks meet and exchange a sum, and returns what went wrong, by rank."""
     wrong = {}
 
     def rank(number):
@@ -162,7 +162,7 @@ def join_among_strangers(seconds, rate, size):
 
 
 def join_at_once(size, away):
-    """Lets so many ranks dial one listener at once, each of them so many seconds away. Returns whether all were let
+    """Lets ``size`` ranks dial one listener at once, each of them ``away`` seconds away. Returns whether all were let
     in."""
     secret, wrong, kept = b"s" * 32, Counter(), []
     listener = RankListener(Address("127.0.0.1", -1), secret)

@@ -1,4 +1,4 @@
-"""A run on several hosts: what it records of its faults, what it says, and what it refuses. The hosts are all this
+"""A run on several hosts: what it records of its faults, what it prints, and what it refuses. The hosts are all this
 machine: a stand-in for ssh runs the agents here, as if each were another host."""
 
 from __future__ import annotations
@@ -267,14 +267,14 @@ def test_a_notice_to_end_is_recorded_and_the_run_goes_on_as_it_says(fake: Path, 
             for pid in agents_of(fake / "agent-second"):
                 if b"hosts.agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGTERM)
-        said = process.communicate(timeout=SECONDS)[0]
+        output = process.communicate(timeout=SECONDS)[0]
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 143, said
-    assert [r["data"]["reason"] for r in records(tmp_path / "run") if r["kind"] == "end"] == ["interrupted"], said
-    assert "--no-check" in said
-    assert "'\"'\"'" not in said
+    assert process.returncode == 143, output
+    assert [r["data"]["reason"] for r in records(tmp_path / "run") if r["kind"] == "end"] == ["interrupted"], output
+    assert "--no-check" in output
+    assert "'\"'\"'" not in output
 
 
 LIES = {
@@ -294,8 +294,8 @@ def test_an_agent_that_sends_an_invalid_value_is_refused_by_its_host(fake: Path,
         "versions": {}, **LIES[name],
     }  # fmt: skip
     message = json.dumps({"kind": "here", **facts}).encode()
-    (fake / "said").write_bytes(b"\napportion-agent/1\nJ" + len(message).to_bytes(4, "big") + message)
-    (fake / "ssh").write_text(f"#!/bin/sh\ndate +%s.%N > {fake}/sent; cat {fake}/said; exec sleep 60\n")
+    (fake / "sent-bytes").write_bytes(b"\napportion-agent/1\nJ" + len(message).to_bytes(4, "big") + message)
+    (fake / "ssh").write_text(f"#!/bin/sh\ndate +%s.%N > {fake}/sent; cat {fake}/sent-bytes; exec sleep 60\n")
     given = command(tmp_path, "--hosts", "liar")
     done = subprocess.run(given, text=True, stdin=-3, stdout=-1, stderr=-2, timeout=SECONDS)
     assert time.time() - float((fake / "sent").read_text()) < 5.0, "as soon as it was sent, and the program ended"

@@ -105,11 +105,11 @@ def test_a_rank_is_let_in_after_any_number_of_strangers(tmp_path: Path, words: b
 
 
 @pytest.mark.thorough
-def test_a_rank_with_another_secret_is_told_so_among_strangers_too(tmp_path: Path) -> None:
+def test_a_rank_with_another_secret_is_refused_by_that_cause_among_strangers_too(tmp_path: Path) -> None:
     port = free_port()
     own, other = secret_in(tmp_path, "secret"), secret_in(tmp_path, "another")
     with rank(tmp_path, 0, 2, port, own) as first, rank(tmp_path, 1, 2, port, other) as second:
         join(first)
         crowd(port, words=b"", times=2)
-        told = second.communicate("\n", timeout=SECONDS)[1]
-    assert "APPORTION_SECRET_FILE must name a file with the same contents" in told
+        errors = second.communicate("\n", timeout=SECONDS)[1]
+    assert "APPORTION_SECRET_FILE must name a file with the same contents" in errors

@@ -241,9 +241,9 @@ def test_a_stranger_that_hangs_up_while_it_is_closed_for_another_ends_nothing(sm
 
 
 def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets so many ranks dial at once, each of them so many seconds away, and returns what those are told that are not
-    let in."""
-    near, told = dialling.claim, []
+    """Lets ``count`` ranks dial at once, each of them ``away`` seconds away, and returns the errors of those that are
+    not let in."""
+    near, errors = dialling.claim, []
     kept: list[socket.socket] = []
 
     def far(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
@@ -254,7 +254,7 @@ def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytes
         try:
             kept.append(dial_rank(listener.address, SECRET, Purpose("run/world", rank), 30))
         except PeerLost as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     monkeypatch.setattr(dialling, "claim", far)
     ranks = [threading.Thread(target=dial, args=(rank,)) for rank in range(count)]
@@ -262,10 +262,10 @@ def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytes
         rank.start()
     for rank in ranks:
         rank.join()
-    assert listener.ready("run/world") == list(range(count)), told
+    assert listener.ready("run/world") == list(range(count)), errors
     for sock in kept:
         sock.close()
-    return told
+    return errors
 
 
 def test_two_hundred_ranks_that_dial_at_once_from_afar_are_all_let_in(
@@ -315,7 +315,7 @@ def test_a_hello_that_was_recorded_makes_no_rank_of_a_stranger(small: RankListen
             first.recv(1)
 
 
-def test_a_rank_whose_connection_is_reset_dials_again_and_is_not_told_of_its_secret() -> None:
+def test_a_rank_whose_connection_is_reset_dials_again_and_its_secret_is_not_blamed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
         server.settimeout(0.1)
@@ -335,13 +335,13 @@ def test_a_rank_whose_connection_is_reset_dials_again_and_is_not_told_of_its_sec
         thread = threading.Thread(target=reset)
         thread.start()
         try:
-            with pytest.raises(PeerLost, match=r"ended the connection of this rank \d+ times before") as told:
+            with pytest.raises(PeerLost, match=r"ended the connection of this rank \d+ times before") as lost:
                 dial_rank(Address("127.0.0.1", server.getsockname()[1]), SECRET, PURPOSE, 1.0)
         finally:
             stop.set()
             thread.join()
     assert resets > 2
-    assert "APPORTION_SECRET_FILE" not in str(told.value)
+    assert "APPORTION_SECRET_FILE" not in str(lost.value)
 
 
 def test_what_goes_wrong_with_one_connection_ends_that_one_alone(

@@ -166,7 +166,7 @@ def test_a_rank_finds_its_own_run_at_the_next_port_where_another_runs_is_at_the_
         first.close()
         second.close()
     assert "or is of another run" in capfd.readouterr().err
-    with pytest.raises(PeerLost, match=rf"nobody answers at 127\.0\.0\.1:\d+ to {places[1].port} "):
+    with pytest.raises(PeerLost, match=rf"nothing answers at 127\.0\.0\.1:\d+ to {places[1].port} "):
         dial_first(places, own, Purpose("own/meeting", 1), 0.1)
 
 

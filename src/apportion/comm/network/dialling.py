@@ -69,7 +69,7 @@ def dial_first(
                 sock = dial(address, min(HANDSHAKE_SECONDS, left))
             except OSError as error:
                 if refused_since is None and not interrupted:
-                    why = f"nobody answers at {_written(addresses)} ({error})"
+                    why = f"nothing answers at {_written(addresses)} ({error})"
                 continue
             answer = _shake_hands(sock, secret, purpose, min(HANDSHAKE_SECONDS, left))
             if answer is _Answer.PROVED:

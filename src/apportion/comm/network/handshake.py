@@ -11,9 +11,9 @@ The nonces are new, so that a handshake which was recorded proves nothing. The e
 made with the secret before the other end has proved itself. The purpose says what the connection is for and which rank
 dials it, and is proved with the rest. Each message has one length: nothing is stored on a stranger's word.
 
-The hello lets nobody in. It is sent with the first packet and answers nothing, so that the accepting end knows without
-waiting for a round trip which connections are a rank's, and closes those of strangers first where it has too many. It
-may be left out.
+The hello alone lets no rank in. It is sent with the first packet and answers nothing, so that the accepting end knows
+without waiting for a round trip which connections are a rank's, and closes those of strangers first where it has too
+many. It may be left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The connections whose other end has not proved itself yet, and which of them is closed where there are too many.
 
 A connection is a rank's once it has sent a hello that was made with the secret, and a stranger's until then. Strangers
-are closed before ranks, the one that has waited longest first. A hello that has been seen before, since somebody has
-recorded it, counts for nothing.
+are closed before ranks, the one that has waited longest first. A hello that has been seen before, since it may
+have been recorded, counts for nothing.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class RankListener:
         if proved is None:
             self.refused += 1
             if self.refused == 1:  # a user's mistake, or a stranger: once is enough
-                self._tell_refused(pending)
+                self._report_refused(pending)
             self._drop(pending)
             return
         purpose, proof = proved
@@ -252,7 +252,7 @@ class RankListener:
             before.close()
         self.on_ready()
 
-    def _tell_refused(self, pending: PendingHandshake) -> None:
+    def _report_refused(self, pending: PendingHandshake) -> None:
         with contextlib.suppress(OSError):
             who = pending.sock.getpeername()[0] if not self._unix else "a process of this host"
             sys.stderr.write(

@@ -74,11 +74,11 @@ def own_address(environment: Mapping[str, str]) -> str:
     return words[2] if len(words) == 4 else "127.0.0.1"
 
 
-def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], device: str | None) -> None:
+def refuse_unlike(here: Mapping[str, str], hosts: Sequence[tuple[str, Facts]], device: str | None) -> None:
     """Raises ValueError where a host has other versions than this one (of numpy another major or minor one), or where
-    some have GPUs to train on and others none. ``here``: the versions of this host; ``told``: the name and the facts of
-    each host."""
-    for name, facts in told:
+    some have GPUs to train on and others none. ``here``: the versions of this host; ``hosts``: the name and the facts
+    of each host."""
+    for name, facts in hosts:
         for what in (*VERSIONS, ALIKE):
             mine, other = here.get(what, NONE), str(facts["versions"].get(what, NONE))
             if mine != other and (what != ALIKE or _minor(mine) != _minor(other)):
@@ -87,8 +87,8 @@ def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], de
                     f"host {name} {is_none} ({facts['python']}), and this one has {what} {mine}: install the same "
                     "there, or name an interpreter that has it with python="
                 )
-    with_gpus = [name for name, facts in told if facts["gpus"]]
-    without = [name for name, facts in told if not facts["gpus"]]
+    with_gpus = [name for name, facts in hosts if facts["gpus"]]
+    without = [name for name, facts in hosts if not facts["gpus"]]
     if device != "cpu" and with_gpus and without:
         raise ValueError(
             f"host {with_gpus[0]} has GPUs and host {without[0]} none, and their ranks cannot talk: say "
@@ -96,10 +96,10 @@ def refuse_unlike(here: Mapping[str, str], told: Sequence[tuple[str, Facts]], de
         )
 
 
-def unlike_patches(here: Mapping[str, str], told: Sequence[tuple[str, Facts]]) -> list[str]:
+def unlike_patches(here: Mapping[str, str], hosts: Sequence[tuple[str, Facts]]) -> list[str]:
     """Returns a warning for each host whose numpy has another patch version than this one's."""
     mine = here.get(ALIKE, NONE)
-    others = [(name, facts["versions"].get(ALIKE, NONE)) for name, facts in told]
+    others = [(name, facts["versions"].get(ALIKE, NONE)) for name, facts in hosts]
     return [
         f"host {name} has {ALIKE} {other}, and this one has {ALIKE} {mine}: the run goes on; install the same there "
         "where results must have the same bits"

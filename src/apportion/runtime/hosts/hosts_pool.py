@@ -277,8 +277,8 @@ class HostsPool:
             Notice(0, cause, "goes on without it") for cause in self._away.refusals[self._away.refusals_reported :]
         ]
         self._away.refusals_reported += len(refused)
-        told, self._notices = [*self._notices, *named, *refused], []
-        return told
+        found, self._notices = [*self._notices, *named, *refused], []
+        return found
 
     def _pass_time(self) -> float:
         """Looks at who has been silent for how long; returns the time."""

@@ -115,7 +115,7 @@ class HostsRun(RecordedHosts):
             news = self._next_news(LOOK_SECONDS)
             if isinstance(news, Said) and news.message["kind"] == "notice":
                 raise ToldToEnd(news.message["signal"], news.message["cause"])
-            yield from self._told(news)
+            yield from self._events_of(news)
             if isinstance(news, Finish):
                 return
             if isinstance(news, Stop):
@@ -137,7 +137,7 @@ class HostsRun(RecordedHosts):
         self._failed = self._failed or isinstance(news, Stop | Exception)
         return news
 
-    def _told(self, news: PoolNews | None) -> Iterator[Event]:
+    def _events_of(self, news: PoolNews | None) -> Iterator[Event]:
         """Yields news as events, where they are some for the user; what rank 0 does not see is sent to it, which writes
         the record. The ``end`` is kept: it comes last."""
         if (order := self._record.again()) is not None and self._pool is not None:
@@ -193,7 +193,7 @@ class HostsRun(RecordedHosts):
         host = stop.host or self._pool.host_of(stop.rank)
         self._recovery.close()
         for rank, message in self._pool.hear_out(stop.rank, WORDS_SECONDS):  # their output comes by another way
-            yield from self._told(Said(rank, message))
+            yield from self._events_of(Said(rank, message))
         is_saved = self._saved or bool(self._job.resume)
         stop = at_host(stop, host, str(self._shipment.root), is_saved=is_saved)
         yield self._last_fault(rank=stop.rank, cause=stop.cause, traceback=stop.traceback, action="stops")
@@ -284,7 +284,7 @@ class HostsRun(RecordedHosts):
         allowed = Allowance(seconds)
         while allowed.left > 0 and not cut():
             news = self._next_news(0.1)
-            deque(self._told(news), maxlen=0)
+            deque(self._events_of(news), maxlen=0)
             if isinstance(news, Finish):
                 return None
             if isinstance(news, Stop):

@@ -104,7 +104,7 @@ class RecordedHosts(StartedHosts):
 
     def _fetch(self, agent: AgentConnection, seconds: float, only: list[str] | None = None) -> None:
         """Copies the run directory of an agent's host, or these files of it. Raises CheckpointError where nothing comes
-        for so many seconds, or what comes cannot be written; FrameError for what must not be."""
+        for ``seconds``, or what comes cannot be written; FrameError for what must not be."""
         assert self._job.run_dir is not None
         local = Path(self._job.run_dir)
         agent.send({"kind": "fetch", "run_dir": self._job.run_dir, "known": mark_of(local), "only": only})

@@ -47,13 +47,13 @@ def _contents(run_dir: Path) -> Iterator[Mapping[str, Any] | bytes]:
     for place, folders, files in os.walk(run_dir):
         below = Path(place).relative_to(run_dir)
         for name in sorted([*folders, *files]):
-            path, told = Path(place, name), (below / name).as_posix()
+            path, sent = Path(place, name), (below / name).as_posix()
             if path.is_symlink():
-                yield {"kind": "link", "path": told, "target": os.readlink(path)}
+                yield {"kind": "link", "path": sent, "target": os.readlink(path)}
             elif path.is_dir():
-                yield {"kind": "folder", "path": told}
+                yield {"kind": "folder", "path": sent}
             elif path.is_file() and name != LOCK:
-                yield from _file(path, told)
+                yield from _file(path, sent)
 
 
 def _files(run_dir: Path, names: Collection[str]) -> Iterator[Mapping[str, Any] | bytes]:
@@ -62,8 +62,8 @@ def _files(run_dir: Path, names: Collection[str]) -> Iterator[Mapping[str, Any] 
             yield from _file(run_dir / name, name)
 
 
-def _file(path: Path, told: str) -> Iterator[Mapping[str, Any] | bytes]:
-    yield {"kind": "file", "path": told}
+def _file(path: Path, name: str) -> Iterator[Mapping[str, Any] | bytes]:
+    yield {"kind": "file", "path": name}
     with open(path, "rb") as file:
         while piece := file.read(PIECE_BYTES):
             yield piece

@@ -91,8 +91,8 @@ class StartedHosts:
         self._counts = [ranks_of(f, w, self._launcher.device) for f, w in zip(facts, wanted, strict=True)]
         threads = [self._launcher.threads_each(f["cores"], n) for f, n in zip(facts, self._counts, strict=True)]
         for (name, fact), count, each in zip(told, self._counts, threads, strict=True):
-            if (said := overload(name, fact, count, each + self._launcher.loaders)) is not None:
-                self._warn(said)
+            if (warning := overload(name, fact, count, each + self._launcher.loaders)) is not None:
+                self._warn(warning)
         for agent in self._agents:
             self._send_prepare(agent, [str(fact["address"]) for fact in facts])
         (place,) = self._answers("place", READY_SECONDS, "has not said where the ranks meet", self._agents[:1])
