@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -20,6 +20,7 @@ from apportion.comm.network import rank_listener as listener_file
 from apportion.comm.network.address import Address
 from apportion.comm.network.dialling import dial_rank
 from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, HELLO_BYTES, Purpose, claim, hello
+from apportion.comm.network.pending_handshakes import PendingHandshake
 from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import MOST_PENDING, RankListener
 from apportion.errors import PeerLost
@@ -240,6 +241,40 @@ def test_a_stranger_that_hangs_up_while_it_is_closed_for_another_ends_nothing(sm
     assert_lets_a_rank_in(small)
 
 
+def test_no_connection_is_closed_while_there_is_room_for_it(small: RankListener) -> None:
+    with ExitStack() as held:
+        strangers = [held.enter_context(connect(small)) for _ in range(8)]
+        for stranger in strangers:
+            greeting_of(stranger)
+            stranger.settimeout(0.02)
+        for stranger in strangers:
+            with pytest.raises(TimeoutError):
+                stranger.recv(1)
+
+
+def test_where_all_that_wait_are_ranks_another_waits_in_the_queue(small: RankListener) -> None:
+    with ExitStack() as held:
+        ranks = [held.enter_context(connect(small)) for _ in range(8)]
+        for rank in ranks:
+            rank.sendall(hello(SECRET))
+        for rank in ranks:
+            greeting_of(rank)
+        last = held.enter_context(connect(small))
+        last.sendall(hello(SECRET))
+        last.settimeout(0.2)
+        with suppress(TimeoutError):  # one may be accepted before the hellos are read
+            greeting_of(last)
+        more = held.enter_context(connect(small))
+        for waiting in (more, *ranks):
+            waiting.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                waiting.recv(1)
+        for rank in ranks[:2]:
+            rank.close()
+        more.settimeout(5.0)
+        assert greeting_of(more)
+
+
 def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets ``count`` ranks dial at once, each of them ``away`` seconds away, and returns the errors of those that are
     not let in."""
@@ -256,6 +291,13 @@ def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytes
         except PeerLost as error:
             errors.append(str(error))
 
+    def reset(pending: PendingHandshake) -> None:
+        resets.append(pending.is_rank)
+        closing(pending)
+
+    resets: list[bool] = []
+    closing = listener._reset
+    monkeypatch.setattr(listener, "_reset", reset)
     monkeypatch.setattr(dialling, "claim", far)
     ranks = [threading.Thread(target=dial, args=(rank,)) for rank in range(count)]
     for rank in ranks:
@@ -263,6 +305,7 @@ def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytes
     for rank in ranks:
         rank.join()
     assert listener.ready("run/world") == list(range(count)), errors
+    assert not any(resets), "no connection is closed that has sent a hello"
     for sock in kept:
         sock.close()
     return errors

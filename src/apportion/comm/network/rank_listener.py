@@ -164,9 +164,8 @@ class RankListener:
 
     def _accept_some(self) -> None:
         for _ in range(_AT_ONCE):
-            if len(self._pending) >= self._most_pending and not self._drop_oldest_stranger():
-                self._accepts = False  # all of them are ranks, and none of these is given up for another connection
-                self._selector.unregister(self._sock)
+            if len(self._pending) >= self._most_pending and self._pending.oldest_stranger() is None:
+                self._stop_accepting()
                 return
             try:
                 sock, _ = self._sock.accept()
@@ -174,7 +173,16 @@ class RankListener:
                 if error.errno in _SCARCE and not self._drop_oldest_stranger():
                     time.sleep(_REST_SECONDS)
                 return
+            has_room = len(self._pending) < self._most_pending or self._drop_oldest_stranger()
             self._greet(sock)
+            if not has_room:  # this one is the last beyond the limit
+                self._stop_accepting()
+                return
+
+    def _stop_accepting(self) -> None:
+        """Leaves new connections to the system's queue: those that wait are ranks, and none is closed for another."""
+        self._accepts = False
+        self._selector.unregister(self._sock)
 
     def _accept_again(self) -> None:
         if not self._accepts and len(self._pending) < self._most_pending:
@@ -266,10 +274,16 @@ class RankListener:
             self._reset(pending)
 
     def _drop_oldest_stranger(self) -> bool:
-        oldest = self._pending.oldest_stranger()
-        if oldest is not None:
-            self._reset(oldest)
-        return oldest is not None
+        """Closes the stranger that has waited longest, unless its hello can be read by now. Returns whether a
+        connection was closed."""
+        before = len(self._pending)
+        while (oldest := self._pending.oldest_stranger()) is not None:
+            self._serve(oldest.sock.fileno())
+            if self._pending.oldest_stranger() is oldest:
+                self._reset(oldest)
+            if len(self._pending) < before:
+                return True
+        return False
 
     def _reset(self, pending: PendingHandshake) -> None:
         if not self._unix:
