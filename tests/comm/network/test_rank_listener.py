@@ -252,6 +252,19 @@ def test_no_connection_is_closed_while_there_is_room_for_it(small: RankListener)
                 stranger.recv(1)
 
 
+def test_strangers_beyond_the_limit_are_closed_at_once(small: RankListener) -> None:
+    began = time.monotonic()
+    with ExitStack() as held:
+        strangers = [held.enter_context(connect(small)) for _ in range(20)]
+        greeting_of(strangers[-1])
+        for stranger in strangers[:12]:
+            stranger.settimeout(5)
+            with suppress(ConnectionResetError):
+                while stranger.recv(GREETING_BYTES):  # the greeting comes first
+                    pass
+    assert time.monotonic() - began < listener_file.PENDING_SECONDS / 2
+
+
 def test_where_all_that_wait_are_ranks_another_waits_in_the_queue(small: RankListener) -> None:
     with ExitStack() as held:
         ranks = [held.enter_context(connect(small)) for _ in range(8)]
