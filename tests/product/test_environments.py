@@ -354,6 +354,12 @@ def test_a_vector_that_reuses_its_memory_shows_last_observations(
     assert result.metrics == {"score": 5, "length": 5}
 
 
+def test_a_vector_of_processes_is_evaluated_beside_the_run(tmp_path: Path) -> None:
+    """The process that evaluates starts processes of its own."""
+    given = workload(lambda n: AsyncVectorEnv([CountAlone] * n), 1, 2, actors=1, frames=84, evaluate_every=42)
+    assert trained(given, tmp_path).metrics == {"score": 5, "length": 5}
+
+
 # What an environment must do
 
 
@@ -389,6 +395,14 @@ breaks = {
     "a number that float32 has not": (
         lambda o, r: (np.array([1e300, 0.0]), r, False, False, {}),
         r"Broken returned .*1e\+300.*, which float32 does not hold",
+    ),
+    "a reward that float32 has not": (
+        lambda o, r: (o, 1e300, False, False, {}),
+        r"Broken\.step\(\) returned a reward of 1e\+300 .*finite in float32",
+    ),
+    "a last observation of nan": (
+        lambda o, r: (o * F32(math.nan), r, False, True, {}),
+        r"Broken returned an observation with nan",
     ),
     "an infinite number": (
         lambda o, r: (o + F32(math.inf), r, False, False, {}),

@@ -45,6 +45,10 @@ class ActedDataset(ABC):
         be seen."""
         return None
 
+    @abstractmethod
+    def close(self) -> None:
+        """Release what examples are made with; examples that are made later open it again."""
+
     def news(self) -> list[str]:
         """What is to be reported of how examples were made, a sentence each, since this was last asked."""
         return []

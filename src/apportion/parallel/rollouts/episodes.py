@@ -116,6 +116,11 @@ class Episodes(ActedDataset):
         print(f"warning: {cause}", file=sys.stderr, flush=True)  # by then, as the next evaluation may take as long
         self._news.append(cause)
 
+    def close(self) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
     def news(self) -> list[str]:
         news, self._news = self._news, []
         return news

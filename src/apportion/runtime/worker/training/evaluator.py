@@ -45,6 +45,8 @@ MOST_UNDER_WAY = 2
 """The largest number of snapshots that wait for their metrics: with more of them the rank waits."""
 MOST_STARTS = 3
 """The number of times that an evaluator is started again in a run, where something ends it."""
+END_SECONDS = 2.0
+"""The seconds in which the process ends by itself, with the processes of its environments, before it is killed."""
 BEAT = b"beat"
 BEAT_SECONDS = 0.2
 """The seconds between two signs of life: nobody may take them out for a while, and a pipe holds some thousands."""
@@ -98,6 +100,7 @@ class Evaluator:
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
+            self._process.join(END_SECONDS)
             self._process.kill()
             self._process.join()
         self._process = self._pipe = None
@@ -185,6 +188,7 @@ def _packed(state: State) -> bytes:
 def _serve(workload: Workload, dtype: torch.dtype | None, parents: Connection, pipe: Connection, parent: int) -> None:
     """Evaluate what comes, until nobody asks any more."""
     die_with_parent(parent)
+    multiprocessing.current_process().daemon = False  # which may not have children, and environments may start some
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its rank decides
     outlive_notice()
     parents.close()
@@ -204,6 +208,8 @@ def _serve(workload: Workload, dtype: torch.dtype | None, parents: Connection, p
             pipe.send_bytes(file.getvalue())
     except (EOFError, OSError):
         pass
+    if played is not None:
+        played.close()
 
 
 class _Pulse:
@@ -249,6 +255,11 @@ class _Snapshot:
     def news(self) -> list[str]:
         """What is to be reported of the evaluations since this was last asked."""
         return self._source.dataset.news() if isinstance(self._source.dataset, ActedDataset) else []
+
+    def close(self) -> None:
+        """Release what the episodes are played with."""
+        if isinstance(self._source.dataset, ActedDataset):
+            self._source.dataset.close()
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
