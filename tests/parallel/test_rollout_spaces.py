@@ -3,18 +3,26 @@ compute the same of them."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 
+import apportion
 from apportion.parallel.rollouts.acting import NumpyActing, TorchActing, fastest
 from apportion.parallel.rollouts.environment_contract import flags_of, rewards_of, step_values
+from apportion.parallel.rollouts.environment_loop import EnvironmentLoop
+from apportion.parallel.rollouts.environment_vector import VectorOfEnvironments
 from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import Bernoulli, policy_of
+from apportion.parallel.rollouts.rollouts import Rollouts
 from apportion.parallel.rollouts.unrolled import Unrolled
 
 F32 = np.float32
@@ -175,3 +183,142 @@ def test_an_end_that_is_no_bool_is_named(flag: Any) -> None:
 def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
     with pytest.raises(ValueError, match=r"Env\.step\(\) returned .*: a reward must be one number"):
         rewards_of("Env", (1.0, reward), 2)
+
+
+class Ends(gymnasium.Env[Any, Any]):
+    """Episodes that are cut after one to nine steps; what is observed is drawn from a space, ``last`` at the end."""
+
+    def __init__(
+        self, observations: Any, actions: Any = spaces.Discrete(2), last: Any = None, reward: float = 1.0
+    ) -> None:
+        self.observation_space, self.action_space, self.last, self.reward = observations, actions, last, reward
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(1, 10))
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        over = self.left == 0
+        seen = self.last if over and self.last is not None else self.observation_space.sample()
+        return seen, self.reward, False, over, {}
+
+
+class Numbers(nn.Module):
+    """A policy and a value of one number, by torch alone."""
+
+    def __init__(self, finite: bool = False) -> None:
+        super().__init__()
+        self.policy, self.value, self.finite = nn.Linear(1, 2), nn.Linear(1, 1), finite
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.reshape(len(x), 1).float()
+        x = torch.nan_to_num(x, posinf=1.0) if self.finite else x + 0.0
+        return self.policy(x), self.value(x)
+
+
+def played(environment: Any, network: nn.Module, actors: int = 1) -> Any:
+    made = Rollouts(environment, actors=actors, environments=2, steps=20)
+    made.network = Unrolled(network).eval()
+    return made.act(np.arange(actors), 0)[0]
+
+
+def test_last_observations_are_of_the_space_where_actors_have_different_numbers_of_them() -> None:
+    inputs = played(lambda: Ends(spaces.Discrete(4, start=5)), Numbers(), actors=2)
+    assert len(set(inputs.last_at.amax((1, 2)).tolist())) == 2, "the actors have cut different numbers of episodes"
+    assert inputs.last.min() >= 5
+
+
+one_number = spaces.Box(-1, 1, (1,), F32)
+double = spaces.Box(-1, 1, (1,), np.float64)
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (lambda: Ends(one_number, last=np.full(1, math.nan, F32)), "an observation with nan"),
+        (lambda: Ends(double, last=np.full(1, 1e300)), r"an observation with 1e\+300"),
+        (
+            lambda: Ends(spaces.Dict(a=double), last={"a": np.full(1, -math.inf)}),
+            "an observation with -inf",
+        ),
+        (lambda: Ends(one_number, reward=1e39), r"a reward of 1e\+39 .*finite in float32"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_named_where_an_episode_is_cut(environment: Any, says: str) -> None:
+    class Network(Numbers):
+        def forward(self, x: Any) -> tuple[Tensor, Tensor]:
+            return super().forward(x["a"] if isinstance(x, dict) else x)
+
+    with pytest.raises(ValueError, match=f"Ends.* returned {says}"):
+        played(environment, Network())
+
+
+def test_a_last_observation_that_the_network_replaces_is_taken() -> None:
+    inputs = played(lambda: Ends(one_number, last=np.full(1, math.inf, F32)), Numbers(finite=True))
+    assert torch.isinf(inputs.last).all()
+
+
+def test_environments_of_one_loop_are_different_objects_with_one_action_space() -> None:
+    one = Ends(one_number)
+    with pytest.raises(ValueError, match="returned the same Ends twice"):
+        EnvironmentLoop(lambda: one, 2)
+    made = iter([Ends(one_number), Ends(one_number, spaces.Discrete(3))])
+    with pytest.raises(ValueError, match=r"action spaces Discrete\(2\) and Discrete\(3\)"):
+        EnvironmentLoop(lambda: next(made), 2)
+
+
+@pytest.mark.parametrize("every", [0, -3, "100"])
+def test_an_evaluation_every_no_frames_is_refused(every: Any) -> None:
+    with pytest.raises(ValueError, match=r"evaluate_every=.* must be a number of frames of at least 1"):
+        apportion.actor_critic(
+            lambda: Ends(one_number), model=Numbers, optimizer=torch.optim.SGD, frames=100, evaluate_every=every
+        )
+
+
+def test_observations_that_torch_cannot_share_are_copied(recwarn: pytest.WarningsRecorder) -> None:
+    unrolled, begins = Unrolled(Numbers()), np.ones(3, dtype=bool)
+    seen = np.arange(3, dtype=F32)[:, None]
+    fixed = seen.copy()
+    fixed.flags.writeable = False
+    exact = TorchActing(unrolled)(seen, (), begins)[0]
+    assert np.array_equal(TorchActing(unrolled)(seen[::-1], (), begins)[0], exact[::-1])
+    assert np.array_equal(TorchActing(unrolled)(fixed, (), begins)[0], exact)
+    assert not recwarn.list
+
+
+class OwnMemory(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Episodes of two steps; what a step returns is overwritten by the reset that follows it."""
+
+    metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.DISABLED}
+
+    def __init__(self, count: int) -> None:
+        self.num_envs, self.single_observation_space, self.single_action_space = count, one_number, spaces.Discrete(2)
+        self.observation_space = batch_space(one_number, count)
+        self.action_space = batch_space(self.single_action_space, count)
+        self.seen, self.rewards = np.zeros((count, 1), F32), np.zeros(count)
+        self.ended, self.cut = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        for memory in (self.seen, self.rewards, self.ended, self.cut):
+            memory[...] = 0
+        return self.seen, {}
+
+    def step(self, actions: Any) -> Any:
+        self.seen += 0.5
+        self.rewards[:] = 1
+        self.cut[:] = self.seen[:, 0] == 1
+        return self.seen, self.rewards, self.ended, self.cut, {}
+
+
+def test_a_reset_does_not_change_what_the_step_before_it_returned() -> None:
+    vector = VectorOfEnvironments(OwnMemory(2), 2)
+    vector.reset(0)
+    vector.step(np.zeros(2, dtype=np.int64))
+    moved = vector.step(np.zeros(2, dtype=np.int64))
+    assert moved.cut.all()
+    assert moved.rewards.tolist() == [1, 1]
+    assert moved.last is not None
+    assert moved.last.tolist() == [[1], [1]]
+    assert moved.observations.tolist() == [[0], [0]]

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from apportion.core import tree
 from apportion.core.torch_private import hooked
 from apportion.parallel.ops.factored_linear import computes_as_linear
-from apportion.parallel.rollouts.observations import ObservationFormat
+from apportion.parallel.rollouts.observations import ObservationFormat, as_tensor
 from apportion.parallel.rollouts.unrolled import MOST_DEVIATIONS, Unrolled
 
 Array = NDArray[Any]
@@ -42,7 +42,7 @@ class TorchActing:
         parameter = next(unrolled.parameters())
         with torch.no_grad():  # and not inference_mode: the state goes into a backward pass
             if self._observed is None or not self._observed.structured:
-                given: Any = torch.from_numpy(observations).to(parameter.device)
+                given: Any = as_tensor(observations).to(parameter.device)
             else:
                 given = tree.cast(self._observed.tensors(observations), parameter.device, None)
             given = unrolled.normalised(given)

@@ -71,6 +71,8 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     """
     _check_counts(frames=frames, actors=actors, environments=environments, steps=steps, episodes=episodes)
     _check_counts(longest_episode=longest_episode)
+    if evaluate_every is not None and not (isinstance(evaluate_every, int | float) and evaluate_every >= 1):
+        raise ValueError(f"evaluate_every={evaluate_every!r} must be a number of frames of at least 1, or None")
     _check_shares(gamma=gamma, gae=gae)
     _check_model(model, compiled=bool(more.get("compile")))
     known = _looked_at(environment)

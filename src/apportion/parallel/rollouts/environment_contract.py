@@ -37,6 +37,22 @@ def check_environment(environment: Any) -> None:
         raise ValueError(f"{name}.reset() has no argument seed: define reset(self, *, seed=None, options=None)")
 
 
+def check_alike(environments: Sequence[Any]) -> None:
+    """Raise ValueError where environments are one object, or have different action spaces."""
+    first = environments[0]
+    if len({id(one) for one in environments}) < len(environments):
+        raise ValueError(
+            f"environment= returned the same {name_of(first)} twice: it must make a new environment in each call, as "
+            "lambda: gymnasium.make(...) does"
+        )
+    for one in environments:
+        if one.action_space != first.action_space:
+            raise ValueError(
+                f"environment= made environments with the action spaces {text_of(first.action_space)} and "
+                f"{text_of(one.action_space)}: one policy plays them all, so that they must have the same action space"
+            )
+
+
 def first_of(name: str, returned: Any, space: Any) -> Any:
     """Return the observation, of this space, of what ``reset`` returned. Raises ValueError where it is not an
     observation and a dict."""

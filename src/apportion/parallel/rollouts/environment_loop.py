@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.parallel.rollouts.environment_contract import (
+    check_alike,
     check_dicts,
     check_environment,
     first_of,
@@ -37,6 +38,7 @@ class EnvironmentLoop:
                 self._all.append(make())
             for one in self._all:
                 check_environment(one)
+            check_alike(self._all)
             self.name = name_of(self._all[0])
             self.observed = ObservationFormat(self._all[0].observation_space, self.name)
         except BaseException:  # those that did open are of no use

@@ -110,7 +110,8 @@ class VectorOfEnvironments:
             last = observations.copy()
             if self._mode == "SameStep":
                 self._last_ones(told, over, last)
-            else:  # with copy=False the reset writes into the memory of what was observed before
+            else:  # the reset may write into the memory of what the step returned
+                rewards, ended, cut = rewards.copy(), ended.copy(), cut.copy()
                 observations = self._begun(self._vector.reset(options={"reset_mask": over.copy()}))
         return Transition(observations, rewards, ended, cut, last, None)
 

@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from apportion.parallel.rollouts.spaces import kind_of, text_of
 
@@ -179,7 +180,7 @@ class ObservationFormat:
         """Return the tensor, or the dict or tuple of tensors, of an array whose last dimensions are an observation's.
         Other dimensions stay as they are."""
         if not self.structured:
-            return torch.from_numpy(array)
+            return as_tensor(array)
         return self._rebuilt(self._structure, array)
 
     def _rebuilt(self, structure: Any, array: Array) -> Any:
@@ -200,6 +201,14 @@ class ObservationFormat:
                 field = found[f"f{n}"] if self.structured else found
                 field[1], field[2] = ends
         return found
+
+
+def as_tensor(array: Array) -> Tensor:
+    """Return an array as a tensor of the same memory, of a copy where torch cannot have it: an array that is read-only,
+    or has negative strides, as that of a picture turned around."""
+    if not array.flags.writeable or min(array.strides, default=0) < 0:
+        array = array.copy()
+    return torch.from_numpy(array)
 
 
 def _place(leaf: ObservationPart) -> str:

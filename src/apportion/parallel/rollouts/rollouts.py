@@ -201,9 +201,11 @@ def _lengthened(rollout: Rollout, steps: int) -> Rollout:
 
 def _inputs(played: list[Rollout]) -> Played:
     most = max(len(rollout.last) for rollout in played)
-    last = np.zeros((len(played), most, *played[0].observations.shape[2:]), dtype=played[0].observations.dtype)
+    last = np.empty((len(played), most, *played[0].observations.shape[2:]), dtype=played[0].observations.dtype)
     for at, rollout in enumerate(played):
         last[at, : len(rollout.last)] = rollout.last
+        # The network is called with the others too: zeros might be no element of the observation space.
+        last[at, len(rollout.last) :] = rollout.observations[0, 0]
     states = [tree.tensors(rollout.state) for rollout in played]
     stacked = iter([torch.stack(tensors) for tensors in zip(*states, strict=True)])
     return Played(
