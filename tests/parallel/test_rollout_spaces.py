@@ -143,7 +143,7 @@ single = ObservationFormat(spaces.Box(-1, 1, (2,), F32), "Env")
 
 
 @pytest.mark.parametrize(
-    ("known", "seen", "says"),
+    ("known", "seen", "message"),
     [
         (single, [np.zeros(2), np.zeros(1)], r"Env returned an observation of shape \(1,\), where its"),
         (single, [np.zeros(1), np.zeros(1)], r"shape \(1,\)"),
@@ -157,8 +157,8 @@ single = ObservationFormat(spaces.Box(-1, 1, (2,), F32), "Env")
         (ObservationFormat(nested, "Env"), [{"a": np.zeros((1, 2))}], r"without \['b'\]\[0\]"),
     ],
 )
-def test_an_observation_that_is_not_of_its_space_is_named(known: ObservationFormat, seen: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_an_observation_that_is_not_of_its_space_is_named(known: ObservationFormat, seen: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         known.gathered(seen)
 
 
@@ -188,10 +188,9 @@ def test_a_reward_that_is_no_number_is_named(reward: Any) -> None:
 class Ends(gymnasium.Env[Any, Any]):
     """Episodes that are cut after one to nine steps; what is observed is drawn from a space, ``last`` at the end."""
 
-    def __init__(
-        self, observations: Any, actions: Any = spaces.Discrete(2), last: Any = None, reward: float = 1.0
-    ) -> None:
-        self.observation_space, self.action_space, self.last, self.reward = observations, actions, last, reward
+    def __init__(self, observations: Any, actions: Any = None, last: Any = None, reward: float = 1.0) -> None:
+        self.observation_space, self.action_space = observations, actions or spaces.Discrete(2)
+        self.last, self.reward = last, reward
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -235,7 +234,7 @@ double = spaces.Box(-1, 1, (1,), np.float64)
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("environment", "message"),
     [
         (lambda: Ends(one_number, last=np.full(1, math.nan, F32)), "an observation with nan"),
         (lambda: Ends(double, last=np.full(1, 1e300)), r"an observation with 1e\+300"),
@@ -246,12 +245,12 @@ double = spaces.Box(-1, 1, (1,), np.float64)
         (lambda: Ends(one_number, reward=1e39), r"a reward of 1e\+39 .*finite in float32"),
     ],
 )
-def test_a_number_that_is_not_finite_is_named_where_an_episode_is_cut(environment: Any, says: str) -> None:
+def test_a_number_that_is_not_finite_is_named_where_an_episode_is_cut(environment: Any, message: str) -> None:
     class Network(Numbers):
         def forward(self, x: Any) -> tuple[Tensor, Tensor]:
             return super().forward(x["a"] if isinstance(x, dict) else x)
 
-    with pytest.raises(ValueError, match=f"Ends.* returned {says}"):
+    with pytest.raises(ValueError, match=f"Ends.* returned {message}"):
         played(environment, Network())
 
 

@@ -224,8 +224,8 @@ refused: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", refused)
 def test_what_does_not_fit_is_refused_when_the_workload_is_built(name: str) -> None:
-    environment, changes, says = refused[name]
-    with pytest.raises(ValueError, match=f"(?s){says}"):
+    environment, changes, message = refused[name]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         workload(environment, 1, 2, **changes)
 
 
@@ -266,7 +266,7 @@ observed = {
 )
 @pytest.mark.parametrize("by", [pytest.param("numpy", marks=pytest.mark.thorough), "torch"])
 def test_a_network_is_given_what_was_observed(name: str, by: str, tmp_path: Path) -> None:
-    """Cut to integers, or made bytes again after they were normalised, observations would tell nothing: a score of
+    """Cut to integers, or made bytes again after they were normalised, observations would be all alike: a score of
     10."""
 
     class Plain(nn.Module):
@@ -414,8 +414,8 @@ shown = ["no reward"]
 
 @pytest.mark.parametrize("name", [n if n in shown else pytest.param(n, marks=pytest.mark.thorough) for n in breaks])
 def test_what_an_environment_returns_is_named_where_it_is_wrong(name: str, tmp_path: Path) -> None:
-    instead, says = breaks[name]
-    with pytest.raises(Exception, match=f"(?s){says}"):
+    instead, message = breaks[name]
+    with pytest.raises(Exception, match=f"(?s){message}"):
         trained(workload(lambda: Broken(instead), 2, 2), tmp_path)
 
 
@@ -441,7 +441,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize(
-    ("environment", "says"),
+    ("environment", "message"),
     [
         (lambda: Reset(np.zeros(2, F32)), r"Reset\.reset\(\) returned an array of shape \(2,\).*two values"),
         (lambda: Reset((np.zeros(2, F32), None)), r"Reset\.reset\(\) returned 2 values \(ndarray, NoneType\)"),
@@ -454,8 +454,8 @@ class Nothing:
         (lambda n: Nothing(), r"Nothing has no num_envs: a function with an argument is given the number"),
     ],
 )
-def test_what_is_no_environment_is_refused_when_the_workload_is_built(environment: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){says}"):
+def test_what_is_no_environment_is_refused_when_the_workload_is_built(environment: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         workload(environment, 2, 2)
 
 

@@ -1,4 +1,4 @@
-"""What gymnasium asks of an environment, checked where it is read; a message says what came, what must, and what to do.
+"""What gymnasium asks of an environment, checked where it is read; a message gives what came, the rule and the remedy.
 
 All checks of a step are on the values of K environments at once: they take less time than the step of one.
 """
@@ -68,16 +68,16 @@ def step_values(name: str, returned: Sequence[Any]) -> tuple[Any, ...]:
     """Return the observations, rewards, ends, cuts and dicts of what each environment's ``step`` returned. Raises
     ValueError where one has not returned five values."""
     try:
-        observations, rewards, ended, cut, told = zip(*returned, strict=True)
+        observations, rewards, ended, cut, infos = zip(*returned, strict=True)
     except (TypeError, ValueError):
         wrong = next((one for one in returned if not isinstance(one, tuple | list) or len(one) != 5), returned[0])
         raise ValueError(f"{name}.step() returned {_described(wrong)}: {_STEP}") from None
-    return observations, rewards, ended, cut, told
+    return observations, rewards, ended, cut, infos
 
 
-def check_dicts(name: str, told: Sequence[Any]) -> None:
+def check_dicts(name: str, infos: Sequence[Any]) -> None:
     """Raise ValueError where the fifth values of steps are no dicts."""
-    for one in told:
+    for one in infos:
         if not isinstance(one, Mapping):
             raise ValueError(f"{name}.step() returned {_described(one)} as its fifth value: {_STEP}")
 
@@ -117,7 +117,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _odd(values: Any, count: int, fits: Any) -> str:
-    """The first of some values that does not fit, in words; the type and shape of all where there are not so many."""
+    """The first of some values that does not fit, in words; the type and shape of all where there are not ``count``."""
     if isinstance(values, Sequence) or (isinstance(values, np.ndarray) and values.shape[:1] == (count,)):
         for value in values:
             if not fits(value):

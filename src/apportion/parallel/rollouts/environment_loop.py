@@ -27,8 +27,8 @@ Array = NDArray[Any]
 
 @final
 class EnvironmentLoop:
-    """Single environments, one after the other, each with a generator of its own: episode e of environment k draws what
-    (seed, k, e) says. Raises ValueError where one breaks gymnasium's contract."""
+    """Single environments, one after the other, each with a generator of its own: episode e of environment k is seeded
+    from (seed, k, e). Raises ValueError where one breaks gymnasium's contract."""
 
     def __init__(self, make: Callable[[], Any], width: int, first: Any = None) -> None:
         """``first``: one that is open already."""
@@ -62,9 +62,9 @@ class EnvironmentLoop:
         # A row of a scalar Box stays an array, as its space has it; a Discrete action is a number of Python's.
         each = actions.tolist() if self._whole else [actions[k, ...] for k in range(self.width)]
         returned = [one.step(action) for one, action in zip(self._all, each, strict=True)]
-        seen, gained, over, limited, told = step_values(self.name, returned)
+        seen, gained, over, limited, infos = step_values(self.name, returned)
         if not self._stepped:
-            check_dicts(self.name, told)
+            check_dicts(self.name, infos)
             self._stepped = True
         observations = self.observed.gathered(seen)
         rewards = rewards_of(self.name, gained, self.width)

@@ -1,7 +1,7 @@
 """Vectors of environments, in whichever of gymnasium's three ways they begin again.
 
 ``next step``: the step after the end of an episode resets it, whatever the action. ``same step``: the step that ends
-an episode gives the first observation of the next one, and the last one beside it. ``disabled``: whoever plays resets
+an episode gives the first observation of the next one, and the last one beside it. ``disabled``: the actor resets
 those that have ended. Which of them it is stands in the vector's metadata.
 """
 
@@ -57,8 +57,8 @@ class VectorOfEnvironments:
             if getattr(vector, attribute, None) is None:
                 raise ValueError(
                     f"{self.name} has no {attribute}: a function with an argument is given the number of environments, "
-                    "and must return a vector of so many, as gymnasium.vector.SyncVectorEnv is; one without arguments "
-                    "must return one environment"
+                    "and must return a vector of that number, as gymnasium.vector.SyncVectorEnv is; one without "
+                    "arguments must return one environment"
                 )
         if int(vector.num_envs) != width:
             raise ValueError(
@@ -87,7 +87,7 @@ class VectorOfEnvironments:
                 f"{self.name}.step() must return five values: observations, rewards, terminations, truncations and a "
                 "dict"
             )
-        observations, rewards, ended, cut, told = returned
+        observations, rewards, ended, cut, infos = returned
         # Nearly always it has returned arrays of the right shapes and types, which this sees in half a microsecond;
         # numpy has each type as one object. Others are converted, or named.
         if not (
@@ -109,20 +109,20 @@ class VectorOfEnvironments:
         if over.any():
             last = observations.copy()
             if self._mode == "SameStep":
-                self._last_ones(told, over, last)
+                self._last_ones(infos, over, last)
             else:  # the reset may write into the memory of what the step returned
                 rewards, ended, cut = rewards.copy(), ended.copy(), cut.copy()
                 observations = self._begun(self._vector.reset(options={"reset_mask": over.copy()}))
         return Transition(observations, rewards, ended, cut, last, None)
 
-    def _last_ones(self, told: Any, over: Array, last: Array) -> None:
+    def _last_ones(self, infos: Any, over: Array, last: Array) -> None:
         """Write the last observations of the episodes that are over, which stand beside the first ones of others."""
-        if not isinstance(told, Mapping) or "final_obs" not in told:
+        if not isinstance(infos, Mapping) or "final_obs" not in infos:
             raise ValueError(
                 f"{self.name} begins episodes again in the same step, and its dict has no final_obs: it must have the "
                 "last observations of episodes that are over"
             )
-        final = told["final_obs"]
+        final = infos["final_obs"]
         if isinstance(final, np.ndarray) and final.dtype == object:  # an observation for each, or None
             for k in np.flatnonzero(over):
                 last[k] = self.observed.gathered([final[k]])[0]

@@ -28,7 +28,7 @@ LONGEST_EPISODE = 30_000
 @final
 class Episodes(ActedDataset):
     """A data set of whole episodes, some at once: example i is the first episode of each of ``width`` environments that
-    begin with a seed of their own, so that the episodes are the same whenever they are played, and by whomever.
+    begin with a seed of their own, so that the episodes are the same whenever they are played, and on every rank.
     ``longest``: the steps after which an episode is cut."""
 
     def __init__(
@@ -75,8 +75,8 @@ class Episodes(ActedDataset):
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
         seen = self._first()
         found = [{"score": 0.0, "length": 0.0} if self.network is None else self._played(n) for n in index.tolist()]
-        told = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
-        return tree.map_tensors(lambda t: t.expand(len(index), *t.shape[1:]), seen), told
+        targets = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
+        return tree.map_tensors(lambda t: t.expand(len(index), *t.shape[1:]), seen), targets
 
     def _played(self, number: int) -> dict[str, float]:
         """The mean score and length of the first episodes."""

@@ -1,4 +1,4 @@
-"""Observations as arrays and tensors, as the observation space of an environment says.
+"""Observations as arrays and tensors, as the observation space of an environment defines them.
 
 K observations are one array (K, ...) of the space's own dtype. Those of a Dict or a Tuple are one structured array (K,)
 with a field for each Box, Discrete, MultiBinary or MultiDiscrete in it, so that everything between the environments and

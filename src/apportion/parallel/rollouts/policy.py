@@ -226,7 +226,7 @@ class Gaussian(_Placed):
         return numbers[..., : self.size]
 
     def for_environment(self, actions: Array) -> Array:
-        if self._whole:  # a network that has diverged gives nan, which no integer is; its loss will say so
+        if self._whole:  # a network that has diverged gives nan, which no integer is; its loss is reported
             actions = np.nan_to_num(np.rint(actions.astype(np.float64)))
         if self._bounds is not None:
             # In float64, then in the type of the space: rounding keeps the order, and the bounds are not rounded.

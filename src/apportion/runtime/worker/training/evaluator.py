@@ -147,11 +147,11 @@ class Evaluator:
         if answer is None:
             self._start_again()
             return self._take(beat)
-        told = torch.load(io.BytesIO(answer), weights_only=True)
-        if "failed" in told:
-            raise EvaluationFailed(f"the evaluation failed: {told['failed']}\n{told['traceback']}")
-        self._news += told["news"]
-        return self._asked.popleft(), told["metrics"]
+        result = torch.load(io.BytesIO(answer), weights_only=True)
+        if "failed" in result:
+            raise EvaluationFailed(f"the evaluation failed: {result['failed']}\n{result['traceback']}")
+        self._news += result["news"]
+        return self._asked.popleft(), result["metrics"]
 
     def news(self) -> list[str]:
         """Return what is to be reported of the evaluations since this was last asked, a sentence each."""
@@ -200,11 +200,11 @@ def _serve(workload: Workload, dtype: torch.dtype | None, parents: Connection, p
             asked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=True, map_location="cpu")
             try:
                 played = played or _Snapshot(workload, dtype)
-                told: Mapping[str, Any] = {"metrics": played.metrics(asked, _Pulse(pipe)), "news": played.news()}
+                result: Mapping[str, Any] = {"metrics": played.metrics(asked, _Pulse(pipe)), "news": played.news()}
             except Exception as error:
-                told = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+                result = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             file = io.BytesIO()
-            torch.save(told, file)
+            torch.save(result, file)
             pipe.send_bytes(file.getvalue())
     except (EOFError, OSError):
         pass
