@@ -57,6 +57,12 @@ def test_every_action_is_an_element_of_its_space(space: Any, dtype: Any) -> None
             assert space.contains(np.asarray(action) if space.shape == () else action), action
 
 
+def test_an_integer_action_is_the_nearest_one() -> None:
+    drawn = np.array([[0.4, 0.6], [-0.6, 8.7]], F32)
+    found = policy_of(spaces.Box(-1, 8, (2,), np.int16)).for_environment(drawn)
+    assert found.tolist() == [[0, 1], [-1, 8]]
+
+
 def test_a_network_that_has_diverged_gives_whole_numbers_of_the_space() -> None:
     space = spaces.Box(1, 9, (2,), np.int16)
     for number in (np.nan, np.inf, -np.inf):
@@ -70,8 +76,9 @@ def test_decisions_are_as_probable_as_torch_says() -> None:
     chosen, entropy = policy.judge(numbers, torch.from_numpy(drawn))
     assert torch.allclose(chosen, exact.log_prob(torch.from_numpy(drawn).double()).sum(-1))
     assert torch.allclose(entropy, exact.entropy().sum(-1))
-    many = policy.act(numbers[:1].numpy().repeat(20_000, 0), policy.noise(np.random.default_rng(1), (20_000,)))
-    assert np.allclose(many.mean(0), exact.probs[0], atol=0.02)
+    logits = np.array([-2.0, 0.0, 2.0])
+    drawn = policy.act(np.tile(logits, (200_000, 1)), policy.noise(np.random.default_rng(1), (200_000,)))
+    assert np.allclose(drawn.mean(0), 1 / (1 + np.exp(-logits)), atol=0.004)
 
 
 class Perceptron(nn.Module):
@@ -86,10 +93,11 @@ class Perceptron(nn.Module):
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int64, np.float64, F32])
 def test_both_ways_of_acting_normalise_what_was_observed(kind: Any) -> None:
-    """Numbers about 100 that differ by a few, of which float32 and integers after normalisation would know less."""
+    """Large numbers that differ by a few, of which float32 and integers after normalisation would know less."""
     unrolled = Unrolled(Perceptron(), observations=2)
     assert unrolled.observation_statistics is not None
-    seen = np.random.default_rng(0).integers(97, 104, (64, 2)).astype(kind)
+    least = 97 if kind == np.uint8 else 1_000_000
+    seen = np.random.default_rng(0).integers(least, least + 7, (64, 2)).astype(kind)
     unrolled.observation_statistics.take(torch.from_numpy(seen))
     begins = np.ones(64, dtype=bool)
     way = fastest(unrolled, seen)
@@ -252,6 +260,13 @@ def test_a_number_that_is_not_finite_is_named_where_an_episode_is_cut(environmen
 
     with pytest.raises(ValueError, match=f"Ends.* returned {message}"):
         played(environment, Network())
+
+
+def test_the_step_of_a_last_observation_is_named() -> None:
+    t, k = np.argwhere(played(lambda: Ends(one_number), Numbers()).last_at[0].numpy() == 0)[0]
+    with pytest.raises(ValueError, match=rf"\(environment {k}, step {t} of a rollout\)"):
+        played(lambda: Ends(one_number, last=np.full(1, math.nan, F32)), Numbers())
+    assert (t, k) != (0, 0)
 
 
 def test_a_last_observation_that_the_network_replaces_is_taken() -> None:
