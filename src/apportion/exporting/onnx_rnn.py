@@ -29,13 +29,19 @@ def rnn_operators(network: nn.Module) -> Iterator[None]:
             object.__delattr__(module, "forward")
 
 
-def _as_operators(rnn: nn.RNN, x: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x: (batch, time, inputs) or (time, batch, inputs), as ``batch_first`` says. hx: (layers * directions, batch,
-    hidden)."""
-    if x.ndim != 3:
-        raise NotImplementedError("nn.RNN without a dimension of examples")
-    found = x.transpose(0, 1) if rnn.batch_first else x
+def _as_operators(rnn: nn.RNN, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """input: (batch, time, inputs) or (time, batch, inputs), as ``batch_first`` says, or (time, inputs). hx: (layers *
+    directions, batch, hidden), or without the batch, as the input is. Raises TypeError where the input is packed."""
+    if not isinstance(input, Tensor):
+        raise TypeError(
+            f"it takes a {type(input).__name__}, whose lengths a file cannot hold, and not the padded tensor and a mask"
+        )
+    if input.ndim == 2:  # one sequence alone: the operator has a dimension for several
+        several, start = input.unsqueeze(0 if rnn.batch_first else 1), None if hx is None else hx.unsqueeze(1)
+        outputs, state = _as_operators(rnn, several, start)
+        return outputs.squeeze(0 if rnn.batch_first else 1), state.squeeze(1)
     directions = 2 if rnn.bidirectional else 1
+    found = input.transpose(0, 1) if rnn.batch_first else input
     last = []
     for layer in range(rnn.num_layers):
         start = None if hx is None else hx[layer * directions : (layer + 1) * directions]
