@@ -21,7 +21,7 @@ def blamed_layer(network: nn.Module, error: BaseException) -> str | None:
     known."""
     names = {id(module): name for name, module in network.named_modules()}
     found = None
-    for frame in _frames(error):
+    for frame in frames(error):
         found = names.get(id(frame.get("self")), found)
         node = frame.get("node")
         if isinstance(node, fx.Node):
@@ -69,8 +69,8 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def _frames(error: BaseException | None) -> Iterator[Mapping[str, Any]]:
-    """The local variables of the frames that an error and its causes came through, the outermost first."""
+def frames(error: BaseException | None) -> Iterator[Mapping[str, Any]]:
+    """Return the local variables of the frames that an error and its causes came through, the outermost first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

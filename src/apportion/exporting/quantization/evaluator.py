@@ -7,7 +7,8 @@ sum is cut off here: where a processor does that, the outputs differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,30 +16,62 @@ import torch
 from torch import Tensor
 
 from apportion.core.torch_private import pytree
+from apportion.exporting.blamed_layer import first_line, frames
 from apportion.exporting.target import Inputs
 
 AT_ONCE = 25
 """The number of examples that are computed at once, where each is by itself: what they hold stays in the caches."""
 
 
-def evaluator(model: Any, *, at_once: int | None = AT_ONCE) -> Callable[[Inputs], list[Any]]:
+def evaluator(
+    model: Any, *, at_once: int | None = AT_ONCE, layers: Mapping[str, str] | None = None
+) -> Callable[[Inputs], list[Any]]:
     """Return the function that computes the outputs of a model (an ``onnx.ModelProto``) for inputs, as arrays.
-    ``at_once``: None where the examples of a batch have a range in common."""
+    ``at_once``: None where the examples of a batch have a range in common. ``layers``: the layer of each node, by the
+    node's name. Raises ValueError, with the layer's name, here or in that function, where the definition of an operator
+    is not computed here."""
     from onnx.reference import ReferenceEvaluator
 
-    made: Any = ReferenceEvaluator(model, new_ops=_operators())
+    with _refused(layers or {}):
+        made: Any = ReferenceEvaluator(model, new_ops=_operators())
     names = [value.name for value in model.graph.input]
+    if not all(_has_rows(value) for value in model.graph.output):
+        at_once = None
 
     def evaluated(inputs: Inputs) -> list[Any]:
         leaves = [x.detach().numpy() for x in pytree.tree_leaves(inputs)]
         count = len(leaves[0])
-        parts = [
-            made.run(None, {name: x[at : at + (at_once or count)] for name, x in zip(names, leaves, strict=True)})
-            for at in range(0, count, at_once or count)
-        ]
-        return [np.concatenate(one) for one in zip(*parts, strict=True)]
+        step = at_once or count
+        with _refused(layers or {}):
+            parts = [
+                made.run(None, {name: x[at : at + step] for name, x in zip(names, leaves, strict=True)})
+                for at in range(0, count, step)
+            ]
+        return [np.concatenate(one) if len(one) > 1 else one[0] for one in zip(*parts, strict=True)]
 
     return evaluated
+
+
+def _has_rows(output: Any) -> bool:
+    """Has an output as many rows as there are examples, which its first dimension then names?"""
+    dims = output.type.tensor_type.shape.dim
+    return bool(dims) and bool(dims[0].dim_param)
+
+
+@contextmanager
+def _refused(layers: Mapping[str, str]) -> Iterator[None]:
+    """Raise ValueError, with the names of operator and layer, for whatever the evaluator raises: it has no base."""
+    try:
+        yield
+    except Exception as error:
+        node = next((frame["node"] for frame in frames(error) if "node" in frame), None)
+        node = getattr(node, "onnx_node", node)
+        name = getattr(node, "name", "")
+        layer = layers.get(name) or layers.get(name.removesuffix("_quant")) or name
+        raise ValueError(
+            f"layer {layer} ({getattr(node, 'op_type', 'unknown')}) is not computed by the evaluator that an int8 file "
+            f"is compared with ({first_line(error)}): use precision='float16', or write it in other operations of torch"
+        ) from error
 
 
 def _operators() -> list[Any]:
@@ -46,6 +79,7 @@ def _operators() -> list[Any]:
     from onnx.reference.ops.op_conv import Conv
     from onnx.reference.ops.op_conv_transpose import ConvTranspose
     from onnx.reference.ops.op_max_pool import MaxPool
+    from onnx.reference.ops.op_rnn import RNN_14 as RNN
 
     def derived(name: str, run: Any, base: Any = OpRun, domain: str = "") -> Any:
         slow = {} if base is OpRun else {"slow": base._run}
@@ -59,7 +93,17 @@ def _operators() -> list[Any]:
         derived("DequantizeLinear", _dequantize),
         derived("MatMulInteger", _integer_product),
         derived("DynamicQuantizeLSTM", _dynamic_lstm, domain="com.microsoft"),
+        type("RNN", (RNN,), {"op_domain": "", "usual": RNN.choose_act, "choose_act": _activation}),
     ]
+
+
+def _activation(self: Any, name: str, alpha: Any, beta: Any) -> Any:
+    """Also the rectifier, which the onnx package's own RNN does not have."""
+    return _rectified if name.lower() == "relu" else self.usual(name, alpha, beta)
+
+
+def _rectified(x: Any) -> Any:
+    return np.maximum(x, 0)
 
 
 def _convolution(self: Any, x: Any, w: Any, b: Any = None, **given: Any) -> tuple[Any]:
@@ -127,9 +171,9 @@ def _dequantize(self: Any, x: Any, scale: Any, zero: Any = None, *, axis: int = 
 
 
 def _tensor(array: Any) -> Tensor:
-    """An array as a tensor, which may be read only where the array may."""
+    """An array as a tensor: a copy where the array is read-only, or runs backwards, as one that was reversed does."""
     held = np.asarray(array)
-    return torch.from_numpy(held if held.flags.writeable else held.copy())
+    return torch.from_numpy(held if held.flags.writeable and min(held.strides, default=0) >= 0 else held.copy())
 
 
 def _along(values: Any, dimensions: int, axis: int) -> Tensor:

@@ -15,8 +15,8 @@ from apportion.exporting.examples import check_numbers, extreme_value, rows
 from apportion.exporting.paired_loss import held_metric
 from apportion.exporting.quantization import quantizers
 from apportion.exporting.quantization.choice import CalibrationTask, QuantizedModel, quantized
-from apportion.exporting.quantization.evaluator import evaluator
-from apportion.exporting.quantization.graph import compacted, halved, with_metadata
+from apportion.exporting.quantization.evaluator import AT_ONCE, evaluator
+from apportion.exporting.quantization.graph import compacted, halved, layers_of_nodes, with_metadata
 from apportion.exporting.quantization.processor import this_processor
 from apportion.exporting.quantization.speed import seconds_each
 from apportion.exporting.target import Compiled, Examples, Inputs, Table, TrainedNetwork, called
@@ -71,6 +71,8 @@ def write_int8(
     }
     metadata = {f"apportion.{key}": value for key, value in known.items()}
     path.write_bytes(_written(made.model, model, metadata))
+    reference = evaluator(made.model, at_once=None if made.dynamic else AT_ONCE, layers=layers_of_nodes(model))
+    reference(rows(trained.sample, slice(0, 2)))  # what it cannot compute is refused before anything is compared
     speed, ratio = _speed(float32, "int8", path, feeds[0])
     return Compiled(
         about={
@@ -81,7 +83,7 @@ def write_int8(
             "ranges": made.ranges,
             "calibration_examples": len(pytree.tree_leaves(trained.calibration.inputs)[0]),
         },
-        reference=evaluator(made.model, at_once=None if made.dynamic else 25),
+        reference=reference,
         compared=COMPARED,
         limit=LIMIT,
         most_lost=most_lost,

@@ -52,6 +52,11 @@ def layers(model: Any) -> list[WeightedLayer]:
     ]
 
 
+def layers_of_nodes(model: Any) -> dict[str, str]:
+    """Return the name of the module of each node, by the node's name."""
+    return {node.name: _module_of(node) for node in model.graph.node}
+
+
 def _why_float(node: Any) -> str:
     groups = next((attribute.i for attribute in node.attribute if attribute.name == "group"), 1)
     if node.op_type == "ConvTranspose" and groups > 1:  # whose weights lie as (inputs, outputs of a group, ...)
