@@ -1,4 +1,4 @@
-"""Exports to ONNX: networks of variable length, int8 of raw columns, and what is message of a file."""
+"""Exports to ONNX: networks of variable length, int8 of raw columns, and what the messages about a file are."""
 
 from __future__ import annotations
 
@@ -29,6 +29,32 @@ class Recurrent(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         found: Tensor = self.out(self.recurrent(self.embed(ids))[0].mean(1))
+        return found
+
+
+class Keyword(Recurrent):
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.out(self.recurrent(input=self.embed(ids), hx=None)[0].mean(1))
+        return found
+
+
+class Alone(Recurrent):
+    """The examples are the steps of one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__("RNN", bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, state = self.recurrent(x.mean(1), torch.ones(2, 12))
+        found: Tensor = self.out(outputs) + state.sum()
+        return found
+
+
+class Packed(Recurrent):
+    def forward(self, ids: Tensor) -> Tensor:
+        lengths = torch.full((len(ids),), ids.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True)
+        found: Tensor = self.out(self.recurrent(packed)[1][-1])
         return found
 
 
@@ -81,10 +107,11 @@ def masked(length: int) -> dict[str, Tensor]:
 
 Case = tuple[Callable[[], nn.Module], Callable[[int], Any]]
 VARIABLE: dict[str, Case] = {
-    "rnn": (lambda: Recurrent("RNN", num_layers=2, bidirectional=True), tokens),
+    "rnn": (lambda: Keyword("RNN", num_layers=2, bidirectional=True), tokens),
     "attention": (Attending, masked),
 }
 FURTHER: dict[str, Case] = {
+    "one sequence alone": (Alone, lambda n: torch.randn(7, n, 16)),
     "lstm": (lambda: Recurrent("LSTM", bidirectional=True), tokens),
     "gru": (lambda: Recurrent("GRU", num_layers=2), tokens),
     "relu rnn": (lambda: Recurrent("RNN", nonlinearity="relu", bias=False), tokens),
@@ -123,6 +150,12 @@ def test_a_size_that_is_fixed_is_stated_with_how_to_free_it(tmp_path: Path) -> N
 def test_a_network_that_decides_by_a_size_is_refused_where_the_inputs_are_of_both_sides(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Deciding .* dimension 1 \(12 to 25 .* 17 or more alone, .* have 12"):
         apportion.export(Deciding(), tokens(25), tmp_path / "net.onnx", check=[tokens(12)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_packed_sequence_is_refused_by_the_layer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"layer recurrent \(RNN\) .* PackedSequence, .* padded tensor"):
+        apportion.export(Packed("RNN"), tokens(25), tmp_path / "net.onnx", check=[tokens(12)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -311,6 +344,92 @@ def test_bad_examples_for_calibration_are_refused_by_the_argument(
     with pytest.raises(ValueError, match=message):
         apportion.export(net, x[:4], tmp_path / "net.onnx", target=INT8, data=data)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x, y: {"data": Examples(x, y)}, r"data= is Examples, and must be Data\("),
+        (lambda x, y: {"data": Data(calibration=(x, y))}, r"calibration= is tuple, and must be Examples\("),  # type: ignore[arg-type]
+        (lambda x, y: {"data": Data(held_out=x)}, r"held_out= is Tensor, and must be Examples\("),
+        (lambda x, y: {"data": Data(held_out=Examples(x, None))}, "held_out= has None among its targets.*check="),
+        (lambda x, y: {"data": Data(held_out=Examples(x, y.tolist()))}, r"held_out= has 0 .*torch\.tensor\("),
+        (lambda x, y: {"data": Data(metrics=[nn.functional.mse_loss])}, r"metrics=\[.* must be functions"),  # type: ignore[arg-type]
+        (lambda x, y: {"data": Data(metrics={"mse": "mse"})}, "metrics=.* must be functions"),  # type: ignore[dict-item]
+        (lambda x, y: {"check": x}, r"check= is Tensor, and must be a list .*\[inputs\]"),
+        (lambda x, y: {"limit": float("nan")}, "limit=nan must be .* at least 0"),
+        (lambda x, y: {"limit": "none"}, "limit='none' must be"),
+        (lambda x, y: {"target": 3}, 'target=3 must be a target, or its name, such as "onnx"'),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_by_name(
+    make: Callable[[Tensor, Tensor], dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    x, y = torch.randn(20, 8), torch.zeros(20, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        apportion.export(nn.Linear(8, 3), x[:4], tmp_path / "net.onnx", **make(x, y))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Lengths(nn.Module):
+    """An LSTM that a file has with the lengths of its sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(1, 24, 8), torch.randn(1, 24, 6), torch.randn(1, 48)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((x.shape[1],), x.shape[0], dtype=torch.int32)
+        (found,) = torch.onnx.ops.symbolic_multi_out(
+            "LSTM", (x, *self.weights, lengths), attrs={"hidden_size": 6}, dtypes=(x.dtype,),
+            shapes=[(x.shape[0], 1, x.shape[1], 6)],
+        )  # fmt: skip
+        return found[:, 0]
+
+
+class Tagging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = Lengths(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.words(x.transpose(0, 1)).mean(0))
+        return found
+
+
+def test_what_the_evaluator_of_int8_does_not_compute_is_refused_by_the_layer(tmp_path: Path) -> None:
+    x = torch.randn(40, 5, 8)
+    data = Data(calibration=Examples(x, torch.zeros(40)))
+    with pytest.raises(ValueError, match=r"layer words \(\w*LSTM\) .*with lengths.*precision='float16'"):
+        apportion.export(Tagging(), x[:2], tmp_path / "net.onnx", target=INT8, data=data)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Mean(nn.Sequential):
+    """Numbers for each example, and one for all of them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found: Tensor = super().forward(x)
+        return found, found.mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "check"),
+    [
+        (lambda: Recurrent("RNN", bidirectional=True), tokens(5, 60), []),
+        (lambda: Recurrent("RNN", bidirectional=True, nonlinearity="relu"), tokens(5, 60), [tokens(4)]),
+        (lambda: Mean(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(60, 8), []),
+    ],
+    ids=["reversed", "rectified", "one number"],
+)
+def test_what_is_in_float_beside_int8_is_compared_too(
+    make: Callable[[], nn.Module], inputs: Tensor, check: list[Tensor], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    data = Data(calibration=Examples(inputs, torch.zeros(60)), metrics={})
+    made = apportion.export(make().eval(), inputs, tmp_path / "net.onnx", target=INT8, data=data, check=check)
+    assert made.about["int8_layers"]
+    assert made.verification.examples >= 60
 
 
 @pytest.mark.thorough

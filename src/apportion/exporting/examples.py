@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -101,6 +102,16 @@ def check_examples(model: nn.Module, sample: Inputs, examples: Examples, name: s
     if isinstance(targets, torch.Tensor) and (targets.ndim == 0 or len(targets) != count(examples.inputs)):
         found = f"{len(targets)} targets" if targets.ndim else "one target"
         raise ValueError(f"{name}= has {count(examples.inputs)} inputs and {found}: give a target for each input")
+
+
+def check_targets(examples: Examples, name: str) -> None:
+    """Raise ValueError, with the argument's name, where targets cannot be taken in batches, as metrics ask for."""
+    for x in pytree.tree_leaves(examples.targets):
+        if np.ndim(x) == 0:
+            raise ValueError(
+                f"{name}= has {x!r:.60} among its targets, which must be tensors with the example in dimension 0: "
+                "convert lists by torch.tensor(...), and give inputs without targets as check=[inputs]"
+            )
 
 
 def check_numbers(examples: Examples, name: str) -> None:

@@ -25,6 +25,7 @@ from apportion.exporting.examples import (
     at_least_two,
     check_examples,
     check_inputs,
+    check_targets,
     count,
     in_batches,
     resized,
@@ -72,6 +73,21 @@ class Data:
     """The mean of (outputs, targets) by name, taken on what is held out; None: {"accuracy": accuracy} where the targets
     are classes, and otherwise none."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError, with the field's name, where a field is of another kind."""
+        for name in ("calibration", "held_out"):
+            examples = getattr(self, name)
+            if not isinstance(examples, Examples | None):
+                raise ValueError(
+                    f"{name}= is {type(examples).__name__}, and must be Examples(inputs, targets), or None"
+                )
+        metrics: Any = {} if self.metrics is None else self.metrics
+        if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
+            raise ValueError(
+                f"metrics={metrics!r:.80} must be functions of (outputs, targets) by name, such as "
+                '{"mse": nn.functional.mse_loss}'
+            )
+
 
 def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     model: nn.Module,
@@ -89,6 +105,7 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     of them adds to its name.
     """
     chosen: Target = parse(target, PACKAGE) if isinstance(target, str) else target
+    _check_kinds(chosen, check, data, limit)
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
@@ -203,6 +220,22 @@ class _Judge:
             raise NotVerified(f"{self.name} {lost.sentence}{blamed}; nothing was written")
 
 
+def _check_kinds(target: Any, check: Any, data: Any, limit: Any) -> None:
+    """Raise ValueError, with the argument's name, where an argument is of another kind than ``export`` takes."""
+    if not isinstance(target, Target):
+        raise ValueError(f'target={target!r:.60} must be a target, or its name, such as "onnx"')
+    if not isinstance(check, list | tuple):
+        raise ValueError(
+            f"check= is {type(check).__name__}, and must be a list of inputs as sample= has them: [inputs]"
+        )
+    if not isinstance(data, Data | None):
+        raise ValueError(
+            f"data= is {type(data).__name__}, and must be Data(calibration=Examples(inputs, targets), held_out=...)"
+        )
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+        raise ValueError(f"limit={limit!r} must be the largest relative difference, a number of at least 0")
+
+
 def _checked(model: nn.Module, sample: Inputs, others: Sequence[Inputs], data: Data) -> tuple[VaryingDimension, ...]:
     """Return the dimensions in which the inputs that were given differ. Raises ValueError, with the argument's name,
     where some of them are not as the sample is."""
@@ -212,6 +245,8 @@ def _checked(model: nn.Module, sample: Inputs, others: Sequence[Inputs], data: D
     for examples, name in given:
         if examples is not None:
             check_examples(model, sample, examples, name)
+    if data.held_out is not None:
+        check_targets(data.held_out, "held_out")
     return varying(sample, [*others, *(examples.inputs for examples, _ in given if examples is not None)])
 
 
