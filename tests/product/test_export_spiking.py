@@ -101,3 +101,13 @@ def test_a_layer_is_refused_by_its_own_name(net: nn.Module, target: str, message
     data = Data(calibration=Examples(x, torch.arange(80) % 3))
     with pytest.raises(ValueError, match=message):
         apportion.export(net.eval(), x[:2], tmp_path / "net.nir", target=target, data=data)
+
+
+@pytest.mark.parametrize(
+    "net", [nn.Sequential(nn.Flatten(), nn.ReLU()), nn.Sequential(nn.AvgPool2d(2), nn.ReLU(), nn.Flatten())]
+)
+def test_a_network_without_weights_has_a_verdict_too(net: nn.Module, tmp_path: Path) -> None:
+    x = torch.randn(80, 2, 4, 4)
+    data = Data(calibration=Examples(x, None))
+    made = apportion.export(net.eval(), x[:2], tmp_path / "net.nir", target="spiking(timesteps=4)", data=data)
+    assert "and the net no multiplication; " in made.conclusion

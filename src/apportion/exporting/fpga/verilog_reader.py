@@ -180,7 +180,7 @@ class _Statements:
         return name
 
     def _fitted(self, value: str, width: int, line: str) -> tuple[str, int]:
-        """The name that is read, and by how many bits it is shifted, in a value of so many bits."""
+        """The name that is read, and by how many bits it is shifted, in a value of ``width`` bits."""
         found = _SIGNED.fullmatch(value)
         if found is None:
             _must(self._widths.get(value) == width, line)

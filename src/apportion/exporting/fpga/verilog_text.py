@@ -179,8 +179,8 @@ class _Text:
         return f"n{op}" if register is None else f"r{register[0]}_{register[1]}"
 
     def _fitted(self, name: str, width: int, shift: int = 0) -> str:
-        """A name times 2**shift, as a number of just so many bits: its sign is repeated, or its upper bits are left out
-        where the sum that it is a part of is smaller than it."""
+        """A name times 2**shift, as a number of just ``width`` bits: its sign is repeated, or its upper bits are left
+        out where the sum that it is a part of is smaller than it."""
         own = self._widths[name]
         taken = max(min(own, width - shift), 0)
         self._read_bits[name] = self._read_bits.get(name, 0) | ((1 << taken) - 1)
@@ -296,10 +296,10 @@ def clamp_module(prefix: str, width: int, to: int, op: Op) -> list[str]:
 
 
 def _zero(width: int) -> str:
-    """Zero of so many bits. In decimal notation a signed number of one bit has no room for its sign."""
+    """Zero of ``width`` bits. In decimal notation a signed number of one bit has no room for its sign."""
     return f"{width}'sd0" if width > 1 else "1'sb0"
 
 
 def _literal(value: int, width: int) -> str:
-    """A number of so many bits, in two's complement."""
+    """A number of ``width`` bits, in two's complement."""
     return f"{width}'sb{value & ((1 << width) - 1):0{width}b}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIMULATED = "simulated"
-"""What is said of a chip whose own loader has not read the file."""
+"""What the table states of a chip whose own loader has not read the file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,9 +151,9 @@ def tables(graph: SpikingGraph, found: SpikingCost) -> tuple[Table, ...]:
 
 def conclusion(found: SpikingCost) -> str:
     """Whether spikes are worth it, by the same figures."""
-    ratio = found.operations / found.macs
-    said = (
-        f"An example takes {found.operations:,.0f} synaptic operations, {ratio:.2f} for each multiplication of the net"
+    each = f"{found.operations / found.macs:.2f} for each multiplication of the net" if found.macs else ""
+    operations = (
+        f"An example takes {found.operations:,.0f} synaptic operations, {each or 'and the net no multiplication'}"
     )
     surely = [chip for chip in CHIPS if found.spiking(chip)[1] < found.float32]
     perhaps = [chip for chip in CHIPS if found.spiking(chip)[0] < found.float32 <= found.spiking(chip)[1]]
@@ -165,14 +165,14 @@ def conclusion(found: SpikingCost) -> str:
         f"net in float32 and {_nanojoules(found.int8)} in int8 (45 nm)"
     )
     if not surely and not perhaps:
-        return f"{said}; {span}: spiking wins nothing here, on any of the chips whose figures are known."
+        return f"{operations}; {span}: spiking wins nothing here, on any of the chips whose figures are known."
     words = [f"{_listed(surely)} would take less energy than float32"] if surely else []
     words += [f"{_listed(perhaps)} might, by what an update of a membrane takes"] if perhaps else []
     if most >= found.int8:
         words.append("none surely less than int8, beside which spiking wins nothing here")
     else:
         words.append(f"{best.name} less than int8, too")
-    return f"{said}; {span}: {'; '.join(words)}."
+    return f"{operations}; {span}: {'; '.join(words)}."
 
 
 def _nanojoules(joules: float) -> str:
