@@ -111,3 +111,13 @@ def test_a_network_without_weights_has_a_verdict_too(net: nn.Module, tmp_path: P
     data = Data(calibration=Examples(x, None))
     made = apportion.export(net.eval(), x[:2], tmp_path / "net.nir", target="spiking(timesteps=4)", data=data)
     assert "and the net no multiplication; " in made.conclusion
+
+
+@pytest.mark.parametrize("dialect", ["nir", pytest.param("sinabs", marks=pytest.mark.thorough)])
+def test_a_network_whose_outputs_are_maps_is_exported(dialect: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, 1)).eval(), torch.randn(80, 2, 5, 4)
+    data = Data(calibration=Examples(x, None))
+    target = f"spiking(timesteps=64, dialect='{dialect}')"
+    made = apportion.export(net, x[:2], tmp_path / "net.nir", target=target, data=data)
+    assert made.verification.network_difference < 0.2

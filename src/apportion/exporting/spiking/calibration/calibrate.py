@@ -78,7 +78,8 @@ def calibrated(
         currents = _currents(stage, x, trains, scales, timesteps)
         if number == len(net.stages) - 1:
             off = (wanted[number] - currents.mean(0)).mean(0)
-            stages.append(replace(stage, bias=stage.bias + off))
+            per_bias = off.flatten(1).mean(1) if off.ndim > 1 else off  # maps have a bias for each channel
+            stages.append(replace(stage, bias=stage.bias + per_bias))
             break
         one = torch.ones(())
         neurons = Neurons(name=stage.name, shape=stage.shape, threshold=one, reset=reset, strictly=strictly)
