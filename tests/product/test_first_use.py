@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,6 +142,45 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "a dict as the policy": (train(WORKLOAD, policy={"keep": 3}), "'keep': 3", "must be a policy", r"Policy\(keep=3\)"),
     "a run directory without a name": (train(WORKLOAD, run_dir=""), "''", "path of a folder", "run_dir='runs"),
     "resuming nothing": (train(WORKLOAD, resume=True), "resume=True", "needs run_dir", "directory of the run"),
+    "a rate in capitals": (made(LR=0.1), "LR=", "argument of the optimizer", r"lr=0.1\)$"),
+    "a rate in two words": (made(learningRate=0.1), "learningRate=", "argument of the optimizer", r"lr=0.1\)$"),
+    "metrics in capitals": (made(Metrics={}), "Metrics=", "held-out data", r"metrics={...}\)$"),
+    "a batch of numpy": (made(batch_size=np.int64(16)), "np.int64", "a whole number", "batch_size=16"),
+    "epochs of numpy": (made(epochs=np.float32(2)), "np.float32", "a number above 0", "epochs=2.0"),
+    "a strategy with a hyphen": (train(WORKLOAD, "data-parallel"), "'data-parallel'", "a name", "mean data_parallel"),
+    "a launcher that does not parse": (
+        train(WORKLOAD, launcher="local workers=2"), "'local workers=2'", "does not parse", r"like local\(workers=2\)",
+    ),
+    "a policy that does not parse": (
+        train(WORKLOAD, policy="keep=3"), "'keep=3'", "does not parse", r"like policy\(keep=3\)",
+    ),
+    "one of two for a truth": (train(WORKLOAD, check="no"), "check='no'", "True or False", "check=False"),
+    "one step of train": (train(WORKLOAD, step=3), "step=", "no argument", r"mean steps=\?"),
+    "nothing to train": (lambda: apportion.train(), r"train\(\)", "workload=", r"train\(workload"),  # type: ignore
+    "a directory without its name": (
+        lambda: apportion.train(WORKLOAD, "single_device", "out"), "3", "by name", r"run_dir=",  # type: ignore
+    ),
+    "nothing to check": (lambda: apportion.check(WORKLOAD), r"check\(\)", "strategy=", "check"),  # type: ignore
+    "steps as text": (
+        lambda: apportion.check(WORKLOAD, "single_device", steps="8"),  # type: ignore
+        "steps='8'", "a whole number", "steps=8",
+    ),
+    "epochs of check": (
+        lambda: apportion.check(WORKLOAD, "single_device", epochs=2),  # type: ignore
+        "epochs=", "field of the workload", r"mean|dataclasses.replace\(workload, epochs=...\)$",
+    ),
+    "one strategy to compare": (
+        lambda: apportion.compare(WORKLOAD, strategy="ddp"), "strategy=", "no argument", r"mean strategies=\?",  # type: ignore
+    ),
+    "strategies to plan": (
+        lambda: apportion.plan(WORKLOAD, strategies=["ddp"]), "strategies=", "all strategies", "compare",  # type: ignore
+    ),
+    "a number as a run": (lambda: apportion.load(3), "3", "the path of a folder", "load"),  # type: ignore
+    "a number as a member": (lambda: apportion.serve([3]), "3", "path", r"serve\("),  # type: ignore
+    "one member by itself": (lambda: apportion.serve("nowhere"), "m1", "there is no nowhere", "no"),
+    "a port of serve": (lambda: apportion.serve("nowhere", Port=3), "Port=", "no argument", "serving"),  # type: ignore
+    "a number as a host": (lambda: apportion.ssh("a", 4), "4", "text", r"ssh\("),  # type: ignore
+    "a truth as a number": (lambda: apportion.data_parallel(microbatches=True), "True", "whole number", "at least 1"),
 }  # fmt: skip
 
 

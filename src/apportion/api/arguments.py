@@ -66,6 +66,14 @@ def policy_of(given: Policy | str | None) -> Policy:
     )
 
 
+def check_steps(steps: object) -> None:
+    """Raises ValueError where the number of updates that are compared or measured is none."""
+    from apportion.core.workload_rules import whole
+
+    if not (whole(steps) and isinstance(steps, int) and steps >= 1):
+        raise ValueError(f"steps={steps!r} must be a whole number of at least 1 update, as steps=8")
+
+
 def check_workload(given: Workload | str, verb: str) -> None:
     """Raises ValueError where what is given is neither a workload nor the address of one that is there. ``verb``: what
     takes it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from apportion.api.arguments import check_workload, launcher_of, strategy_of
+from apportion.api.arguments import check_steps, check_workload, launcher_of, strategy_of
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.surveyed_proof import prove_with_survey
 from apportion.core.named_arguments import named_arguments
@@ -50,8 +50,7 @@ def check(
     """
     check_workload(workload, "check")
     value = strategy_of(strategy)
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_steps(steps)
     where: Local | Env | HostsLauncher = launcher_of(launcher)
     if isinstance(where, HostsLauncher):
         from apportion.api.on_hosts import proof_on_hosts  # what goes to other hosts needs more

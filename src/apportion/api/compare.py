@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from apportion.api.arguments import check_workload, launcher_of, strategy_of
+from apportion.api.arguments import check_steps, check_workload, launcher_of, strategy_of
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
 from apportion.core.named_arguments import named_arguments
 from apportion.core.strategy import Strategy
@@ -50,8 +50,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     check_workload(workload, "compare")
     strategies = [strategies] if isinstance(strategies, str | Strategy) else strategies
     where: Local | Env | HostsLauncher = launcher_of(launcher)
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_steps(steps)
     if isinstance(where, HostsLauncher):
         from apportion.api.on_hosts import rows_on_hosts  # what goes to other hosts needs more
 

@@ -21,7 +21,7 @@ ROLLOUT_SECONDS = 5.0
 """The seconds for rollouts of other sizes than the workload's own, where its network makes its examples."""
 
 
-@named_arguments("check")
+@named_arguments("plan")
 def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     workload: Workload | str | None = None,
     cluster: Cluster | str | Path | None = None,

@@ -17,7 +17,7 @@ _WHOLE = {
     "launcher=ssh('a', 'b')": "--hosts a,b",
 }
 """The flags for arguments with their values."""
-_NAMES = ("run_dir", "launcher", "policy", "strategy")
+_NAMES = ("run_dir", "launcher", "policy", "strategy", "network", "cluster", "against")
 """The arguments whose flags take a value."""
 _ARGUMENT = re.compile(
     rf"(?<![\w.(])(?:(?P<whole>{'|'.join(map(re.escape, _WHOLE))})(?!\w)"

@@ -143,10 +143,10 @@ _FIELDS = (
     "model", "data", "optimizer", "batch_size", "loss", "update", "count", "epochs", "schedule", "clip_grad_norm",
     "collate", "parts", "order", "carry", "augment", "evaluation", "precision", "compile",
 )  # fmt: skip
-_FIELD = "it is a field of the workload: apportion.train(dataclasses.replace(workload, {0}=...))"
+_FIELD = "it is a field of the workload: dataclasses.replace(workload, {0}=...)"
 
 RUN: Mapping[str, str] = {
-    **{name: f"did you mean a field of the workload? {about}" for name, about in WORKLOAD.items()},
+    **{name: f"it belongs to the workload: {about}" for name, about in WORKLOAD.items() if about is not _RUN},
     **{name: _FIELD.format(name) for name in _FIELDS},
     **dict.fromkeys(
         (
@@ -192,7 +192,7 @@ RUN: Mapping[str, str] = {
         "did you mean resume=True with run_dir=, the directory of the run?",
     ),
     **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs"), _FIELD.format("epochs")),
-    **dict.fromkeys(("max_steps", "num_steps", "n_steps", "iterations"), "did you mean steps=?"),
+    **dict.fromkeys(("max_steps", "num_steps", "n_steps", "iterations", "step"), "did you mean steps=?"),
     **dict.fromkeys(("callbacks", "callback", "logger", "loggers", "verbose", "progress", "hooks"), _EVENTS),
     **dict.fromkeys(
         ("save_every", "checkpoint_every", "keep", "max_restarts"),
@@ -282,8 +282,22 @@ PRECISIONS: Mapping[str, str] = {
 """The precision that is meant by a name of another library, in small letters."""
 
 CHECK: Mapping[str, str] = {
-    **dict.fromkeys(("strategy",), "did you mean strategies=, or the second argument?"),
     **{name: about for name, about in RUN.items() if name not in ("workers", "steps", "path", "out")},
     **dict.fromkeys(("nproc", "num_workers", "processes", "world_size"), "did you mean workers=?"),
 }
-"""What is meant by a name that ``check``, ``compare`` and ``plan`` do not have."""
+"""What is meant by a name that ``check`` and ``compare`` do not have."""
+
+PLAN: Mapping[str, str] = {
+    **CHECK,
+    **dict.fromkeys(
+        ("strategy", "strategies"),
+        "a plan is of all strategies: apportion.compare(workload, strategies) measures those that are named",
+    ),
+}
+"""What is meant by a name that ``plan`` does not have."""
+
+SERVE: Mapping[str, str] = {
+    name: f"it is a setting of the server: serving=apportion.Serving({name}=...)"
+    for name in ("host", "port", "names", "replication", "aggregation", "most_rows")
+}
+"""What is meant by a name that ``serve`` does not have."""

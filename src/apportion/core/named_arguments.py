@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import wraps
 from types import GeneratorType
@@ -14,6 +15,11 @@ from apportion.errors import UnknownArgument
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def written(name: str) -> str:
+    """Return a name in small letters, its words divided by underscores: ``batch_size`` for ``BatchSize``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", name).lower()
 
 
 def refuse_unknown(where: str, given: Iterable[str], known: Collection[str], meant: str) -> None:
@@ -29,12 +35,13 @@ def remedy(name: str, known: Collection[str], meant: str) -> str:
     from apportion.core import argument_names  # only a mistake needs it
 
     table: Mapping[str, str] = getattr(argument_names, meant.upper(), {})
-    if name in table:
-        return table[name]
-    close = difflib.get_close_matches(name.lower(), known, 1)
+    small = written(name)
+    if small in table:
+        return table[small]
+    close = difflib.get_close_matches(small, known, 1)
     if close:
         return f"did you mean {close[0]}=?"
-    close = difflib.get_close_matches(name.lower(), table, 1, 0.75)
+    close = difflib.get_close_matches(small, table, 1, 0.75)
     listed = f"it has {', '.join(known)}" if known else "it has none"
     return f"{table[close[0]]} ({listed})" if close else listed
 
@@ -59,6 +66,28 @@ def refuse_fields(
         )
 
 
+def _refuse_call(where: str, signature: inspect.Signature, positional: int, given: Mapping[str, object]) -> None:
+    """Raise UnknownArgument where a function was not given all that it needs, or more without a name than it takes so;
+    ValueError where what must be True or False is neither."""
+    parameters = signature.parameters.values()
+    ordered = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    if positional > len(ordered):
+        named = ", ".join(f"{p.name}=" for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+        raise UnknownArgument(
+            f"{where}() takes {len(ordered)} arguments without their names ({', '.join(ordered)}), and {positional} "
+            f"were given: give the others by name, {named}"
+        )
+    needed = [name for name in ordered if signature.parameters[name].default is inspect.Parameter.empty]
+    missing = [name for name in needed[positional:] if name not in given]
+    if missing:
+        raise UnknownArgument(
+            f"{where}() lacks {', '.join(f'{name}=' for name in missing)}: write {where}({', '.join(needed)})"
+        )
+    for name, value in given.items():
+        if signature.parameters[name].annotation in ("bool", bool) and value not in (True, False):
+            raise ValueError(f"{name}={value!r} must be True or False, as {name}=False")
+
+
 def _shorten(error: BaseException) -> None:
     from apportion.core.own_frames import without_own_frames  # only an error needs it
 
@@ -80,17 +109,18 @@ def named_arguments(
     meant: str, *, like: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function of the public interface refuse arguments that it does not have with the remedy instead of a bare
-    TypeError, and raise its errors without the frames of this package; those of a generator that it returns, too.
-    ``meant``: see ``refuse_unknown``; ``like``: the function to which it passes its arguments on."""
+    TypeError, refuse calls that lack one, and raise its errors without the frames of this package; those of a generator
+    that it returns, too. ``meant``: see ``refuse_unknown``; ``like``: the function to which it passes its arguments
+    on."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(like or function).parameters.values()
-        known = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        signature = inspect.signature(like or function)
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                refuse_unknown(f"{function.__name__}()", kwargs, known, meant)
+                refuse_unknown(f"{function.__name__}()", kwargs, signature.parameters, meant)
+                _refuse_call(function.__name__, signature, len(args), kwargs)
                 returned = function(*args, **kwargs)
             except BaseException as error:
                 _shorten(error)

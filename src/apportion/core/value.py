@@ -14,18 +14,26 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-import re
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from apportion.core.named_arguments import refuse_unknown, remedy
+from apportion.core.named_arguments import refuse_unknown, remedy, written
 
 _KINDS = {
     "apportion.strategies": "strategy",
     "apportion.runtime.launch": "launcher",
     "apportion.exporting.targets": "target",
     "apportion.parallel.compression.methods": "compression",
+}
+_EXAMPLES = {
+    "strategy": "data_parallel(microbatches=2)",
+    "launcher": "local(workers=2)",
+    "target": "onnx(precision='int8')",
+    "compression": "power_sgd(rank=2)",
+    "policy": "policy(keep=3)",
+    "serving": "serving(port=8000)",
 }
 NESTED = "values"
 """The key of a field's metadata that names the folder of the values that it takes, where that is another one than its
@@ -35,11 +43,6 @@ own."""
 def written_name(cls: type) -> str:
     """The name that a class is written with: ``DataParallel`` is written ``data_parallel``."""
     return written(cls.__name__)
-
-
-def written(name: str) -> str:
-    """The name that a class of this name is written with."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 class Value:
@@ -77,7 +80,9 @@ class Value:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         for name in names:
             value, optional = getattr(self, name), defaults[name] is None
-            if not (isinstance(value, int) and value >= least) and not (optional and value is None):
+            if not (isinstance(value, int) and not isinstance(value, bool) and value >= least) and not (
+                optional and value is None
+            ):
                 what = f"a whole number of at least {least}{unit and f' {unit}'}{', or None' if optional else ''}"
                 raise ValueError(f"{name}={value!r} must be {what}")
 
@@ -124,6 +129,11 @@ def _find_added(name: str, package: str) -> type:
     return added
 
 
+def kind_of(package: str) -> str:
+    """What the values of a folder are, as "strategy"."""
+    return _KINDS.get(package, "value")
+
+
 def unknown(name: str, package: str) -> str:
     """The message of a name that no value of a folder is written with."""
     from apportion.core.argument_names import NAMES  # only a mistake needs it
@@ -131,9 +141,14 @@ def unknown(name: str, package: str) -> str:
     known = names(package)
     close = [NAMES.get(package, {}).get(name.lower(), "")]
     if not close[0]:
-        close = difflib.get_close_matches(name.lower(), known, 1)
+        close = difflib.get_close_matches(written(name), known, 1)
     hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(known)
-    return f"unknown {_KINDS.get(package, 'value')} {name!r}: {hint}"
+    return f"unknown {kind_of(package)} {name!r}: {hint}"
+
+
+def without_field(name: str, field: str | None, known: Collection[str], signature: str) -> str:
+    """The message of a field that a value does not have."""
+    return f"{name} has no {field!r}: {remedy(str(field), known, name)}; it is written {signature}"
 
 
 def value_of(given: Any, package: str, kinds: type | tuple[type, ...]) -> Any:
@@ -143,46 +158,59 @@ def value_of(given: Any, package: str, kinds: type | tuple[type, ...]) -> Any:
         return parse(given, package)
     if isinstance(given, kinds):
         return given
-    kind = _KINDS.get(package, "value")
+    kind = kind_of(package)
     if isinstance(given, type) and issubclass(given, kinds):
         name = written_name(given)
         raise ValueError(f"{kind}={name} is the class, and a value is needed: {kind}={name}(), or {kind}='{name}'")
-    examples = {"strategy": "data_parallel", "launcher": "local(workers=2)"}
-    example = examples.get(kind, names(package)[0])
-    call = example if example.endswith(")") else f"{example}()"
-    raise ValueError(f"{kind}={given!r} must be a {kind} or its text: {kind}=apportion.{call}, or {kind}={example!r}")
+    example = _EXAMPLES.get(kind, names(package)[0])
+    raise ValueError(
+        f"{kind}={given!r} must be a {kind} or its text: {kind}=apportion.{example}, or {kind}={example!r}"
+    )
 
 
 def parse(text: str, package: str) -> Any:
     """The value that ``text`` writes, for example ``data_parallel(microbatches=2)``. Literals and nested values only:
     nothing in it is executed."""
-    return _build(expression(text), text, package)
+    return _build(expression(text, kind_of(package)), text, package)
 
 
 def parse_as(text: str, cls: type) -> Any:
     """The value that ``text`` writes, of the one class that can be meant, for example a policy."""
-    node = expression(text)
+    node = expression(text, written_name(cls))
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name) or name.id != written_name(cls):
         raise ValueError(f"{text!r} must be written {written_name(cls)}(...)")
     return _construct(cls, node, text, None)
 
 
-def expression(text: str) -> ast.expr:
-    """The text of a value, parsed. Raises ValueError where it does not parse."""
+def expression(text: str, kind: str) -> ast.expr:
+    """The text of a value, parsed. ``kind``: what it must be, as "strategy". Raises ValueError where it does not
+    parse."""
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
         raise ValueError(
-            f"{text!r} does not parse ({error.msg}): write it like data_parallel(microbatches=2), and a text in quotes"
+            f"{text!r} does not parse ({error.msg}): write it like {_example(kind)}, and a text in quotes"
         ) from None
 
 
-def _build(node: ast.expr, text: str, package: str) -> Any:
+def named_in(node: ast.expr, text: str, package: str) -> str:
+    """The name of the value that a parsed text writes. Raises ValueError where it is not written as a name."""
     name = node.func if isinstance(node, ast.Call) else node
-    if not isinstance(name, ast.Name):
-        raise ValueError(f"{text!r} must be a name, or a name with arguments: data_parallel(microbatches=2)")
-    return _construct(find(name.id, package), node, text, package)
+    if isinstance(name, ast.Name):
+        return name.id
+    kind = kind_of(package)
+    plain = written(text.strip().partition("(")[0].rpartition(".")[2])
+    hint = f": did you mean {plain}?" if plain in names(package) else f": {_example(kind)}"
+    raise ValueError(f"{text!r} must be a name, or a name with arguments{hint}")
+
+
+def _example(kind: str) -> str:
+    return _EXAMPLES.get(kind, _EXAMPLES["strategy"])
+
+
+def _build(node: ast.expr, text: str, package: str) -> Any:
+    return _construct(find(named_in(node, text, package), package), node, text, package)
 
 
 def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any:
@@ -191,20 +219,19 @@ def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any
     if isinstance(node, ast.Call) and node.args:
         unnamed = getattr(cls, "unnamed", None)
         if unnamed is None:
-            raise ValueError(f"{text!r}: arguments are given by name, {_signature(cls)}")
+            raise ValueError(f"{text!r}: arguments are given by name, it is written {_signature(cls)}")
         values[unnamed] = tuple(_argument(argument, text, package) for argument in node.args)
     known = {f.name: f.metadata.get(NESTED, package) for f in dataclasses.fields(cls)}
     for argument in arguments:
         if argument.arg not in known:
-            meant = remedy(str(argument.arg), known, written_name(cls))
-            raise ValueError(f"{written_name(cls)} has no {argument.arg!r}: {meant}; {_signature(cls)}")
+            raise ValueError(without_field(written_name(cls), argument.arg, known, _signature(cls)))
         if argument.arg in values:
-            raise ValueError(f"{text!r}: {argument.arg} is given twice; {_signature(cls)}")
+            raise ValueError(f"{text!r}: {argument.arg} is given twice; it is written {_signature(cls)}")
         values[argument.arg] = _argument(argument.value, text, known[argument.arg])
     try:
         return cls(**values)
     except TypeError as error:
-        raise ValueError(f"{text!r}: {error}; {_signature(cls)}") from None
+        raise ValueError(f"{text!r}: {error}; it is written {_signature(cls)}") from None
 
 
 def _argument(node: ast.expr, text: str, package: str | None) -> Any:
@@ -224,4 +251,4 @@ def _signature(cls: type) -> str:
     fields = ", ".join(
         f"{f.name}={f.default!r}" if f.default is not dataclasses.MISSING else f.name for f in dataclasses.fields(cls)
     )
-    return f"it is written {written_name(cls)}({fields})"
+    return f"{written_name(cls)}({fields})"

@@ -7,30 +7,24 @@ import ast
 from pathlib import Path
 
 from apportion.core import value
-from apportion.core.named_arguments import remedy
+from apportion.core.named_arguments import written
 
 
 def check_written(text: str, package: str) -> None:
     """Raise ValueError where a text does not parse, names a value that is neither in this folder nor in an installed
     package, or gives a value of the folder a field that it does not have."""
-    node = value.expression(text)
-    name = node.func if isinstance(node, ast.Call) else node
-    if not isinstance(name, ast.Name):
-        raise ValueError(f"{text!r} must be a name, or a name with arguments: data_parallel(microbatches=2)")
-    if name.id not in value.own_names(package):
-        if name.id not in value.names(package):
-            raise ValueError(value.unknown(name.id, package))
+    node = value.expression(text, value.kind_of(package))
+    name = value.named_in(node, text, package)
+    if name not in value.own_names(package):
+        if name not in value.names(package):
+            raise ValueError(value.unknown(name, package))
         return
-    if not isinstance(node, ast.Call) or not node.keywords:
+    fields = _fields(name, package) if isinstance(node, ast.Call) and node.keywords else None
+    if fields is None:
         return
-    fields = _fields(name.id, package)
-    for argument in node.keywords if fields is not None else ():
-        assert fields is not None
+    for argument in node.keywords if isinstance(node, ast.Call) else ():
         if argument.arg not in fields:
-            meant = remedy(str(argument.arg), fields, name.id)
-            raise ValueError(
-                f"{name.id} has no {argument.arg!r}: {meant}; it is written {name.id}({', '.join(fields)})"
-            )
+            raise ValueError(value.without_field(name, argument.arg, fields, f"{name}({', '.join(fields)})"))
 
 
 def _fields(name: str, package: str) -> list[str] | None:
@@ -41,7 +35,7 @@ def _fields(name: str, package: str) -> list[str] | None:
     except (OSError, SyntaxError):
         return None
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) and value.written(node.name) == name:
+        if isinstance(node, ast.ClassDef) and written(node.name) == name:
             if [base.id for base in node.bases if isinstance(base, ast.Name)] not in (
                 ["Strategy"],
                 ["Value"],

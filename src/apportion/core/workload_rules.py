@@ -86,20 +86,30 @@ def _check_data(given: Any, *, parts: bool = False) -> None:
 
 def check_numbers(fields: Mapping[str, Any]) -> None:
     """Raise ValueError where a field that is a number, a precision or an order has no value that it may have."""
-    size = fields["batch_size"]
+    size, steps, epochs = fields["batch_size"], fields["steps"], fields["epochs"]
+    clip, seed = fields["clip_grad_norm"], fields["seed"]
     if not whole(size) or size < 1:
-        raise ValueError(f"batch_size={described(size)} must be a whole number of at least 1 example, as batch_size=64")
-    if fields["steps"] is None and fields["epochs"] is None:
+        raise ValueError(
+            f"batch_size={described(size)} must be a whole number of at least 1 example, "
+            f"as {_plain('batch_size', size, 64)}"
+        )
+    if steps is None and epochs is None:
         raise ValueError("steps=None and epochs=None never end: give one of them")
-    steps, epochs, clip = fields["steps"], fields["epochs"], fields["clip_grad_norm"]
     if steps is not None and (not whole(steps) or steps < 1):
-        raise ValueError(f"steps={described(steps)} must be a whole number of at least 1 update, as steps=1000")
+        raise ValueError(
+            f"steps={described(steps)} must be a whole number of at least 1 update, as {_plain('steps', steps, 1000)}"
+        )
     if epochs is not None and not (_number(epochs) and epochs > 0 and math.isfinite(epochs)):
-        raise ValueError(f"epochs={described(epochs)} must be a number above 0 and finite, as epochs=10")
+        raise ValueError(
+            f"epochs={described(epochs)} must be a number above 0 and finite, as {_plain('epochs', epochs, 10)}"
+        )
     if clip is not None and not (_number(clip) and clip > 0):
-        raise ValueError(f"clip_grad_norm={described(clip)} must be a number above 0, or None not to clip")
-    if not whole(fields["seed"]):
-        raise ValueError(f"seed={described(fields['seed'])} must be a whole number, as seed=0")
+        example = _plain("clip_grad_norm", clip, 1.0)
+        raise ValueError(
+            f"clip_grad_norm={described(clip)} must be a number above 0, as {example}, or None not to clip"
+        )
+    if not whole(seed):
+        raise ValueError(f"seed={described(seed)} must be a whole number, as {_plain('seed', seed, 0)}")
     if not isinstance(fields["compile"], bool):
         raise ValueError(f"compile={described(fields['compile'])} must be True or False")
     if fields["precision"] not in ("float32", "bfloat16", "float16", "float64"):
@@ -257,6 +267,13 @@ def described(value: object) -> str:
 def whole(value: object) -> bool:
     """Tell whether a value is a whole number, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _plain(name: str, value: Any, example: float) -> str:
+    """Return how a number is given: a number of numpy or torch as one of Python's own, and else an example."""
+    if callable(getattr(value, "item", None)) and getattr(value, "shape", None) == ():
+        return f"{name}={value.item()!r}, a number of Python"
+    return f"{name}={example}"
 
 
 def _number(value: object) -> bool:

@@ -48,6 +48,8 @@ def load(
     already, are taken as they are. The caller's random state is left as it is. ValueError where the model cannot be
     made, CheckpointError where the checkpoint cannot be trusted or does not fit it.
     """
+    if not isinstance(run_dir, str | os.PathLike):
+        raise ValueError(f"run_dir={run_dir!r} must be the path of a folder: load('runs/first')")
     path = Path(run_dir)
     run, (tensors, (record, beside)) = _read(path, which, lambda folder: (read_model(folder), read_python(folder)))
     module = _build(run, model, trust)

@@ -71,6 +71,9 @@ class Ssh(HostsLauncher):
         for name, value in given.items():
             object.__setattr__(self, name, value)
         self.__post_init__()
+        for host in self.hosts:
+            if not isinstance(host, str):
+                raise ValueError(f'host {host!r} must be a text: ssh("first", "second:4") has 4 workers on the second')
         if not self.hosts:
             raise ValueError('ssh() names no host: write ssh("first", "user@second:4"), rank 0 runs on the first')
         self.parsed()
