@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
-from apportion.cli.app import _EXTRAS
+from apportion.cli.failures import EXTRAS
 from apportion.errors import NotVerified
 from apportion.exporting.exporter import Data, export
 from apportion.exporting.spiking import compile
@@ -271,7 +271,7 @@ def test_without_nir_the_extra_is_named_before_anything_is_computed(
     monkeypatch.setattr(spiking, "compiled", lambda *_: pytest.fail("it may take minutes"))
     with pytest.raises(ModuleNotFoundError) as caught:
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.nir", target="spiking(timesteps=4)")
-    assert _EXTRAS[caught.value.name or ""] == "spiking"
+    assert EXTRAS[caught.value.name or ""] == "spiking"
     assert list(tmp_path.iterdir()) == []
 
 

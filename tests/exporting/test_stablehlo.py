@@ -20,7 +20,7 @@ from commands import finish, start
 from published_resnets import IMAGES, MODELS
 from stablehlo_cases import CASES, TPU
 
-from apportion.cli.app import _EXTRAS
+from apportion.cli.failures import EXTRAS
 from apportion.core.value import parse
 from apportion.exporting.exporter import PACKAGE
 from apportion.exporting.targets import stablehlo
@@ -338,7 +338,7 @@ def test_a_topology_without_libtpu_is_refused_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cost, "version", missing)
     with pytest.raises(ModuleNotFoundError, match="libtpu") as caught:
         cost.ask_for_libtpu()
-    assert _EXTRAS[caught.value.name or ""] == "tpu"
+    assert EXTRAS[caught.value.name or ""] == "tpu"
 
 
 @pytest.mark.processes

@@ -36,7 +36,7 @@ from warm_python import FORKER
 import apportion
 from apportion import Policy
 from apportion.api.train import run, train
-from apportion.cli import app
+from apportion.cli import app, failures
 from apportion.errors import ApportionError, CheckpointError, WorkerFailed
 from apportion.reporting.journal import read_events
 from apportion.runtime.launch import local as launch
@@ -203,7 +203,7 @@ def test_an_exception_on_rank_1_of_3_shows_the_users_line_and_leaves_nothing(
     )
     status = one.ended(START_SECONDS)
     took = time.time() - float(mark.read_text())
-    assert status == app.FAILED, one.err
+    assert status == failures.FAILED, one.err
     assert took < SECONDS, f"{took:.2f} s from the raise to the end of the driver"
     print(f"{took:.2f} s from the raise to the end of the driver")
     lines = one.err.splitlines()
@@ -242,7 +242,7 @@ def test_whatever_of_the_users_raises_is_told_with_its_line(
         told = command(
             "train", address(name), "--strategy", "data_parallel", "--workers", 2, "--run-dir", tmp_path / "r"
         )
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     error, at = error_of(told.err)
     assert error.startswith("error: rank ")
     assert cause in error
@@ -265,7 +265,7 @@ def test_a_file_that_cannot_be_imported_shows_its_line(
     file.write_text(text)
     with within(SECONDS, "the end of the run"):
         told = command("train", f"{file}:workload", "--strategy", "single_device", "--run-dir", tmp_path / "run")
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     assert where.format(file=file) in error_of(told.err)[1]
     assert not (tmp_path / "run").exists()
 
@@ -300,7 +300,7 @@ def test_a_worker_that_dies_is_told_with_the_cause(
 ) -> None:
     with within(SECONDS, "the end of the run"):
         told = command("train", address(name), *PARALLEL, "--workers", 2, "--run-dir", tmp_path / "r", *STOPS)
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     assert cause in told.err.splitlines()[-1]
 
 
@@ -335,7 +335,7 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_told_as_that(
     monkeypatch.setenv("FAULT_CONTAINER", str(container))
     with within(SECONDS, "the end of the run"):
         told = command("train", address("container"), *PARALLEL, "--workers", 2, "--run-dir", tmp_path, *STOPS)
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     assert "rank 1 was killed for want of memory (SIGKILL): use fewer workers" in told.err.splitlines()[-1]
 
 
@@ -347,7 +347,7 @@ def test_every_verb_tells_a_workers_exception_alike(
     monkeypatch.setattr(launch, "usable_cores", lambda: 2)
     monkeypatch.setenv("FAULT_STEP", "1")  # a slow machine makes few steps of a trial
     told = command(verb, address("raises"), *(() if verb == "train" else PARALLEL))  # train: while strategies are tried
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     error, at = error_of(told.err)
     assert re.fullmatch(r"error: rank [01]: RuntimeError: boom in the model", error)
     assert at.startswith(f"  at {WORKLOADS}:")
@@ -441,7 +441,7 @@ def test_a_template_that_cannot_import_torch_says_so(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     close_template()
     told = command("train", address("good"), "--strategy", "single_device")
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     assert "check that `python -c 'import torch'` works" in told.err.splitlines()[-1]
     close_template()
 
@@ -517,7 +517,7 @@ def test_ctrl_c_saves_the_last_update_without_waiting_and_says_how_to_go_on(
     one.interrupt()
     status = one.ended(2 * SECONDS)
     took = time.monotonic() - began
-    assert status == app.INTERRUPTED, one.err
+    assert status == failures.INTERRUPTED, one.err
     assert took < SECONDS, f"{took:.2f} s from Ctrl-C to the end of the driver"
     print(f"{took:.2f} s from Ctrl-C to the end of the driver")
     eventually(lambda: gone(workers_of_it), within=SECONDS, what="all processes are gone")
@@ -612,7 +612,7 @@ def test_ctrl_c_before_the_first_step_leaves_nothing(
     eventually(one.children, within=START_SECONDS, what="the template")
     started = one.children()
     one.interrupt()
-    assert one.ended(SECONDS) == app.INTERRUPTED, one.err
+    assert one.ended(SECONDS) == failures.INTERRUPTED, one.err
     assert one.err in ("interrupted\n", "interrupted before anything was saved\n")
     eventually(lambda: gone(started), within=SECONDS, what="all processes are gone")
     assert not (tmp_path / "run").exists()
@@ -629,7 +629,7 @@ def test_ctrl_c_while_strategies_are_tried_leaves_nothing(
     interrupt_when(mark)
     with within(SECONDS, "the interrupt"):
         told = command("train", address("hangs"))
-    assert (told.status, told.err) == (app.INTERRUPTED, "interrupted\n")
+    assert (told.status, told.err) == (failures.INTERRUPTED, "interrupted\n")
     assert list(tmp_path.iterdir()) == [mark]
 
 
@@ -648,7 +648,7 @@ def test_ctrl_c_typed_at_a_terminal_ends_with_the_words_on_how_to_go_on(tmp_path
                     seen += screen.read(4096)
                 except OSError:  # its last process is gone
                     break
-    assert process.wait(SECONDS) == app.INTERRUPTED
+    assert process.wait(SECONDS) == failures.INTERRUPTED
     told = seen.decode()
     assert "interrupted; step 3 is saved\r\ngo on with: apportion train" in told
     assert told.endswith("\r\n")
@@ -799,7 +799,7 @@ def test_a_full_disk_is_told_while_it_trains_and_fails_the_run_at_its_end(
         *("train", address("disk"), "--strategy", "data_parallel", "--workers", 2),
         *("--run-dir", tmp_path / "run", "--policy", "policy(checkpoint_every='3 steps')"),
     )
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     error = told.err.splitlines()[-1]
     assert error.startswith("error: ")
     assert "step-00000060" in error
@@ -834,7 +834,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run(
 def test_a_run_directory_that_cannot_be_made_is_told(command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     told = command("train", address("good"), "--strategy", "single_device", "--run-dir", tmp_path / "file" / "run")
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     assert str(tmp_path / "file" / "run") in told.err.splitlines()[-1]
     assert "Traceback" not in told.err
 
@@ -847,19 +847,19 @@ def test_resuming_refuses_what_is_not_this_run(command: Command, tmp_path: Path)
     train(address("good"), "single_device", launcher=local(1), run_dir=there, steps=10)
 
     told = resume("good", there, "--strategy", "single_device")
-    assert (told.status, "already holds a run, at step 10: use --resume" in told.err) == (app.WRONG_USE, True)
+    assert (told.status, "already holds a run, at step 10: use --resume" in told.err) == (failures.WRONG_USE, True)
 
     told = resume("good", tmp_path / "nowhere", "--resume")
-    assert (told.status, "holds no run" in told.err) == (app.WRONG_USE, True)
+    assert (told.status, "holds no run" in told.err) == (failures.WRONG_USE, True)
     assert not (tmp_path / "nowhere").exists()
 
     told = resume("changed", there, "--resume")
-    assert (told.status, "batch_size was 16 and is 8" in told.err) == (app.WRONG_USE, True)
+    assert (told.status, "batch_size was 16 and is 8" in told.err) == (failures.WRONG_USE, True)
 
     model = there / "checkpoints" / "latest" / "model.safetensors"
     os.truncate(model, model.stat().st_size - 8)
     told = resume("good", there, "--resume")
-    assert told.status == app.FAILED
+    assert told.status == failures.FAILED
     assert str(model.resolve()) in told.err
     for line in told.err.splitlines():
         assert "Traceback" not in line
@@ -890,7 +890,7 @@ def test_wrong_use_is_told_with_the_cure(
     monkeypatch.chdir(tmp_path)
     with within(SECONDS, "the answer"):
         told = command("train", *arguments, "--strategy", "data_parallel", "--workers", 1)
-    assert told.status == app.WRONG_USE
+    assert told.status == failures.WRONG_USE
     assert told.err.startswith("error: ")
     assert words in told.err
     assert told.err.count("\n") == 1
@@ -912,7 +912,7 @@ def test_a_strategy_that_cannot_be_is_told_with_the_cure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told = command("train", address(name), "--strategy", written, "--workers", 3)
-    assert told.status == app.WRONG_USE
+    assert told.status == failures.WRONG_USE
     assert words in told.err
     errors = [line for line in told.err.splitlines() if not line.startswith("warning: ")]
     assert len(errors) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from apportion.cli.app import _EXTRAS
+from apportion.cli.failures import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = {"test", "dev"}
@@ -29,7 +29,7 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     }
     brings = {
         distribution.lower().replace("-", "_"): extra
-        for name, extra in _EXTRAS.items()
+        for name, extra in EXTRAS.items()
         for distribution in packages_distributions().get(name, [name])
     }
     assert {p: extra for p, extra in wanted.items() if p not in NEVER_IMPORTED and brings.get(p) != extra} == {}

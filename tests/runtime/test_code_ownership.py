@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from apportion.api.export import export_run
-from apportion.cli import app
+from apportion.cli import app, failures
 from apportion.core.strategy import State
 from apportion.runtime.checkpoint import code_ownership
 from apportion.runtime.checkpoint.load import load
@@ -224,7 +224,7 @@ def test_the_command_line_says_it_in_one_sentence_with_status_2(
     with pytest.raises(SystemExit) as left:
         app.main()
     error = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert (left.value.code, len(error), mark.exists()) == (app.WRONG_USE, 1, False)
+    assert (left.value.code, len(error), mark.exists()) == (failures.WRONG_USE, 1, False)
     assert error[0].startswith("error: ")
     assert "--trust" in error[0]
 

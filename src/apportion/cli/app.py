@@ -6,44 +6,26 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import signal
 import sys
 import threading
-import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Generator, Mapping
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import apportion
-from apportion.cli.flags import in_flags
+from apportion.cli.begin import begin
+from apportion.cli.failures import INTERRUPTED, NO, guarded
 from apportion.cli.launchers import is_first, launcher_of
-from apportion.comm.network import launched_ranks
-from apportion.errors import ApportionError, Disproved, NotFinite, NotVerified, RanksDiffer, WorkerFailed
+from apportion.errors import ApportionError
 from apportion.runtime.spawn.streams import outlive_terminal
-from apportion.runtime.spawn.template import template
 
 if TYPE_CHECKING:
     from apportion.core.event import Event
     from apportion.planner.plan import Plan
-
-NO, WRONG_USE, FAILED, INTERRUPTED = 1, 2, 3, 130
-_EXTRAS = {
-    **dict.fromkeys(("onnx", "onnxscript", "onnxruntime"), "onnx"),
-    **dict.fromkeys(("httptools", "orjson", "prometheus_client", "simdjson"), "serve"),
-    **dict.fromkeys(("jax", "jaxlib", "libtpu", "torchax"), "tpu"),
-    **dict.fromkeys(("nir", "h5py"), "spiking"),
-    **dict.fromkeys(("gymnasium", "Box2D", "pygame", "ale_py"), "rl"),
-    **{name: name for name in ("ray", "tensorboard")},
-    "alkaid": "fpga",
-    "matplotlib": "report",
-}
-"""What brings a package that is missing."""
-_ELSEWHERE = re.compile(r"(ssh|slurm|ray)(\(|$)")
-"""A launcher by which ranks are started on other hosts, and none here."""
 
 app = typer.Typer(
     help="Train one network on all the devices you have, and prove that it is the same network.",
@@ -87,35 +69,6 @@ def main() -> None:
     finally:
         if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
             _leave(sys.exception())
-
-
-def _begin(  # (the words of a command line that name something)
-    workload: str | None,
-    strategies: Sequence[str | None],
-    launcher: str | None,
-    hosts: str | None,
-    policy: str | None = None,
-) -> None:
-    """Checks the names on the command line, which takes milliseconds, and then starts what workers are forked from: it
-    imports torch while this process does. Raises ValueError for a name that is not there."""
-    from apportion.core.place_names import check_place
-    from apportion.core.value_names import check_written
-
-    if workload is not None:
-        check_place(workload)
-    for strategy in strategies:
-        if strategy is not None:
-            check_written(strategy, "apportion.strategies")
-    if policy is not None:
-        from apportion.api.arguments import policy_of
-
-        policy_of(policy)
-    if launcher is not None:
-        check_written(launcher, "apportion.runtime.launch")
-    on_others = hosts is not None or (launcher is not None and _ELSEWHERE.match(launcher.strip()) is not None)
-    launched = "WORLD_SIZE" in launched_ranks.given(os.environ)  # the ranks run already, and a proof may be remembered
-    if not on_others and not launched:
-        template()
 
 
 def _leave(error: BaseException | None) -> None:
@@ -183,8 +136,8 @@ def train(  # noqa: PLR0913 (the flags)
             "--require-proof": require_proof, "--reprove": reprove,
         })  # fmt: skip
         return
-    with _guarded():
-        _begin(workload, [strategy], launcher, hosts, policy)
+    with guarded():
+        begin(workload, [strategy], launcher, hosts, policy)
         from apportion.api.train import run  # torch comes with it
 
         events = run(
@@ -208,7 +161,7 @@ def train(  # noqa: PLR0913 (the flags)
 
 def _one_of(named: str | None, strategy: str | None) -> str | None:
     """Returns the strategy, which may be given with its flag or without."""
-    with _guarded():
+    with guarded():
         if named is not None and strategy is not None:
             raise ValueError(f"the strategy is given twice, {named} and --strategy {strategy}: leave either out")
     return strategy or named
@@ -228,7 +181,7 @@ def _show(events: Generator[Event, None, None], *, searches: bool) -> None:
 
 def _train_members(workload: str, members: int, run_dir: str | None, given: Mapping[str, object]) -> None:
     """Trains each member by this same command, with the flags that were given."""
-    with _guarded():
+    with guarded():
         from apportion.api.train import fresh_run_dir
         from apportion.api.train_ensemble import train_members
 
@@ -262,8 +215,8 @@ def check(  # noqa: PLR0913 (the flags)
     as_json: Json = False,
 ) -> None:
     """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
-    with _guarded():
-        _begin(workload, [strategy], launcher, hosts)
+    with guarded():
+        begin(workload, [strategy], launcher, hosts)
         from apportion.cli.tables import show_proof
 
         proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers, hosts))
@@ -285,7 +238,7 @@ def proofs(
     as_json: Json = False,
 ) -> None:
     """List the proofs that earlier runs have made and later ones reuse, or remove some."""
-    with _guarded():
+    with guarded():
         from apportion.api.proofs import list_proofs, remove_proofs
 
         if remove:
@@ -313,8 +266,8 @@ def compare(  # noqa: PLR0913 (the flags)
     as_json: Json = False,
 ) -> None:
     """Measure strategies against each other, on this machine or on several hosts."""
-    with _guarded():
-        _begin(workload, strategy or (), launcher, hosts)
+    with guarded():
+        begin(workload, strategy or (), launcher, hosts)
         from apportion.cli.tables import show_rows
 
         where = launcher_of(launcher, workers, hosts)
@@ -353,8 +306,8 @@ def plan(  # noqa: PLR0913 (the flags)
     as_json: Json = False,
 ) -> None:
     """Say which way to split a workload, why, and when the answer would change."""
-    with _guarded():
-        _begin(workload if network is None else None, (), launcher, hosts)
+    with guarded():
+        begin(workload if network is None else None, (), launcher, hosts)
         decided = apportion.plan(
             workload,
             cluster,
@@ -418,7 +371,7 @@ def serve(  # noqa: PLR0913 (the flags)
     trust: Trust = False,
 ) -> None:
     """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
-    with _guarded():
+    with guarded():
         from apportion.core.value import parse_as
         from apportion.serving.config import Serving, named, seconds_of
 
@@ -449,7 +402,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Carry a trained net to other hardware, and hold what the file computes against the net."""
-    with _guarded():
+    with guarded():
         from apportion.core.value_names import check_written
 
         check_written(target, "apportion.exporting.targets")
@@ -470,43 +423,3 @@ def export(
 def _end(number: int, _: object) -> None:
     """End by a signal as by an exception, so that what was begun is cleared away."""
     raise SystemExit(128 + number)
-
-
-@contextmanager
-def _guarded() -> Iterator[None]:
-    """What goes wrong, as one message with the cause and the cure, and the exit status that says whose it is."""
-    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {in_flags(str(message))}", err=True)
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        yield
-    except ValueError as error:
-        _say_error(error)
-        raise typer.Exit(WRONG_USE) from None
-    except (Disproved, NotFinite, NotVerified, RanksDiffer) as error:
-        _say_error(error)
-        raise typer.Exit(NO) from None
-    except WorkerFailed as error:
-        _say_error(error)
-        if error.where is not None:
-            typer.echo(f"  at {error.where}", err=True)
-        if error.traceback is not None:
-            typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
-        raise typer.Exit(FAILED) from None
-    except (ApportionError, ImportError, OSError) as error:
-        extra = _EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
-        cure = f": pip install 'apportion[{extra}]'" if extra else ""
-        typer.echo(f"error: {in_flags(str(error))}{cure}", err=True)
-        raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words
-        typer.echo("\n".join(_notes(interrupt) or ["interrupted"]), err=True)
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _say_error(error: Exception) -> None:
-    typer.echo(f"error: {in_flags(str(error))}", err=True)
-
-
-def _notes(error: BaseException | None) -> list[str]:
-    """What an interrupted run has told, also where a second Ctrl-C came while it did."""
-    return [] if error is None else getattr(error, "__notes__", []) or _notes(error.__context__)
