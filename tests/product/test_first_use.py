@@ -236,6 +236,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NAMES = {
     "a file": (("train", "mne.py:workload"), "mne.py", "there is no file", "mine.py"),
     "a name": (("train", "mine.py:worklod"), "worklod", "is not there", "did you mean workload"),
+    "a file in capitals": (("train", "MINE.py:workload"), "MINE.py", "there is no file", "did you mean mine.py"),
+    "a name in capitals": (("train", "mine.py:WORKLOAD"), "WORKLOAD", "is not there", "did you mean workload"),
+    "a strategy with a hyphen": (
+        ("train", "mine.py:workload", "data-parallel"), "data-parallel", "must be a name", "did you mean data_parallel",
+    ),
     "no name": (("check", "mine.py", "--strategy", "data_parallel"), "mine.py", "FILE:NAME", "mine.py:NAME"),
     "a module": (("compare", "mines:workload"), "mines", "there is no module", "file.py:name"),
     "a strategy": (("train", "mine.py:workload", "data_paralel"), "data_paralel", "unknown", "data_parallel"),

@@ -7,7 +7,7 @@ import ast
 import difflib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -41,8 +41,15 @@ def _close_file(file: Path) -> str:
         known = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".py")]
     except OSError:
         return f": there is no folder {file.parent}" if str(file.parent) != "." else ""
-    close = difflib.get_close_matches(file.name, known, 1)
-    return f": did you mean {file.parent / close[0]}?" if close else "; give the path of the file that has the workload"
+    close = _close(file.name, known)
+    return f": did you mean {file.parent / close}?" if close else "; give the path of the file that has the workload"
+
+
+def _close(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most like another one, whatever their case; None where none is."""
+    by_small = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), by_small, 1)
+    return by_small[close[0]] if close else None
 
 
 def _module_file(address: str, place: str) -> Path | None:
@@ -59,11 +66,12 @@ def _module_file(address: str, place: str) -> Path | None:
             )
         found = PathFinder.find_spec(".".join(parts[: at + 1]), path)
         if found is None:
-            if any(True for _ in _others()):
-                return None  # a finder of another package may know it
+            if _has_other_finders():
+                return None  # which may know it
             beside = Path(f"{place.replace('.', os.sep)}.py")
-            hint = f"did you mean {beside}:{address.rpartition(':')[2]}?" if beside.is_file() else "write "
-            hint = hint if beside.is_file() else "write path/to/file.py:name or package.module:name"
+            hint = "write path/to/file.py:name or package.module:name"
+            if beside.is_file():
+                hint = f"did you mean {beside}:{address.rpartition(':')[2]}?"
             raise ValueError(f"{address!r}: there is no module {'.'.join(parts[: at + 1])}: {hint}")
         path = list(found.submodule_search_locations or ())
     return (
@@ -71,12 +79,13 @@ def _module_file(address: str, place: str) -> Path | None:
     )
 
 
-def _others() -> Iterator[object]:
-    """Yields the finders of modules that are not Python's own."""
-    for finder in sys.meta_path:
-        module = getattr(finder, "__module__", None) or type(finder).__module__
-        if not str(module).startswith(("_frozen_importlib", "_distutils_hack", "six", "_virtualenv")):
-            yield finder
+def _has_other_finders() -> bool:
+    """Returns whether modules are also found by finders that are not Python's own."""
+    own = ("_frozen_importlib", "_distutils_hack", "six", "_virtualenv")
+    return any(
+        not str(getattr(finder, "__module__", None) or type(finder).__module__).startswith(own)
+        for finder in sys.meta_path
+    )
 
 
 def _check_name(address: str, file: Path, name: str) -> None:
@@ -89,10 +98,10 @@ def _check_name(address: str, file: Path, name: str) -> None:
     names = dict.fromkeys(_defined(tree))
     if name in names or "*" in names or "__getattr__" in names or _is_open(tree):
         return
-    close = difflib.get_close_matches(name, names, 1)
+    close = _close(name, names)
     workloads = [known for known in _workloads(tree) if known != name]
     if close:
-        hint = f"did you mean {close[0]}?"
+        hint = f"did you mean {close}?"
     elif workloads:
         hint = f"it has {', '.join(workloads)}"
     else:

@@ -84,6 +84,7 @@ def _open_locked(folder: Path, end: float, opened: list[int]) -> None:
             opened.append(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT))
         except FileNotFoundError as error:  # another one has cleared it away meanwhile, or it cannot be made at all
             if time.monotonic() < crossed:
+                time.sleep(_LOOK_SECONDS)
                 continue
             raise _refused(folder, error) from error
         except OSError as error:
