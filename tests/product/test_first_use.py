@@ -176,6 +176,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str, str, str]] = {
         lambda: apportion.plan(WORKLOAD, strategies=["ddp"]), "strategies=", "all strategies", "compare",  # type: ignore
     ),
     "a number as a run": (lambda: apportion.load(3), "3", "the path of a folder", "load"),  # type: ignore
+    "a network that is made, to load": (
+        lambda: apportion.load("runs/none", model=NET), r"Linear\(", "a function", r"model=lambda: Linear\(",  # type: ignore
+    ),
+    "a text for trust": (lambda: apportion.load("runs/none", trust="no"), "'no'", "True or False", "trust=False"),  # type: ignore
     "a number as a member": (lambda: apportion.serve([3]), "3", "path", r"serve\("),  # type: ignore
     "one member by itself": (lambda: apportion.serve("nowhere"), "m1", "there is no nowhere", "no"),
     "a port of serve": (lambda: apportion.serve("nowhere", Port=3), "Port=", "no argument", "serving"),  # type: ignore

@@ -30,7 +30,7 @@ _REMEDIES: Mapping[str, tuple[int, str, str]] = {
 
 def check_functions(fields: Mapping[str, Any]) -> None:
     """Raise ValueError where a field that must be a function is none, or cannot be called as it will be."""
-    _check_model(fields["model"])
+    check_model(fields["model"])
     _check_data(fields["data"], parts=fields["parts"] is not None)
     for name, (arguments, rule, example) in _REMEDIES.items():
         given = fields[name]
@@ -45,7 +45,8 @@ def check_functions(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={name_of(given)} {wanted}, and it must be {rule}: {example}")
 
 
-def _check_model(given: Any) -> None:
+def check_model(given: Any) -> None:
+    """Raise ValueError where ``model`` is no function without arguments."""
     if isinstance(given, nn.Module):
         kind = type(given).__name__
         raise ValueError(

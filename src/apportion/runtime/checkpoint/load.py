@@ -22,6 +22,7 @@ from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.sampling.rng import fork_rng, gpus_in_use, seed_host
 from apportion.core.workload import Workload
+from apportion.core.workload_rules import check_model
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint import code_ownership
 from apportion.runtime.checkpoint.run_directory import RunDirectory, model_files, python_files, read_model, read_python
@@ -50,6 +51,8 @@ def load(
     """
     if not isinstance(run_dir, str | os.PathLike):
         raise ValueError(f"run_dir={run_dir!r} must be the path of a folder: load('runs/first')")
+    if model is not None:
+        check_model(model)
     path = Path(run_dir)
     run, (tensors, (record, beside)) = _read(path, which, lambda folder: (read_model(folder), read_python(folder)))
     module = _build(run, model, trust)
