@@ -193,10 +193,10 @@ def test_a_mistake_is_answered_with_the_value_the_rule_and_the_remedy(mistake: s
     make, value, rule, remedy = MISTAKES[mistake]
     with pytest.raises(ValueError) as raised:  # noqa: PT011 (what it says is looked at)
         make()
-    said = str(raised.value)
+    message = str(raised.value)
     for part in (value, rule, remedy):
-        assert re.search(part, said), f"{part!r} is not in: {said}"
-    assert not re.search(r"--[a-z]", said), "a flag, and this is Python"
+        assert re.search(part, message), f"{part!r} is not in: {message}"
+    assert not re.search(r"--[a-z]", message), "a flag, and this is Python"
 
 
 BEFORE_A_STEP: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -274,12 +274,12 @@ def test_a_misspelled_name_is_reported_before_torch_is_imported(name: str, folde
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time")}
-    said = [line for line in ended.stderr.splitlines() if not line.startswith("import time")]
-    assert ended.returncode == 2, said
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("import time")]
+    assert ended.returncode == 2, lines
     assert "apportion.cli.app" in imported
     assert "torch" not in imported
     for part in (value, rule, remedy):
-        assert re.search(part, said[-1]), f"{part!r} is not in: {said}"
+        assert re.search(part, lines[-1]), f"{part!r} is not in: {lines}"
     assert (
         after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
         or "PYTHONDONTWRITEBYTECODE" in os.environ
@@ -360,18 +360,18 @@ def lines_of_an_error(folder: Path, command: Any, **env: str) -> list[str]:
 def test_the_explanation_comes_before_the_traceback_which_has_no_frames_of_the_package(
     folder: Path, apportion_command: Any
 ) -> None:
-    said = lines_of_an_error(folder, apportion_command)
-    assert re.match(r"error: rank 0: KeyError: 'the cause'", said[0])
-    assert re.match(r"  at .*mine.py:\d+ in deeper: raise KeyError", said[1])
-    assert [line.strip() for line in said].count("Traceback (most recent call last):") == 1
-    assert not any("apportion/parallel" in line or "apportion/runtime" in line for line in said)
+    lines = lines_of_an_error(folder, apportion_command)
+    assert re.match(r"error: rank 0: KeyError: 'the cause'", lines[0])
+    assert re.match(r"  at .*mine.py:\d+ in deeper: raise KeyError", lines[1])
+    assert [line.strip() for line in lines].count("Traceback (most recent call last):") == 1
+    assert not any("apportion/parallel" in line or "apportion/runtime" in line for line in lines)
 
 
 @pytest.mark.thorough
 def test_frames_of_the_package_are_shown_where_they_are_asked_for(folder: Path, apportion_command: Any) -> None:
-    said = lines_of_an_error(folder, apportion_command, APPORTION_TRACEBACK="full")
-    assert said[0].startswith("error: rank 0: KeyError: 'the cause'")
-    assert any("apportion/parallel" in line for line in said)
+    lines = lines_of_an_error(folder, apportion_command, APPORTION_TRACEBACK="full")
+    assert lines[0].startswith("error: rank 0: KeyError: 'the cause'")
+    assert any("apportion/parallel" in line for line in lines)
 
 
 @pytest.mark.thorough
@@ -382,9 +382,9 @@ def test_an_error_in_python_shows_the_line_of_the_user_alone(folder: Path) -> No
         apportion.train(mine.raises, "single_device", run_dir="python")
     except apportion.WorkerFailed as error:
         import traceback
-        told = "".join(traceback.format_exception(error))
-        assert told.index("KeyError: 'the cause'") < told.index("own traceback"), told
-        assert "apportion/runtime" not in told and "apportion/api" not in told, told
+        shown = "".join(traceback.format_exception(error))
+        assert shown.index("KeyError: 'the cause'") < shown.index("own traceback"), shown
+        assert "apportion/runtime" not in shown and "apportion/api" not in shown, shown
         assert "--" not in str(error), error
         print("as it should")
     """

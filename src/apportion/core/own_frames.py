@@ -18,7 +18,7 @@ VARIABLE = "APPORTION_TRACEBACK"
 
 
 def wants_all(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether every frame was asked for."""
+    """Returns whether every frame was asked for."""
     return environment.get(VARIABLE) == "full"
 
 

@@ -1,4 +1,4 @@
-"""Whether what an address names is there, as far as that can be told without importing anything: a misspelled file or
+"""Whether what an address names is there, as far as that shows without importing anything: a misspelled file or
 name is reported at once, and not after torch has been imported."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _close(name: str, known: Iterable[str]) -> str | None:
 
 
 def _module_file(address: str, place: str) -> Path | None:
-    """Returns the file of a module; None where only importing tells. Raises ValueError where there is none."""
+    """Returns the file of a module; None where only importing it shows that. Raises ValueError where there is none."""
     if place in sys.modules:
         return None
     path: list[str] | None = [str(Path.cwd()), *sys.path]

@@ -195,7 +195,7 @@ def made_optimizer(make: Callable[[Any], Any], parameters: Sequence[tuple[str, n
 
 
 def made_schedule(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, total: int) -> LRScheduler:
-    """Return the schedule of an optimizer over so many updates. Raises ValueError where it is no schedule of the step
+    """Return the schedule of an optimizer over ``total`` updates. Raises ValueError where it is no schedule of the step
     alone."""
     made: Any = make(optimizer, total)
     if isinstance(made, ReduceLROnPlateau):
@@ -238,7 +238,7 @@ def refuse_without_gradient(model: nn.Module) -> NoReturn:
 
 
 def misfit(function: Callable[..., Any], arguments: int) -> str | None:
-    """Return in words how a function cannot be called with so many positional arguments; None where it can, or where
+    """Return in words how a function cannot be called with ``arguments`` positional ones; None where it can, or where
     its signature cannot be seen, as of functions that are written in C."""
     try:
         signature = inspect.signature(function)
@@ -266,7 +266,7 @@ def described(value: object) -> str:
 
 
 def whole(value: object) -> bool:
-    """Tell whether a value is a whole number, and no bool."""
+    """Return whether a value is a whole number, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

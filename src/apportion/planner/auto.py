@@ -52,7 +52,7 @@ PRICED_SECONDS, PRICED_STEPS = 5.0, 50
 """The least time that prices take: about so many seconds, for a machine that is not known yet, and so many steps of the
 workload, since each layer and its parts are timed by one process and by several."""
 BUSY, QUIET = 0.15, 0.05
-"""The share of the time without a core from which other programs are said to have the cores, and the one below which
+"""The share of the time without a core from which other programs are taken to have the cores, and the one below which
 what was found while they had them is not taken."""
 FAR_OFF = 5.0
 """The factor between a step now and in an earlier run from which what that run found is not taken."""

@@ -221,7 +221,7 @@ class PerformanceMonitor:
         self._learn(terms, event.step - before)
         if self._expected is None or rank != max(self._seen) or any(len(s) < window for s in self._seen.values()):
             return None
-        return self._told(event, self._expected, window)
+        return self._reported(event, self._expected, window)
 
     def _learn(self, terms: Terms, steps: int) -> None:
         """Take this run's own steps for what steps should take, where nothing else is known, or these are faster than
@@ -232,7 +232,7 @@ class PerformanceMonitor:
         if known is None or (took < known.step_seconds and self._last == 1.0):
             self._expected = Expected(step_seconds=took, terms=terms, measured=True, rough=True, own=True)
 
-    def _told(self, event: Event, expected: Expected, window: int) -> Event | None:
+    def _reported(self, event: Event, expected: Expected, window: int) -> Event | None:
         medians = {
             rank: {name: median(terms[name] for terms in [*seen][-window:]) for name in _PARTS}
             for rank, seen in self._seen.items()

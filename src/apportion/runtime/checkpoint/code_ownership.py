@@ -2,7 +2,8 @@
 
 A run directory is data, and may come from anywhere; the workload that it names is code. It is the caller's own where it
 lies in the project that the caller works in, outside any run directory, and is as it was when the run was started.
-Where no project is around the current folder, that folder counts as one for what nobody but the caller may write to.
+Where no project is around the current folder, that folder counts as one for what no other user
+may write to.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _others(path: Path) -> str | None:
-    """Returns in words why others than the caller may have written a file or folder; None where nobody else may."""
+    """Returns in words why others than the caller may have written a file or folder; None where no other user may."""
     try:
         about = path.stat()
     except OSError as error:
@@ -113,8 +114,8 @@ def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None
 
 
 def is_below(path: Path, folders: Sequence[Path]) -> bool:
-    """Tells whether a file or a folder lies in one of these, and in no run directory. Where the folder has no mark of a
-    project, nobody but the caller may write to the path, or to a folder on the way to it."""
+    """Returns whether a file or a folder lies in one of these, and in no run directory. Where the folder has no mark of
+    a project, no other user may write to the path, or to a folder on the way to it."""
     path = path.resolve()
     return _run_directory(path) is None and any(
         path.is_relative_to(folder) and (_is_marked(folder) or _others_on_the_way(path, folder) is None)

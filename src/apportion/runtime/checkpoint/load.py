@@ -43,11 +43,11 @@ def load(
     ``run_dir``: of a run, or of one of its checkpoints. ``which``: "best", "latest" or a step; None takes the best
     where the run has one. ``model`` makes the module where the run has no address (it was started from a notebook).
     The file that the run names is imported only where it is the caller's own: below the nearest pyproject.toml or .git
-    above the program's script or the current folder, or in that folder where there is neither and nobody else may write
-    to it or the file; outside any run directory, and as it was when the run was started; or in an installed package
-    that the program has imported. ``trust=True`` imports any. A script that is running, and a module that is imported
-    already, are taken as they are. The caller's random state is left as it is. ValueError where the model cannot be
-    made, CheckpointError where the checkpoint cannot be trusted or does not fit it.
+    above the program's script or the current folder, or in that folder where there is neither and no other user may
+    write to it or the file; outside any run directory, and as it was when the run was started; or in an installed
+    package that the program has imported. ``trust=True`` imports any. A script that is running, and a module that is
+    imported already, are taken as they are. The caller's random state is left as it is. ValueError where the model
+    cannot be made, CheckpointError where the checkpoint cannot be trusted or does not fit it.
     """
     if not isinstance(run_dir, str | os.PathLike):
         raise ValueError(f"run_dir={run_dir!r} must be the path of a folder: load('runs/first')")
