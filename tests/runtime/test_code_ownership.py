@@ -277,3 +277,18 @@ def test_load_in_the_script_that_trained_takes_its_workload_and_runs_it_once(
     else:
         assert "trains while load() imports it" in there.stderr.splitlines()[-1]
         assert "load(..., model=...)" in there.stderr.splitlines()[-1]
+
+
+def test_a_mark_in_a_folder_that_all_users_share_makes_no_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, here = tmp_path / "shared", tmp_path / "shared" / "here"
+    here.mkdir(parents=True)
+    mark = code(shared / "mine.py")
+    run = trained(shared / "run", "mine.py:workload", shared)
+    (shared / "pyproject.toml").touch()  # as any user may, in /tmp
+    shared.chmod(0o1777)
+    monkeypatch.chdir(here)
+    with pytest.raises(ValueError, match="does not lie in a project of yours"):
+        load(run)
+    assert not mark.exists()

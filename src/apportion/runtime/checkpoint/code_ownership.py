@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from apportion.process import PACKAGE
 
 MARKS = ("pyproject.toml", ".git")
 """The files or folders that mark the folder of a project."""
+_SHARED = stat.S_ISVTX | stat.S_IWOTH
+"""The mode of a folder in which every user may put files, as /tmp."""
 CURE = "look at it, and say trust=True if it may run"
 
 loading: list[str] = []
@@ -65,7 +68,9 @@ def _project(start: Path) -> Path | None:
 
 
 def _is_marked(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in MARKS)
+    """Returns whether a folder is that of a project. One that all users share, as /tmp, is none: any of them may put a
+    mark there."""
+    return any((folder / mark).exists() for mark in MARKS) and folder.stat().st_mode & _SHARED != _SHARED
 
 
 def _others(path: Path) -> str | None:
