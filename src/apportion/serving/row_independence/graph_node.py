@@ -23,6 +23,7 @@ class Content(Enum):
     FIXED = "neither the rows nor their number"
     COUNTED = "the number of rows"
     NUMBERS = "the number of rows: the numbers of the rows themselves, from 0 on, in dimension 0"
+    UNCLEAR = "the number of rows, in a way that is not known for all numbers"
 
 
 Rows = RowAxis | Content
@@ -82,7 +83,7 @@ class GraphNode:
         if not self.has(at):
             return None
         rows = self.tensor(at).rows
-        if rows in (Content.COUNTED, Content.NUMBERS):
+        if rows in (Content.COUNTED, Content.NUMBERS, Content.UNCLEAR):
             raise RowsMixed(f"computes with {self.tensor(at).name!r}, which depends on the number of rows")
         return rows if isinstance(rows, RowAxis) else None
 

@@ -13,29 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from apportion.serving.row_independence import (
-    contraction_rules,
-    elementwise_rules,
-    layout_rules,
-    learner_rules,
-    reduction_rules,
-)
-from apportion.serving.row_independence.elementwise_rules import Rule
-from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Rows, Tensor
+from apportion.serving.row_independence.counted_tensors import OF_SHAPES, content
+from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Tensor
 from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, sized
+from apportion.serving.row_independence.rules import rows_after
 from apportion.serving.row_independence.shape_probe import Probe, probed
 
 Array = NDArray[Any]
-RULES: Mapping[str, Rule] = {
-    **elementwise_rules.RULES,
-    **reduction_rules.RULES,
-    **layout_rules.RULES,
-    **contraction_rules.RULES,
-    **learner_rules.RULES,
-}
 _RANDOM = (
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 )  # fmt: skip
@@ -48,8 +34,6 @@ OVER_ALL_ROWS = {
     **dict.fromkeys(("If", "Loop", "Scan", "SequenceMap"), "is a branch or a loop, which is not read"),
 }
 """The operators that are known to compute over all rows, and those that are not read, with what they do."""
-_OF_SHAPES = ("Shape", "Size")
-"""The operators whose outputs depend on the shape of their input alone."""
 MOST_BYTES = 1 << 30
 """The largest size in bytes of a file that is read."""
 LEAST_OPSET = 7
@@ -107,19 +91,21 @@ def _follow(model: Any, row: Sequence[Array]) -> None:
     versions = {opset.domain if opset.domain != "ai.onnx" else "": opset.version for opset in model.opset_import}
     nodes = _needed(graph.node, outputs)
     _check_read(graph, nodes, versions)
-    of_rows, counted = _reached(nodes, inputs)
+    of_rows = _reached(nodes, inputs)
     made = [name for node in nodes for name in node.output if name]
     constant = [name for name in made if name not in of_rows]
     probe = probed(model, [*inputs, *made], constant, row)
     tensors: dict[str, Tensor] = {name: _input(name, probe) for name in inputs}
     tensors |= {name: _weight(name, value) for name, value in weights.items()}
-    tensors |= {name: _without_rows(name, probe, counted=name in counted) for name in constant}
     for node in nodes:
-        if any(name in of_rows for name in node.output):
-            try:
-                tensors |= _followed(node, tensors, probe, versions)
-            except RowsMixed as mixed:
-                raise RowsMixed(f"{_named(node)} {mixed}") from mixed
+        read = _read(node, tensors, probe, versions)
+        if not any(name in of_rows for name in node.output):
+            tensors |= _without_rows(node, read, probe)
+            continue
+        try:
+            tensors |= _followed(node, read, probe)
+        except RowsMixed as mixed:
+            raise RowsMixed(f"{_named(node)} {mixed}") from mixed
     for name in outputs:
         rows = tensors[name].rows
         if not isinstance(rows, RowAxis) or (rows.axis, rows.layouts) != (0, RowAxis(0).layouts):
@@ -157,18 +143,13 @@ def _read_inside(node: Any) -> set[str]:
     return {name for graph in inner for child in graph.node for name in {*child.input} | _read_inside(child)}
 
 
-def _reached(nodes: Sequence[Any], inputs: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Return (the tensors that depend on what the rows hold, those that depend on shapes besides)."""
-    of_rows, counted = {*inputs}, set[str]()
+def _reached(nodes: Sequence[Any], inputs: Sequence[str]) -> set[str]:
+    """Return the tensors that depend on what the rows hold."""
+    of_rows = {*inputs}
     for node in nodes:
-        given = {*node.input} | _read_inside(node)
-        if node.op_type in _OF_SHAPES:
-            counted |= {*node.output}
-        elif given & of_rows:
+        if node.op_type not in OF_SHAPES and ({*node.input} | _read_inside(node)) & of_rows:
             of_rows |= {*node.output}
-        elif given & counted:
-            counted |= {*node.output}
-    return of_rows, counted
+    return of_rows
 
 
 def _input(name: str, probe: Probe) -> Tensor:
@@ -183,52 +164,11 @@ def _weight(name: str, initializer: Any) -> Tensor:
     return Tensor(name, (value.shape,) * 2, Content.FIXED, (value,) * 2 if value.size <= VALUES else None)
 
 
-def _without_rows(name: str, probe: Probe, *, counted: bool) -> Tensor:
-    """Return a tensor that does not depend on what the rows hold: it is the same at every number of rows, or the same
-    in every row, or a number that depends on how many there are."""
-    shapes, values = probe.shapes[name], probe.values[name]
-    rows: Rows = Content.FIXED
-    if counted and not (shapes[0] == shapes[1] and np.array_equal(values[0], values[1])):
-        rows = _repeated(shapes, values) or (Content.NUMBERS if _are_numbers(values) else Content.COUNTED)
-    return Tensor(name, shapes, rows, values)
-
-
-def _are_numbers(values: Sequence[Array]) -> bool:
-    """Return whether a tensor is a column of 0, 1, 2, ... up to the number of rows."""
-    columns = [np.arange(count).reshape(-1, 1) for count in COUNTS]
-    return all(np.array_equal(value, column) for value, column in zip(values, columns, strict=True))
-
-
-def _repeated(shapes: Sequence[tuple[int, ...]], values: Sequence[Array]) -> RowAxis | None:
-    """Return the axis along which a tensor repeats the same elements for every row, with all layouts that fit."""
-    if len(shapes[0]) != len(shapes[1]):
-        return None
-    grown = [at for at, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]
-    if len(grown) != 1:
-        return None
-    axis = grown[0]
-    sizes = [shape[axis] for shape in shapes]
-    if sizes[0] % COUNTS[0] or sizes[0] // COUNTS[0] * COUNTS[1] != sizes[1]:
-        return None
-    each, layouts = sizes[0] // COUNTS[0], set()
-    for outer in [n for n in range(1, each + 1) if each % n == 0]:
-        cut = []
-        for count, value in zip(COUNTS, values, strict=True):
-            moved = np.moveaxis(value, axis, 0).reshape(outer, count, each // outer, -1)
-            cut += [moved[:, row] for row in range(count)]
-        if all(np.array_equal(cut[0], other) for other in cut[1:]):
-            layouts.add((outer, each // outer))
-    return RowAxis(axis, frozenset(layouts)) if layouts else None
-
-
-def _followed(node: Any, tensors: Mapping[str, Tensor], probe: Probe, versions: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the outputs of a node that depends on the rows."""
+def _read(node: Any, tensors: Mapping[str, Tensor], probe: Probe, versions: Mapping[str, int]) -> GraphNode:
+    """Return a node as the rules see it."""
     import onnx
 
-    rule = RULES.get(node.op_type)
-    if rule is None:
-        raise RowsMixed("is an operator of which it is not known whether it keeps rows apart")
-    read = GraphNode(
+    return GraphNode(
         op=node.op_type,
         name=node.name,
         version=versions.get(node.domain, 1),
@@ -236,8 +176,21 @@ def _followed(node: Any, tensors: Mapping[str, Tensor], probe: Probe, versions: 
         output_shapes=[probe.shapes[name] if name else None for name in node.output],
         attributes={a.name: onnx.helper.get_attribute_value(a) for a in node.attribute},
     )
+
+
+def _without_rows(node: Any, read: GraphNode, probe: Probe) -> dict[str, Tensor]:
+    """Return the outputs of a node that does not depend on what the rows hold."""
+    return {
+        name: Tensor(name, probe.shapes[name], content(read, at, probe.values[name]), probe.values[name])
+        for at, name in enumerate(node.output)
+        if name
+    }
+
+
+def _followed(node: Any, read: GraphNode, probe: Probe) -> dict[str, Tensor]:
+    """Return the outputs of a node that depends on the rows."""
     found = {}
-    for name, rows in zip(node.output, rule(read), strict=False):
+    for name, rows in zip(node.output, rows_after(read), strict=False):
         if name:
             assert isinstance(rows, RowAxis)
             found[name] = Tensor(name, probe.shapes[name], sized(rows, probe.shapes[name], COUNTS))

@@ -8,6 +8,9 @@ from apportion.serving.row_independence.elementwise_rules import Rule
 from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Rows
 from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, joined, reshaped
 
+ALL = 2**31 - 1
+"""The least end of a slice that is beyond all numbers of rows."""
+
 
 def _first(node: GraphNode) -> RowAxis:
     rows = node.rows(0)
@@ -64,7 +67,7 @@ def _slice(node: GraphNode) -> Sequence[Rows]:
         if node.has(1):
             node.integers(1), node.integers(2), node.integers(4)
         return [rows]
-    # All rows may be taken, in their order: the end is then computed from their number, or very large.
+    # All rows may be taken, in their order: the end then grows with their number, or is very large.
     at = axes.index(rows.axis)
     if node.has(1):
         begin, end, step = (node.tensor(n).values if node.has(n) else None for n in (1, 2, 4))
@@ -75,9 +78,9 @@ def _slice(node: GraphNode) -> Sequence[Rows]:
             and int(end[turn][at]) >= node.tensor(0).shapes[turn][rows.axis]
             and (step is None or int(step[turn][at]) == 1)
             for turn in range(len(COUNTS))
-        )
+        ) and (int(end[1][at]) > int(end[0][at]) or int(end[0][at]) >= ALL)
     else:
-        whole = node.attribute("starts")[at] == 0 and node.attribute("ends")[at] >= 2**31 - 1
+        whole = node.attribute("starts")[at] == 0 and node.attribute("ends")[at] >= ALL
     if not whole or len(axes) > 1:
         raise RowsMixed("takes some of the rows")
     return [rows]
