@@ -161,6 +161,50 @@ def test_one_member_is_an_ensemble_and_numbers_that_json_has_not_are_named(
 
 
 @pytest.mark.thorough
+def test_sizes_that_vary_are_served_as_the_network_computes_them(serve_command: Serve, tmp_path: Path) -> None:
+    import torch
+    from torch import nn
+
+    import apportion
+
+    class Texts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.scores = nn.Embedding(50, 8), nn.Linear(16, 3)
+            self.lstm = nn.LSTM(8, 16, batch_first=True)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.scores(self.lstm(self.words(tokens))[0][:, -1])
+            return found
+
+    def tokens(length: int, rows: int = 2) -> torch.Tensor:
+        return torch.randint(50, (rows, length))
+
+    def images(side: int, rows: int = 2) -> torch.Tensor:
+        return torch.randn(rows, 3, side, side + 2)
+
+    torch.manual_seed(0)
+    pooled = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    cases = (
+        ("texts", Texts(), tokens, "INT64", (7, 5, 12), (1, 2, 7, 30, 111)),
+        ("images", pooled, images, "FP32", (16, 12, 21), (5, 16, 17, 32, 40)),
+    )
+    for name, network, made, datatype, known, sizes in cases:
+        network.eval()
+        apportion.export(network, made(known[0]), tmp_path / f"{name}.onnx", check=[made(n) for n in known[1:]])
+        server = serve_command(f"{name}.onnx")
+        (given,) = server.ask("/v2/models/ensemble")[1]["inputs"]
+        for size in sizes:
+            for rows in (1, 3):
+                x = made(size, rows)
+                status, outputs = server.infer("ensemble", {given["name"]: (datatype, x.tolist())})
+                assert status == 200, (name, size, outputs)
+                (scores,) = outputs.values()
+                with torch.inference_mode():
+                    np.testing.assert_allclose(scores, network(x).numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.thorough
 def test_a_passed_deadline_is_504_while_the_server_is_busy(serve_command: Serve, tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
