@@ -69,17 +69,24 @@ def _renamed(sources: Sequence[Source], rename: Renames) -> list[Source]:
 def _arranged(first: str, member: str, what: str, theirs: Tensors, own: Tensors, *, single: bool) -> Tensors:
     """Return a member's tensors in the order of the first member's."""
     by_name = {tensor.spec.name: tensor for tensor in own}
+    names = [", ".join(tensor.spec.name for tensor in tensors) or "none" for tensors in (theirs, own)]
+    if len(theirs) != len(own):
+        raise ValueError(
+            f"members {first} and {member} have {len(theirs)} and {len(own)} {what}, {names[0]} and {names[1]}: an "
+            "ensemble needs as many of each member"
+        )
     if single:
         found = own
-    elif {tensor.spec.name for tensor in theirs} == {*by_name}:
+    elif all(tensor.spec.name in by_name for tensor in theirs):
         found = tuple(by_name[tensor.spec.name] for tensor in theirs)
     else:
-        names = [[tensor.spec.name for tensor in tensors] for tensors in (theirs, own)]
-        a, b = (next((n for n in some if n not in other), some[0]) for some, other in (names, names[::-1]))
+        missing = next(tensor.spec.name for tensor in theirs if tensor.spec.name not in by_name)
+        known = {tensor.spec.name for tensor in theirs}
+        strange = next(tensor.own for tensor in own if tensor.spec.name not in known)
         raise ValueError(
-            f"members {first} and {member} have different {what}, {', '.join(names[0])} and {', '.join(names[1])}: an "
-            f"ensemble matches them by name; say which is which by rename, for example "
-            f"Serving(rename={{{member!r}: {{{b!r}: {a!r}}}}})"
+            f"members {first} and {member} have different {what}, {names[0]} and {names[1]}: an ensemble matches them "
+            f"by name; say which is which by rename, for example Serving(rename={{{member!r}: {{{strange!r}: "
+            f"{missing!r}}}}})"
         )
     for one, other in zip(theirs, found, strict=True):
         if (one.spec.datatype, one.spec.shape) != (other.spec.datatype, other.spec.shape):
