@@ -95,6 +95,17 @@ LARGE = {
     "the first 40 rows": "y = Slice (x, zero, forty, zero)",
     "the row of 40 at most": f"{INDEX}  v = Min (r, forty)  u = Unsqueeze (v, one)  a = ArgMax <axis = 1> (x)"
     "  i = Concat <axis = 1> (u, a)  g = GatherND (x, i)  y = Unsqueeze (g, one)",
+    "a square of the number": f"{ROWS}  c = Sub (n, two)  d = Sub (c, one)  e = Mul (c, d)  f = Cast <to = 1> (e)"
+    "  y = Add (x, f)",
+    "a fraction of the number": f"{ROWS}  f = Cast <to = 1> (n)  h = Constant <value = float {{0.025}}> ()"
+    "  g = Mul (f, h)  i = Cast <to = 7> (g)  j = Cast <to = 1> (i)  y = Add (x, j)",
+    "how many rows beyond 40": f"{ROWS}  e = Sub (n, forty)  l = Squeeze (e)  r = Range (first, l, step)"
+    "  c = Shape (r)  f = Cast <to = 1> (c)  y = Add (x, f)",
+    "the first 40 of zeros": f"{ROWS}  z = ConstantOfShape (n)  v = Slice (z, zero, forty, zero)  c = Shape (v)"
+    "  m = Neg (one)  s = Concat <axis = 0> (c, m)  h = Reshape (x, s)  p = Softmax <axis = 1> (h)"
+    "  y = Reshape (p, back)",
+    "the first 40 numbers": f"{INDEX}  v = Slice (r, zero, forty, zero)  c = Shape (v)  m = Neg (one)"
+    "  s = Concat <axis = 0> (c, m)  h = Reshape (x, s)  p = Softmax <axis = 1> (h)  y = Reshape (p, back)",
     "as many as 40 rows begin": f"{ROWS}  l = Squeeze (n)  z = Squeeze (forty)  r = Range (first, l, z)"
     "  c = Shape (r)  f = Cast <to = 1> (c)  y = Mul (x, f)",
 }  # fmt: skip
@@ -125,6 +136,13 @@ def test_rows_that_depend_on_each_other_are_found_by_reading_alone(name: str, tm
     program, row = OnnxRuntime(path), [np.ones((1, 4), np.float32)]
     program.run(row, math.inf)
     assert read(path, row).why
+    program.close()
+
+
+@pytest.mark.parametrize("name", ["the mean of all", "the first row", "an element of another row"])
+def test_rows_that_depend_on_each_other_are_found_by_trials_alone(name: str, tmp_path: Path) -> None:
+    program = OnnxRuntime(saved(tmp_path / "net.onnx", MIXED[name]))
+    assert "beside other rows" in str(why_rows_differ(program, [np.ones((1, 4), np.float32)]))
     program.close()
 
 
