@@ -118,7 +118,7 @@ def test_members_of_other_names_are_refused_with_the_line_that_maps_them(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("serving(most_row=3)", "serving has no 'most_row'"),
         ("serving(aggregation='voting')", "aggregation='voting' must be one of mean, weighted_mean, vote"),
@@ -126,11 +126,11 @@ def test_members_of_other_names_are_refused_with_the_line_that_maps_them(
         ("policy(keep=3)", "must be written serving(...)"),
     ],
 )
-def test_settings_that_are_wrong_are_named(settings: str, said: str) -> None:
+def test_settings_that_are_wrong_are_named(settings: str, message: str) -> None:
     """As on the command line, where each start of Python would take a second."""
     import apportion
 
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         apportion.serve(["net.onnx"], serving=settings)
 
 
@@ -151,8 +151,8 @@ def test_one_member_is_an_ensemble_and_numbers_that_json_has_not_are_named(
         assert error.startswith("y has infinite numbers or NaN")
         assert "binary_data" in error
         request = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": row}]}
-        status, told = server.ask(f"/v2/models/{model}/infer", request | {"outputs": [{"name": "total"}]})
-        assert (status, told["outputs"][0]["data"]) == (200, [sum(row)])
+        status, answer = server.ask(f"/v2/models/{model}/infer", request | {"outputs": [{"name": "total"}]})
+        assert (status, answer["outputs"][0]["data"]) == (200, [sum(row)])
     ones = {"x": ("FP32", [[1.0]])}
     assert server.infer("m1", ones, timeout=1)[0] == 504
     status, error = server.infer("m1", ones, sequence_id=7)
@@ -271,8 +271,8 @@ def test_a_file_that_is_left_out_is_named(serve_command: Serve, tmp_path: Path) 
     save(tmp_path / "net.onnx", text)
     save(tmp_path / "net.int8.onnx", text)
     server = serve_command("net.onnx")
-    (said,) = [event for event in server.events if "left out" in event]
-    assert said.startswith("m1: net.int8.onnx is left out: ")
+    (line,) = [event for event in server.events if "left out" in event]
+    assert line.startswith("m1: net.int8.onnx is left out: ")
 
 
 def test_the_page_begins_with_a_request_and_a_client_that_work(serve_command: Serve, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which inputs of the members are the same, and what is said where none are."""
+"""Which inputs of the members are the same, and what is reported where none are."""
 
 from __future__ import annotations
 

@@ -66,22 +66,22 @@ def prepare(  # noqa: PLR0913 (as main is ordered)
     path = Path(place)
     if not path.exists():
         raise ValueError(f"member {name}: there is no {place}")
-    said: list[str] = []
+    lines: list[str] = []
     others: list[list[Array]] = []
     if path.suffix == ".onnx":
         own = Source(name=name, runtime="onnx", path=str(path.resolve()))
         int8 = None if path.name.endswith(INT8) else path.parent / f"{path.stem}{INT8}"
-        sources = [own, *_in_int8(own, int8, _digest(path), folder, said)]
+        sources = [own, *_in_int8(own, int8, _digest(path), folder, lines)]
     else:
         run = path if path.is_dir() else None
         if run is not None:
             path = pinned_for(run, folder / name, trust, projects)
-            said.append(f"{name}: {path.name} of {run}")
-        sources, others = _of_torch(name, path, run, folder, said)
-    found = _fastest([replace(source, threads=n) for source in sources for n in threads], said)
+            lines.append(f"{name}: {path.name} of {run}")
+        sources, others = _of_torch(name, path, run, folder, lines)
+    found = _fastest([replace(source, threads=n) for source in sources for n in threads], lines)
     graph = next((source.path for source in sources if source.runtime == "onnx"), None)
     graph = found.path if found.runtime == "onnx" else graph
-    return _described(found, folder, said, graph=graph, others=others, batch=batch), said
+    return _described(found, folder, lines, graph=graph, others=others, batch=batch), lines
 
 
 def _elsewhere(name: str, place: str, *, batch: bool) -> tuple[Source, list[str]]:
@@ -99,7 +99,7 @@ def _elsewhere(name: str, place: str, *, batch: bool) -> tuple[Source, list[str]
 def _described(
     found: Source,
     folder: Path,
-    said: list[str],
+    lines: list[str],
     *,
     graph: str | None,
     others: Sequence[Sequence[Array]],
@@ -124,7 +124,7 @@ def _described(
     finally:
         program.close()
     together = f"{found.name}: requests are computed together: each row depends on itself alone"
-    said.append(together if why is None else _one_by_one(found.name, why))
+    lines.append(together if why is None else _one_by_one(found.name, why))
     return replace(found, inputs=as_they_are(inputs), outputs=as_they_are(outputs), batched=why is None)
 
 
@@ -140,7 +140,7 @@ def pinned_for(run: Path, folder: Path, trust: bool, projects: Sequence[Path] | 
 
 
 def _of_torch(
-    name: str, path: Path, run: Path | None, folder: Path, said: list[str]
+    name: str, path: Path, run: Path | None, folder: Path, lines: list[str]
 ) -> tuple[list[Source], list[list[Array]]]:
     """Return (the ways to run a net of torch, rows of other sizes than its sample that it takes)."""
     from apportion.exporting.exporter import export
@@ -155,16 +155,16 @@ def _of_torch(
     try:
         made = export(module, sample, folder / f"{name}.onnx", check=others)
     except Exception as error:  # of the exporter there are many
-        said.append(f"{name}: no ONNX: {error}")
+        lines.append(f"{name}: no ONNX: {error}")
         return sources, [leaves_of(other) for other in others]
     own = replace(base, runtime="onnx", path=str(made.path))
-    beside = _in_int8(own, None if run is None else run / f"model{INT8}", weights_digest(module), folder, said)
+    beside = _in_int8(own, None if run is None else run / f"model{INT8}", weights_digest(module), folder, lines)
     return [own, *beside, *sources], [leaves_of(other) for other in others]
 
 
-def _in_int8(own: Source, file: Path | None, digest: str | None, folder: Path, said: list[str]) -> list[Source]:
+def _in_int8(own: Source, file: Path | None, digest: str | None, folder: Path, lines: list[str]) -> list[Source]:
     """The same net in int8, where its file is there and was exported from these weights: a copy of it, which stays as
-    it is while it is served. Why a file is left out is said."""
+    it is while it is served. The reason why a file is left out is logged."""
     if file is None or not file.is_file():
         return []
     if digest is None:
@@ -175,19 +175,19 @@ def _in_int8(own: Source, file: Path | None, digest: str | None, folder: Path, s
         why = "it was exported from other weights"
     else:
         return [replace(own, path=str(shutil.copyfile(file, folder / f"{own.name}{INT8}")))]
-    said.append(f"{own.name}: {file.name} is left out: {why}")
+    lines.append(f"{own.name}: {file.name} is left out: {why}")
     return []
 
 
 def _digest(path: Path) -> str | None:
-    """The digest of the weights that an ONNX file was exported from; None where it says none, or cannot be run."""
+    """The digest of the weights that an ONNX file was exported from; None where it names none, or cannot be run."""
     try:
         return metadata(path).get(WEIGHTS)
-    except Exception:  # onnxruntime's own have no base but this; whoever opens the file is told
+    except Exception:  # onnxruntime's own have no base but this; opening the file reports it
         return None
 
 
-def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
+def _fastest(sources: Sequence[Source], lines: list[str]) -> Source:
     """Return the fastest of these sources, timed with one row each, in turns."""
     programs = [source.open() for source in sources]
     taken: list[list[float]] = [[] for _ in sources]
@@ -207,7 +207,7 @@ def _fastest(sources: Sequence[Source], said: list[str]) -> Source:
     for timed in found:
         many = f"{timed.source.threads} thread{'s' if timed.source.threads > 1 else ''}"
         kind = ", int8" if timed.source.path.endswith(INT8) else ""
-        said.append(f"{timed.source.name}: {timed.runtime}{kind}, {many}: {timed.seconds * 1e3:.3g} ms")
+        lines.append(f"{timed.source.name}: {timed.runtime}{kind}, {many}: {timed.seconds * 1e3:.3g} ms")
     for program in programs:
         program.close()
     return chosen(found).source
@@ -237,9 +237,9 @@ def main() -> None:
     order = json.loads(sys.stdin.read())
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a workload prints is not the answer
-    told: dict[str, Any]
+    answer: dict[str, Any]
     try:
-        source, said = prepare(
+        source, lines = prepare(
             order["name"],
             order["place"],
             Path(order["folder"]),
@@ -248,14 +248,14 @@ def main() -> None:
             projects=[Path(folder) for folder in order["projects"]],
             batch=order["batch"],
         )
-        told = {"source": source.to_json(), "said": said}
+        answer = {"source": source.to_json(), "said": lines}
     except (ValueError, ApportionError) as error:
-        told = {"refused": str(error), "user": isinstance(error, ValueError)}
+        answer = {"refused": str(error), "user": isinstance(error, ValueError)}
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         cure = ": free some of that disk, or set TMPDIR to a folder on another one" if full else ""
-        told = {"refused": f"member {order['name']} ({order['place']}): {error}{cure}", "user": False}
-    print(json.dumps(told), file=out, flush=True)
+        answer = {"refused": f"member {order['name']} ({order['place']}): {error}{cure}", "user": False}
+    print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ VALUES = 4096
 @dataclass(frozen=True)
 class GraphReading:
     """What was read of a graph. ``why``: why the rows of its outputs may depend on other rows than their own; None
-    where they do not. ``quantized``: tells whether it rounds to whole numbers on the way; ``random``: whether it draws
+    where they do not. ``quantized``: whether it rounds to whole numbers on the way; ``random``: whether it draws
     random numbers."""
 
     why: str | None

@@ -27,7 +27,7 @@ class RowAxis:
     axis: int
     layouts: frozenset[tuple[int, int]] = frozenset({(1, 1)})
     numbered: bool = False
-    """Tells that the first number in the last dimension is that of the row itself, as in an index of (row, column)."""
+    """Whether the first number in the last dimension is that of the row itself, as in an index of (row, column)."""
 
     def at(self, axis: int) -> RowAxis:
         """Return the same rows at another axis."""

@@ -33,7 +33,7 @@ class Source:
     sample: str | None = None
     """A file (.npz) of one row of each input, in the program's order, that the net is known to compute."""
     batched: bool = False
-    """Tells whether requests may be computed together: each row of the outputs is known to depend on its own row of the
+    """Whether requests may be computed together: each row of the outputs is known to depend on its own row of the
     inputs alone."""
     inputs: tuple[ServedTensor, ...] | None = None
     """The inputs as they are served: in the order of the ensemble's, with the names that they have there; None takes
