@@ -53,7 +53,7 @@ def guarded() -> Iterator[None]:
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words
-        typer.echo("\n".join(_notes(interrupt) or ["interrupted"]), err=True)
+        typer.echo(in_flags("\n".join(_notes(interrupt) or ["interrupted"])), err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 
