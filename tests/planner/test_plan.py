@@ -889,8 +889,8 @@ def test_the_commands_are_for_the_address_and_the_numbers_are_of_the_profile(fol
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "plan needs a workload (FILE:NAME), or network=: a profile"),
-        (("--network", "profile.json"), "say which machines with cluster="),
+        ((), "plan needs a workload (FILE:NAME), or --network: a profile"),
+        (("--network", "profile.json"), "say which machines with --cluster"),
         (("--network", "nowhere.json", "--cluster", "cluster.json"), "there is no file nowhere.json"),
         (("--network", "profile.json", "--cluster", "nowhere.json"), "there is no file nowhere.json"),
         (("--network", "broken.json", "--cluster", "cluster.json"), "broken.json is not JSON"),

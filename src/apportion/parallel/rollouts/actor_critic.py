@@ -69,10 +69,9 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     environment that breaks gymnasium's contract, and for a network that does not fit its spaces. Mnih et al.,
     "Asynchronous Methods for Deep Reinforcement Learning", ICML 2016.
     """
-    _check_counts(frames=frames, actors=actors, environments=environments, steps=steps, episodes=episodes)
-    _check_counts(longest_episode=longest_episode)
-    if evaluate_every is not None and not (isinstance(evaluate_every, int | float) and evaluate_every >= 1):
-        raise ValueError(f"evaluate_every={evaluate_every!r} must be a number of frames of at least 1, or None")
+    _check_counts(frames=frames, actors=actors, environments=environments, steps=steps)
+    _check_counts(episodes=episodes, longest_episode=longest_episode)
+    _check_interval(evaluate_every)
     _check_shares(gamma=gamma, gae=gae)
     _check_model(model, compiled=bool(more.get("compile")))
     known = _looked_at(environment)
@@ -82,9 +81,12 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     def make() -> Unrolled:
         return Unrolled(model(), state=state, observations=numbers, rewards=normalise_rewards, parts=parts)
 
-    def rollouts() -> Any:
+    def rollouts() -> Rollouts:
         sizes = {"actors": actors, "environments": environments, "steps": steps}
         return Rollouts(environment, **sizes, gamma=gamma if normalise_rewards else 0.0, state=state)
+
+    def whole_episodes() -> Episodes:
+        return Episodes(environment, episodes, state=state, longest=longest_episode)
 
     workload = Workload(
         model=make,
@@ -95,11 +97,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
         loss=ActorCriticLoss(known.policy, gamma, gae, value, entropy, normalise_advantages),
         count=terms,
         steps=max(1, frames // a_step),
-        evaluation=_evaluation(
-            lambda: Episodes(environment, episodes, state=state, longest=longest_episode),
-            None if evaluate_every is None else max(1, evaluate_every // a_step),
-            actors,
-        ),
+        evaluation=_evaluation(whole_episodes, None if evaluate_every is None else evaluate_every // a_step, actors),
         schedule=_annealed if anneal else None,
         seed=seed,
         **more,
@@ -134,12 +132,18 @@ def _normalised_parts(observed: ObservationFormat) -> tuple[tuple[bool, ...], in
 def _evaluation(data: Callable[[], Any], every: int | None, at_once: int) -> Evaluation:
     """The evaluation by whole episodes, every so many steps, of which ``at_once`` workers each play some."""
     metrics = {"score": judged, "length": lasted}
+    every = None if every is None else max(1, int(every))
     return Evaluation(data=data, metrics=metrics, every=every, best="max score", batch_size=at_once)
 
 
 def _annealed(optimizer: Optimizer, total: int) -> LRScheduler:
     """The learning rate falls in a straight line to 0 with the frames."""
     return LambdaLR(optimizer, lambda done: 1.0 - done / total)
+
+
+def _check_interval(evaluate_every: object) -> None:
+    if evaluate_every is not None and not (isinstance(evaluate_every, int | float) and evaluate_every >= 1):
+        raise ValueError(f"evaluate_every={evaluate_every!r} must be a number of frames of at least 1, or None")
 
 
 def _check_shares(**settings: float) -> None:
