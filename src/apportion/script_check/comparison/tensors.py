@@ -1,0 +1,119 @@
+"""The tensors of all ranks beside those of one process: which is which, and by how much they differ."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.record import Event, RankRecord
+
+Array = np.ndarray[Any, Any]
+RELATIVE = 1e-9
+"""What rounding in float64 may change of a tensor, relative to its norm."""
+FLOOR = 1e-12
+"""The same, relative to the norm of all tensors: a gradient that is zero but for rounding has no relative error."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one rank's tensor differs from the same tensor of one process.
+
+    ``relative``: the norm of the difference over the norm of the reference; ``ratio``: the factor of the reference
+    that fits best; ``cosine``: of the angle between the two.
+    """
+
+    name: str
+    rank: int
+    relative: float
+    ratio: float
+    cosine: float
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the tensor is a multiple of the reference, and nothing else."""
+        return self.cosine > 1 - 1e-9
+
+
+def difference(name: str, rank: int, found: Array | None, reference: Array | None, scale: float) -> Difference | None:
+    """Returns how a tensor differs from its reference; None where rounding explains it. No gradient counts as zero.
+    ``scale``: the norm of all tensors together."""
+    if found is None and reference is None:
+        return None
+    if found is None or reference is None:
+        shape = (found if found is not None else reference).shape  # type: ignore[union-attr]
+        found = np.zeros(shape) if found is None else found
+        reference = np.zeros(shape) if reference is None else reference
+    if found.shape != reference.shape:
+        return Difference(name, rank, float("inf"), float("nan"), float("nan"))
+    a, b = found.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return None if np.array_equal(a, b, equal_nan=True) else Difference(name, rank, float("inf"), 0.0, 0.0)
+    distance, norm, other = (float(np.linalg.norm(each)) for each in (a - b, b, a))
+    if distance <= RELATIVE * norm + FLOOR * scale:
+        return None
+    product = float(a @ b)
+    cosine = product / (norm * other) if norm and other else 0.0
+    return Difference(name, rank, distance / norm if norm else float("inf"), product / norm**2 if norm else 0.0, cosine)
+
+
+def scale_of(arrays: Mapping[str, Array | None]) -> float:
+    """Returns the norm of all tensors together."""
+    return float(np.sqrt(sum(float(np.sum(np.square(a, dtype=np.float64))) for a in arrays.values() if a is not None)))
+
+
+def initial(record: RankRecord) -> dict[str, Array]:
+    """Returns the parameters and buffers of a rank before its first step, by name."""
+    return {
+        name: array for event in record.of("network") if not event["step"] for name, array in event["weights"].items()
+    }
+
+
+def matching(ranks: Sequence[RankRecord], union: RankRecord) -> list[dict[str, str]]:
+    """Returns for each rank the names of its tensors with the names that they have in one process.
+
+    They are the same, but for stages of a pipeline, where each rank names the layers of its own: a tensor that begins
+    with other values than the one of its name is the one that begins with its values.
+    """
+    reference = initial(union)
+    by_value = defaultdict[tuple[Any, ...], list[str]](list)
+    for name, array in reference.items():
+        by_value[_value(array)].append(name)
+    found = list[dict[str, str]]()
+    for record in ranks:
+        names = dict[str, str]()
+        taken = set[str]()
+        for name, array in initial(record).items():
+            if name in reference and _value(reference[name]) == _value(array):
+                names[name] = name
+                taken.add(name)
+        for name, array in initial(record).items():
+            if name not in names:
+                others = [each for each in by_value[_value(array)] if each not in taken] or by_value[_value(array)]
+                names[name] = others[0] if others else name
+                taken.add(names[name])
+        found.append(names)
+    return found
+
+
+def _value(array: Array) -> tuple[Any, ...]:
+    return (array.shape, array.tobytes())
+
+
+def step_of(record: RankRecord, optimizer: int, number: int) -> Event | None:
+    """Returns the n-th step of an optimizer on a rank, from 1; None where it has not made it."""
+    return next((s for s in record.steps if s["optimizer"] == optimizer and s["number"] == number), None)
+
+
+def places(record: RankRecord) -> list[tuple[int, int]]:
+    """Returns the steps of a rank, in order, each as the number of the optimizer and of its step."""
+    return [(step["optimizer"], step["number"]) for step in record.steps]
+
+
+def shown(name: str, names: Sequence[str]) -> str:
+    """Returns a name as it is printed: without the variable that holds the network, where all names have the same."""
+    first = {each.partition(".")[0] for each in names}
+    return name.partition(".")[2] or name if len(first) == 1 else name

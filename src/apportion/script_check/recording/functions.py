@@ -1,0 +1,45 @@
+"""The mode that sees every function of torch in the script's thread, and hands each kind to the file it concerns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from apportion.script_check.recording import losses, randomness
+from apportion.script_check.recording.precision import Rewriting
+from apportion.script_check.recording.recorder import Recorder
+
+
+class Functions(TorchFunctionMode):
+    """Rewrites arguments, leaves dropout out, and records losses."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name == "__get__" or not (args or kwargs):
+            return function(*args, **kwargs)
+        done, result = self._rewriting.replaced(name, args)
+        if done:
+            return result
+        args, kwargs = self._rewriting.arguments(args, kwargs)
+        if self._recorder.plan["no_dropout"]:
+            done, result = randomness.dropout(self._recorder, name, args, kwargs)
+            if done:
+                return result
+            if name == "scaled_dot_product_attention":
+                args, kwargs = randomness.attention(self._recorder, args, kwargs)
+        result = self._rewriting.result(name, function(*args, **kwargs))
+        if name in losses.CRITERIA and isinstance(result, Tensor):
+            losses.criterion(self._recorder, name, args, kwargs, result)
+        return result
+
+
+def install(recorder: Recorder) -> None:
+    """Enter the mode for the rest of the process."""
+    Functions(recorder).__enter__()

@@ -1,0 +1,118 @@
+"""Watches the script's networks: their weights before the first step, and their training flags.
+
+A network is the outermost module whose forward is called. It is recorded before its first forward; in a pass that is
+fed, its weights are first set to those that rank 0 of the other pass began with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from apportion.script_check.recording.names import Root, root_of
+from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.tensors import LARGEST_WHOLE, placements, values
+
+
+class Networks:
+    """The networks of this rank, and the names of their parameters."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._depth = 0
+        self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
+        self._outermost = dict[int, weakref.ref[nn.Module]]()
+        self._names = dict[int, tuple[weakref.ref[Tensor], str]]()
+        self.sampled = False
+        """Whether the networks are so large that samples of their tensors are recorded."""
+        self.evaluating = dict[str, tuple[str, ...]]()
+        """By network, the modules that were in evaluation mode at its last forward with gradients."""
+        self.forwards = 0
+        """The number of forwards with gradients of outermost modules."""
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        """Before each forward of each module."""
+        self._depth += 1
+        if self._depth > 1 or not self._recorder.active:
+            return
+        known = self._outermost.get(id(module))
+        if known is None or known() is not module:
+            self._meet(module)
+            self._outermost[id(module)] = weakref.ref(module)
+        if torch.is_grad_enabled():
+            self.forwards += 1
+            self._note_flags()
+        self._recorder.emit("forward", gradients=torch.is_grad_enabled(), site=self._recorder.site())
+
+    def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """After each forward of each module, also one that raised."""
+        self._depth -= 1
+
+    def name(self, parameter: Tensor) -> str | None:
+        """Returns the name of a parameter; None for one of no network met so far."""
+        found = self._names.get(id(parameter))
+        if found is None or found[0]() is not parameter:
+            self._refresh()
+            found = self._names.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    def roots(self) -> list[Root]:
+        """Returns the networks that still exist."""
+        return [root for reference, root in self._roots if reference() is not None]
+
+    def _meet(self, module: nn.Module) -> None:
+        root = root_of(module, self._recorder.frame(), self._recorder.own)
+        if any(reference() is root.module for reference, _ in self._roots):
+            return
+        self._roots.append((weakref.ref(root.module), root))
+        self.sampled = sum(p.numel() for r in self.roots() for _, p in r.parameters()) > LARGEST_WHOLE
+        self._feed(root)
+        tensors = [*root.parameters(), *root.buffers()]
+        self._recorder.emit(
+            "network",
+            label=root.label,
+            wrapper=type(module).__name__,
+            type=type(root.module).__name__,
+            weights={name: values(tensor) for name, tensor in tensors},
+            trainable=[name for name, parameter in root.parameters() if parameter.requires_grad],
+            placements={name: placements(tensor) for name, tensor in tensors if isinstance(tensor, DTensor)},
+            modules={name: type(each).__name__ for name, each in root.modules()},
+            site=self._recorder.site(),
+        )
+        self._refresh()
+
+    def _feed(self, root: Root) -> None:
+        """Sets the weights to those of the pass that this one is fed from, until the first step."""
+        feed = self._recorder.feed
+        if feed is None or self._recorder.step:
+            return
+        with torch.no_grad():
+            for name, tensor in [*root.parameters(), *root.buffers()]:
+                recorded = feed.weights.get(name)
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if recorded is not None and recorded.shape == tuple(local.shape):
+                    local.copy_(torch.as_tensor(recorded))
+
+    def _refresh(self) -> None:
+        self._names = {
+            id(parameter): (weakref.ref(parameter), name)
+            for root in self.roots()
+            for name, parameter in root.parameters()
+        }
+
+    def _note_flags(self) -> None:
+        for root in self.roots():
+            self.evaluating[root.label] = tuple(name for name, each in root.modules() if not each.training)
+
+
+def install(recorder: Recorder) -> Networks:
+    """Watch every module's forward; returns what is known of the networks."""
+    networks = Networks(recorder)
+    register_module_forward_pre_hook(networks.before)
+    register_module_forward_hook(networks.after, always_call=True)
+    return networks

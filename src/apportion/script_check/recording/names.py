@@ -1,0 +1,86 @@
+"""Names of parameters and buffers: those of the module that a variable of the script holds, without what wrappers add
+to them, so that they are the same on every rank and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_DEEPEST = 64
+
+
+class Root:
+    """The module of one variable of the script, and the names of what it holds. ``label``: the variable."""
+
+    def __init__(self, label: str, module: nn.Module) -> None:
+        self.label, self.module = label, module
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The names and parameters, each parameter once."""
+        for name, parameter in self.module.named_parameters():
+            yield f"{self.label}.{plain(name)}", parameter
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The names and buffers."""
+        for name, buffer in self.module.named_buffers():
+            yield f"{self.label}.{plain(name)}", buffer
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The names and modules, wrappers left out."""
+        for name, module in self.module.named_modules():
+            if name.rpartition(".")[2] not in _WRAPPERS:
+                yield f"{self.label}.{plain(name)}".rstrip("."), module
+
+
+def plain(name: str) -> str:
+    """Returns a dotted name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module inside of wrappers such as DistributedDataParallel and a compiled module."""
+    for _ in range(_DEEPEST):
+        for attribute in _WRAPPERS[:2]:
+            inner = module._modules.get(attribute)
+            if inner is not None and len(module._modules) == 1:
+                module = inner
+                break
+        else:
+            return module
+    return module
+
+
+def root_of(module: nn.Module, frame: FrameType | None, own: Any) -> Root:
+    """Returns the largest module that a variable of the script's frames holds and that contains ``module``; where
+    there is none, ``module`` itself, named after its class."""
+    inner = unwrapped(module)
+    best: Root | None = None
+    size = 0
+    seen = set[int]()
+    while frame is not None:
+        if own(frame.f_code.co_filename):
+            for label, value in _variables(frame):
+                if id(value) in seen:
+                    continue
+                seen.add(id(value))
+                contained = list(value.modules())
+                if len(contained) > size and any(each is inner for each in contained):
+                    best, size = Root(label, value), len(contained)
+        frame = frame.f_back
+    return best or Root(type(inner).__name__, inner)
+
+
+def _variables(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that variables of a frame hold, and attributes of the objects that they hold."""
+    for variables in (frame.f_locals, frame.f_globals):
+        for label, value in list(variables.items()):
+            if isinstance(value, nn.Module):
+                yield label, value
+            elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):
+                for name, held in list(vars(value).items()):
+                    if isinstance(held, nn.Module):
+                        yield name, held

@@ -1,0 +1,153 @@
+"""Records each optimizer step: the gradients before it, the weights after it, learning rates and training state.
+
+torch's global hooks see every optimizer that subclasses its own. An optimizer that calls ``super().step()`` has them
+called twice, of which the outer call counts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.recorder import Finished, Recorder
+from apportion.script_check.recording.tensors import digest, placements, values
+
+
+class Steps:
+    """The optimizer steps of this rank."""
+
+    def __init__(self, recorder: Recorder, networks: Networks) -> None:
+        self._recorder, self._networks = recorder, networks
+        self._depth = dict[int, int]()
+        self._numbers = dict[int, int]()
+        self._made = dict[int, int]()
+        self._before = dict[str, Any]()
+        self._rates = list[float]()
+        self._alive = list[Optimizer]()
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step: its gradients."""
+        self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) + 1
+        if depth > 1 or not self._recorder.active:
+            return
+        if id(optimizer) not in self._numbers:
+            self._numbers[id(optimizer)] = len(self._numbers)
+            self._alive.append(optimizer)  # so that no other gets its id
+        number = self._numbers[id(optimizer)]
+        if self._made.get(number, 0) >= self._recorder.plan["steps"]:
+            raise Finished
+        parameters = dict(self._parameters(optimizer, number))
+        sampled = self._networks.sampled
+        self._before = {
+            "optimizer": number,
+            "type": type(optimizer).__name__,
+            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
+            "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
+            "evaluating": dict(self._networks.evaluating),
+            "forwards": self._networks.forwards,
+            "generators": generators(),
+            "site": self._recorder.site(),
+        }
+        self._feed_rates(optimizer, number)
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: its weights."""
+        self._depth[id(optimizer)] -= 1
+        if self._depth[id(optimizer)] or not self._recorder.active:
+            return
+        number = self._numbers[id(optimizer)]
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate  # as a schedule may compute the next rate from this one
+        self._rates = []
+        sampled = self._networks.sampled
+        self._made[number] = self._made.get(number, 0) + 1
+        self._recorder.step += 1
+        self._recorder.emit(
+            "step",
+            **self._before,
+            number=self._made[number],
+            weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
+            buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
+            untouched=self._untouched(optimizer),
+            state=_state(dict(self._parameters(optimizer, number)), optimizer),
+        )
+
+    def _parameters(self, optimizer: Optimizer, number: int) -> Iterator[tuple[str, Tensor]]:
+        position = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._networks.name(parameter) or self._variable(parameter) or f"optimizer{number}.{position}"
+                yield name, parameter
+                position += 1
+
+    def _variable(self, parameter: Tensor) -> str | None:
+        frame = self._recorder.frame()
+        while frame is not None:
+            if self._recorder.own(frame.f_code.co_filename):
+                for variables in (frame.f_locals, frame.f_globals):
+                    for label, value in list(variables.items()):
+                        if value is parameter:
+                            return label
+            frame = frame.f_back
+        return None
+
+    def _untouched(self, optimizer: Optimizer) -> list[str]:
+        """The trainable parameters of the networks that no optimizer seen so far holds."""
+        held = {id(p) for each in self._alive for group in each.param_groups for p in group["params"]}
+        return [
+            name
+            for root in self._networks.roots()
+            for name, parameter in root.parameters()
+            if parameter.requires_grad and id(parameter) not in held
+        ]
+
+    def _feed_rates(self, optimizer: Optimizer, number: int) -> None:
+        """Takes the learning rates of the pass that this one is fed from, so that a difference between the schedules
+        is found as such and not in every weight."""
+        self._rates = []
+        feed = self._recorder.feed
+        steps = feed.rates.get(number, []) if feed is not None else []
+        made = self._made.get(number, 0)
+        if made < len(steps) and len(steps[made]) == len(optimizer.param_groups):
+            self._rates = [group["lr"] for group in optimizer.param_groups]
+            for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
+                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+
+
+def generators() -> dict[str, str]:
+    """Returns a digest of the state of each generator of random numbers on the CPU."""
+    state = np.random.get_state()
+    return {
+        "torch": digest(torch.get_rng_state()),
+        "python": digest(repr(random.getstate()).encode()),
+        "numpy": digest(np.asarray(state[1]).tobytes() + str(state[2:]).encode()),
+    }
+
+
+def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, float]]:
+    """The norm of each tensor of an optimizer's state, by parameter; sharded ones are left out."""
+    return {
+        name: {
+            key: float(value.detach().double().norm())
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and not isinstance(value, DTensor)
+        }
+        for name, parameter in parameters.items()
+    }
+
+
+def install(recorder: Recorder, networks: Networks) -> Steps:
+    """Watch the steps of every optimizer of torch's kind."""
+    steps = Steps(recorder, networks)
+    register_optimizer_step_pre_hook(steps.before)
+    register_optimizer_step_post_hook(steps.after)
+    return steps

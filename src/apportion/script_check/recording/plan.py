@@ -1,0 +1,41 @@
+"""What a pass does, as its driver writes it to a file for the ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pass over a script.
+
+    ``target``: the file, or with ``module`` the name of the module; ``arguments``: the script's own; ``folder``: the
+    folder of the script; ``record``: the folder that the ranks write to. ``ranks``: how many there are. ``steps``: the
+    most steps of each optimizer. ``epoch_batches``: the batches to which longer loaders are shortened; 0 leaves them.
+    ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for GPUs.
+    ``feed``: the file of what it is fed with, see ``feed.py``.
+    """
+
+    target: str
+    arguments: tuple[str, ...]
+    module: bool
+    folder: str
+    record: str
+    ranks: int
+    steps: int
+    epoch_batches: int
+    float64: bool = True
+    no_dropout: bool = True
+    no_gpu: bool = False
+    feed: str | None = None
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+def load_plan(path: str) -> dict[str, object]:
+    """Returns the fields of what ``save`` has written."""
+    return dict(json.loads(Path(path).read_text()))

@@ -1,0 +1,63 @@
+"""Writes down what a rank of a script does, one event at a time, so that a killed process leaves what it has seen."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from apportion.process import PACKAGE
+
+
+class Finished(BaseException):
+    """Enough steps have been recorded: leaves the script, past its ``except Exception``."""
+
+
+class Recorder:
+    """The record of this process. ``plan``: what is to be done in this pass (see ``plan.py``)."""
+
+    def __init__(self, plan: Mapping[str, Any], rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.step = 0
+        """The number of optimizer steps completed."""
+        self.feed = plan.get("feed")
+        """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
+        self._folder = str(plan["folder"])
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._file = Path(plan["record"], f"rank{rank}.pkl").open("wb")  # noqa: SIM115 (open until the process ends)
+
+    @property
+    def active(self) -> bool:
+        """Whether this process is the rank itself, and not a loader process forked from it."""
+        return os.getpid() == self._pid
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Write one event; nothing in a process forked from the rank."""
+        if not self.active:
+            return
+        data = pickle.dumps({"kind": kind, "step": self.step, **fields}, protocol=5)
+        with self._lock:
+            self._file.write(data)
+            self._file.flush()
+
+    def own(self, file: str) -> bool:
+        """Whether a source file is the user's: in the script's folder, and not of an installed package."""
+        return file.startswith(self._folder) and "site-packages" not in file and not file.startswith(str(PACKAGE))
+
+    def frame(self) -> FrameType | None:
+        """Returns the innermost frame of the user's code in this thread."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not self.own(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame
+
+    def site(self) -> str:
+        """Returns file and line, as ``train.py:31``, of the innermost frame of the user's code; empty outside of it."""
+        frame = self.frame()
+        return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"

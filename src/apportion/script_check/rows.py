@@ -1,0 +1,70 @@
+"""Batches as trees of arrays, and the union of what several ranks have read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor of a batch: its values, rows in dimension 0, and the name of its element type in torch."""
+
+    values: np.ndarray[Any, Any]
+    dtype: str
+
+
+class Unjoinable(ValueError):
+    """Batches whose rows cannot be joined along dimension 0."""
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """Returns the batch that has the rows of all batches, in order.
+
+    Raises Unjoinable where the batches differ in structure or in another dimension than the first.
+    """
+    first = trees[0]
+    if len({type(tree) for tree in trees}) != 1:
+        raise Unjoinable("the ranks' batches have different types")
+    if isinstance(first, Rows):
+        return _joined_arrays(trees)
+    if isinstance(first, Mapping):
+        if any(set(tree) != set(first) for tree in trees):
+            raise Unjoinable("the ranks' batches have different keys")
+        return {key: joined([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, tuple | list):
+        return _joined_lists(trees)
+    if any(tree != first for tree in trees):
+        raise Unjoinable("a value of the batch differs between the ranks")
+    return first
+
+
+def _joined_arrays(rows: Sequence[Rows]) -> Rows:
+    arrays = [each.values for each in rows]
+    if not arrays[0].ndim:
+        if any(not np.array_equal(array, arrays[0]) for array in arrays):
+            raise Unjoinable("a number of the batch differs between the ranks")
+        return rows[0]
+    if len({array.shape[1:] for array in arrays}) != 1:
+        raise Unjoinable("the ranks' batches have different shapes beyond the first dimension")
+    return Rows(np.concatenate(arrays), rows[0].dtype)
+
+
+def _joined_lists(trees: Sequence[Any]) -> Any:
+    first = trees[0]
+    if first and not any(isinstance(value, Rows | Mapping | tuple | list) for tree in trees for value in tree):
+        return type(first)(value for tree in trees for value in tree)  # a list with an entry a row
+    if len({len(tree) for tree in trees}) != 1:
+        raise Unjoinable("the ranks' batches have different numbers of parts")
+    return type(first)(joined(parts) for parts in zip(*trees, strict=True))
+
+
+def count(tree: Any) -> int | None:
+    """Returns the number of rows of a batch: the first dimension of its first tensor that has one."""
+    if isinstance(tree, Rows):
+        return len(tree.values) if tree.values.ndim else None
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
+    return next((found for found in map(count, parts) if found is not None), None)
