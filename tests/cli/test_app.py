@@ -40,7 +40,7 @@ FLAGS = {
     ],
     "proofs": ["--help", "--json", "--remove"],
     "check": [
-        "--accept", "--help", "--hosts", "--json", "--launcher", "--steps", "--strategy", "--workers", "-m",
+        "--accept", "--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers", "-m",
     ],
     "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [

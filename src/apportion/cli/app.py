@@ -235,6 +235,9 @@ def check(  # noqa: PLR0913 (the flags)
     accept: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a finding that is intended; again for each one")
     ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="write what was found about a script there")
+    ] = None,
     strategy: Annotated[str | None, typer.Option(metavar="S", help="the strategy to prove, of a workload")] = None,
     hosts: OnHosts = None,
     launcher: Launcher = None,
@@ -246,10 +249,10 @@ def check(  # noqa: PLR0913 (the flags)
     own = script_arguments(context)
     with guarded():
         if module is not None or (target is not None and ":" not in target):
-            request = ScriptRequest(target, module, own, workers, steps, accept or (), as_json)
+            request = ScriptRequest(target, module, own, workers, steps, accept or (), out, as_json)
             status = check_script_command(request, given)
         else:
-            workload = workload_of(target, own, {"--accept": accept}, strategy)
+            workload = workload_of(target, own, {"--accept": accept, "--out": out}, strategy)
             status = check_strategy_command(workload, str(strategy), steps, (launcher, workers, hosts), as_json)
     if status:
         raise typer.Exit(status)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from apportion.cli.script_display import answer_lines
 from apportion.cli.script_progress import ScriptProgress
+
+_NUMBERS = re.compile(r"\[[\s\d.,e+nul-]+\]")
+"""A list of numbers in JSON, with null for those that are not there."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class ScriptRequest:
     workers: int | None
     steps: int | None
     accept: Sequence[str]
+    out: str | None
     as_json: bool
 
 
@@ -60,8 +66,9 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _end)
-    from apportion.api.check_script import RANKS, check_script
+    from apportion.api.check_script import RANKS, check_script, script_of
     from apportion.script_check.driver import STEPS
+    from apportion.script_check.report import write_report
 
     with ScriptProgress(target):
         answer = check_script(
@@ -72,8 +79,10 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
             steps=STEPS if request.steps is None else request.steps,
             accept=request.accept,
         )
+    if request.out is not None:
+        write_report(answer, script_of(target, request.own, module=request.module is not None), request.out)
     if request.as_json:
-        typer.echo(json.dumps(answer.as_json(), indent=1, default=str))
+        typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
     else:
         typer.echo("\n".join(answer_lines(answer, target)))
     return answer.status
@@ -98,9 +107,18 @@ def _target(request: ScriptRequest, of_workloads: Mapping[str, str | None]) -> s
                 f"{flag} {value} goes with a workload, and {target} is a script, which has its own way to run on "
                 f"several ranks: leave {flag} out, or {hint}"
             )
+    if request.out is not None:
+        folder = Path(request.out).parent
+        if Path(request.out).is_dir() or not folder.is_dir():
+            what = "is a folder" if Path(request.out).is_dir() else f"lies in {folder}, which does not exist"
+            raise ValueError(f"--out {request.out} {what}: give the file to write the page to, as check.html")
     return target
 
 
 def _end(number: int, _: object) -> None:
     """End by a signal as by an exception, so that the script's processes end and its folder is removed."""
     raise SystemExit(128 + number)
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return " ".join(found[0].split())
