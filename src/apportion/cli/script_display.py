@@ -20,6 +20,7 @@ _VERDICTS = {
     "the same network, but": "The same network, but: each step of {script} on {ranks} ranks is that of one "
     "process, and something beside it is wrong.",
     "the same network": "The same network: on {ranks} ranks {script} computes what one process does.",
+    "the ranks wait for each other": "The ranks wait for each other: {script} does not go on with {ranks} ranks.",
     "undecided": "Undecided: {reason}",
     "could not run": "Could not run: {reason}",
 }
@@ -32,7 +33,8 @@ _LABELS = {"warning": "Wrong: ", "note": "Note: "}
 
 
 def answer_lines(answer: Answer, target: str) -> Iterator[str]:
-    """Yields the verdict, the findings, what was compared, and how the script was run."""
+    """Yields the verdict, the findings, what each rank was doing where they wait, what was compared, and how the script
+    was run."""
     ranks = answer.compared.get("ranks", "several")
     verdict = _VERDICTS[answer.verdict].format(ranks=ranks, script=Path(target).name, reason=_sentence(answer.reason))
     colour = _COLOURS.get(answer.verdict, typer.colors.RED)
@@ -41,6 +43,8 @@ def answer_lines(answer: Answer, target: str) -> Iterator[str]:
     for finding in answer.findings:
         yield ""
         yield from finding_lines(finding, Path(target).parent)
+    if answer.ranks:
+        yield from ("", *answer.ranks)
     about = [*_compared(answer.compared), *answer.about]
     if about:
         yield ""

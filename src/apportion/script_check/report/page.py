@@ -10,6 +10,7 @@ from typing import Any
 
 from apportion.reporting.html import tables
 from apportion.reporting.html.document import document, numbers, pair, section
+from apportion.script_check.report.hang import hang_sections
 from apportion.script_check.report.heat_map import heat_map, legend
 from apportion.script_check.report.norm_chart import norm_chart, norm_keys
 from apportion.script_check.report.row_chart import batch_lines, keys, loader_facts, row_chart, rows_in_words
@@ -21,6 +22,7 @@ _MEANING = {
     "another network": "On {ranks} ranks the script trains another network than it does as one process.",
     "the same network, but": "Each step is that of one process, and something beside it is wrong.",
     "the same network": "On {ranks} ranks the script computes what it does as one process.",
+    "the ranks wait for each other": "The script does not go on: each rank waits for what another one does not do.",
     "undecided": "It is not known whether the ranks train the network of one process.",
     "could not run": "The script could not be run, and nothing was compared.",
 }
@@ -36,6 +38,7 @@ def check_page(answer: Json, title: str, folder: Path) -> str:
     if answer["findings"]:
         found = "".join(_finding(finding, folder) for finding in answer["findings"])
         sections.append(section("What was found", found))
+    sections += hang_sections(answer)
     if table := compared.get("table"):
         sections += _steps(table)
     if loaders := [loader for loader in compared.get("loaders", ()) if any(map(any, loader["iterations"]))]:
