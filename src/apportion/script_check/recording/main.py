@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from apportion.process import die_with_parent
 from apportion.script_check.feed import load_feed
 from apportion.script_check.recording.plan import load_plan
 from apportion.script_check.recording.recorder import Finished, Recorder
@@ -19,6 +20,7 @@ from apportion.script_check.recording.recorder import Finished, Recorder
 
 def main(path: str) -> None:
     """Run one rank of the pass that a file describes, and end the process."""
+    die_with_parent(os.getppid())  # a check that is killed leaves no rank behind
     plan: dict[str, Any] = load_plan(path)
     if plan["feed"]:
         plan["feed"] = load_feed(plan["feed"])
