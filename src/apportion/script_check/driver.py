@@ -8,6 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from apportion.script_check.comparison import ranks_agree, with_union
+from apportion.script_check.comparison.extent import extent
+from apportion.script_check.comparison.row_table import row_table
+from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.findings import Answer, Finding, answer
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
@@ -58,4 +61,9 @@ def _compare(spread: Passed, union: Passed, accept: Collection[str]) -> Answer:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
     else:
         findings += with_union.findings(spread.records, union.records[0])
-    return answer(findings, accept, undecided=undecided)
+    compared = extent(spread.records, None if undecided else union.records[0])
+    compared["loaders"] = row_table(spread.records)
+    if not undecided:
+        differs = any(finding.severity == "difference" for finding in findings)
+        compared["table"] = step_table(spread.records, union.records[0], differs)
+    return answer(findings, accept, undecided=undecided, compared=compared)
