@@ -58,6 +58,8 @@ class Conditions:
     epoch_batches: int = 8
     float64: bool = True
     no_gpu: bool = False
+    join_gathers: bool = False
+    split_rows: bool = False
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
@@ -77,6 +79,8 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         epoch_batches=conditions.epoch_batches,
         float64=conditions.float64,
         no_gpu=conditions.no_gpu,
+        join_gathers=conditions.join_gathers,
+        split_rows=conditions.split_rows,
         feed=None if feed is None else str(folder / "feed.pkl"),
     )
     plan.save(folder / "plan.json")
