@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from apportion.script_check.comparison import gathers, numbers, ranks_agree, with_union
+from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.findings import Answer, Finding, answer
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
@@ -73,4 +74,9 @@ def _compare(
         about.append("Compared with the script as one process on the union of the ranks' rows.")
         further = [None if passed is None else passed.records[0] for passed in (split, joined)]
         findings += numbers.findings(spread.records, union.records[0], *further)
+        if lost := unplaced(spread.records, union.records[0]):
+            undecided = (
+                f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, "
+                "and are not compared"
+            )
     return answer(findings, accept, undecided=undecided, about=about)

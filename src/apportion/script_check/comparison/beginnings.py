@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from apportion.script_check.comparison.tensors import Array, initial, matching, shown
+from apportion.script_check.comparison.tensors import Array, initial, shown
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -18,7 +18,6 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None = None) -> li
     if union is None or any(_held_in_parts(each, initial(union)) for each in begun):
         return []
     reference = initial(union)
-    placed = matching(ranks, union)
     trained = {name for record in ranks for event in record.of("network") for name in event["trainable"]}
     for rank, weights in enumerate(begun[1:], 1):
         differs = [
@@ -26,7 +25,6 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None = None) -> li
             for name, array in weights.items()
             if name in begun[0]
             and name in trained
-            and placed[rank].get(name, name) == name
             and not np.array_equal(array, begun[0][name], equal_nan=True)
             and not np.array_equal(array, reference[name], equal_nan=True)
         ]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.script_check.comparison.tensors import Array, Difference, difference, matching, places, scale_of, step_of
+from apportion.script_check.comparison.places import Place, placed
+from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, places, scale_of, step_of
 from apportion.script_check.record import RankRecord
 
 
@@ -35,7 +36,8 @@ class Parting:
 
 def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | None, int]:
     """Returns where the ranks part from one process, None where they do not, and the number of steps compared."""
-    names = matching(ranks, union)
+    names = placed(ranks, union)
+    begun = [initial(record) for record in ranks]
     compared = 0
     for optimizer, number in places(union):
         reference = step_of(union, optimizer, number)
@@ -48,9 +50,11 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | N
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
                 for name, array in arrays.items():
-                    own = names[rank].get(name, name)
-                    if own in reference[what]:
-                        differs = difference(own, rank, array, reference[what][own], scale)
+                    place = names[rank].get(name) or (None if name in begun[rank] else Place(name))
+                    if place is not None and place.name in reference[what]:
+                        whole = reference[what][place.name]
+                        part = None if whole is None else place.of(whole, begun[rank].get(name))
+                        differs = difference(place.name, rank, array, part, scale)
                         found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"

@@ -19,7 +19,7 @@ def scale(evidence: Evidence) -> Finding | None:
     if not all(difference.scaled for difference in found.differences):
         return None
     if max(factors) - min(factors) > 1e-9 * abs(max(factors)) or any(
-        len(found.of(name)) != len(_holders(evidence, name)) for name in found.names
+        len(found.of(name)) != len(_holders(evidence, name)) for name in found.names if name not in evidence.sliced
     ):
         return None
     factor = factors[0]
@@ -138,8 +138,8 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     if given.alike and not wanted.alike:
         counts = _counts(evidence, wanted)
         sentence = (
-            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their weights "
-            f"are {_per_rank(_relative(wanted))}{counts}."
+            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their "
+            f"weights are {_per_rank(_relative(wanted))}{counts}."
         )
         remedy = (
             "Divide each rank's summed loss by the count (rows, tokens) of all ranks, and multiply by the number of "
