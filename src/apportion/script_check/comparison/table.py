@@ -15,7 +15,8 @@ from apportion.script_check.record import RankRecord
 class Parting:
     """The first step at which something differs. ``what``: gradients before the step, or weights after it.
     ``differences``: of each rank's tensors from those of one process, under the names of the latter. ``compared``: the
-    names of all tensors compared at that step."""
+    names of all tensors compared at that step. ``shown``: the step as it is printed, after those of optimizers that had
+    made their last one before, as an optimizer from before a restart has."""
 
     optimizer: int
     step: int
@@ -23,6 +24,7 @@ class Parting:
     differences: tuple[Difference, ...]
     compared: tuple[str, ...]
     site: str
+    shown: int
 
     def of(self, name: str) -> list[Difference]:
         """Returns the differences of one tensor, by rank."""
@@ -59,7 +61,20 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | N
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"
                 return Parting(
-                    optimizer, number, kind, tuple(found), tuple(reference[what]), reference["site"]
+                    optimizer,
+                    number,
+                    kind,
+                    tuple(found),
+                    tuple(reference[what]),
+                    reference["site"],
+                    number + _before(union, optimizer),
                 ), compared
         compared += 1
     return None, compared
+
+
+def _before(record: RankRecord, optimizer: int) -> int:
+    """The steps of the optimizers that had made their last one before an optimizer made its first."""
+    first = min(step["step"] for step in record.steps if step["optimizer"] == optimizer)
+    others = {step["optimizer"]: step for step in record.steps if step["optimizer"] != optimizer}
+    return sum(last["number"] for last in others.values() if last["step"] < first)

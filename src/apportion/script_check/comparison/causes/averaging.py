@@ -21,7 +21,9 @@ def cause(evidence: Evidence) -> Finding | None:
         sentence, remedy, site = _none(evidence, first.of("wrapper"))
     else:
         sentence, remedy, site = _some(evidence, alone)
-    return Finding("not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.step, site)
+    return Finding(
+        "not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.shown, site
+    )
 
 
 def _late(evidence: Evidence) -> Finding | None:
@@ -38,7 +40,7 @@ def _late(evidence: Evidence) -> Finding | None:
         "Set the flag, or leave no_sync(), before the forward of a window's last micro-batch.",
         evidence.shown(evidence.found.names),
         (),
-        evidence.found.step,
+        evidence.found.shown,
         late[0]["site"],
     )
 
@@ -68,6 +70,12 @@ def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]
             f"no_sync().",
             "Make the forward and backward of a window's last micro-batch outside of no_sync().",
             next((forward["site"] for forward in forwards), evidence.found.site),
+        )
+    if _sharded(evidence) and (group := _group_of_one(evidence)):
+        return (
+            f"{intro}fully_shard was given a mesh of 1 rank, where {evidence.count} hold the same parameters.",
+            "Pass the mesh of all ranks that hold the same parameters (flatten its data and sequence dimensions).",
+            group,
         )
     if wrappers:
         ignoring = "the wrapper does not average the parameters that the optimizer holds."
@@ -107,11 +115,12 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
             site,
         )
     if _sharded(evidence):
+        tensor = "it is an ordinary tensor" if they == "it" else "they are ordinary tensors"
+        if _inside_sharded(first.of("network"), names[0]):
+            return f"{intro}: {tensor} that fully_shard was told to ignore (ignored_params).", _averaged(they), site
         return (
-            f"{intro}: {'it is an ordinary tensor' if they == 'it' else 'they are ordinary tensors'} that no "
-            "fully_shard call manages (the root was not sharded, or ignored_params names the parameter).",
-            "Call fully_shard on the root module as well; average the gradient of an ignored parameter by an "
-            "all_reduce after backward.",
+            f"{intro}: {tensor} that no fully_shard call manages, as the root was not sharded.",
+            "Call fully_shard on the root module as well.",
             site,
         )
     return f"{intro}.", _averaged(they), site
@@ -125,6 +134,23 @@ def _sharded(evidence: Evidence) -> bool:
     return any(
         kind.startswith("FSDP") for event in evidence.ranks[0].of("network") for kind in event["modules"].values()
     )
+
+
+def _inside_sharded(networks: Sequence[Event], name: str) -> bool:
+    """Whether a parameter lies in a module that fully_shard was called on."""
+    parts = name.split(".")
+    above = {".".join(parts[:at]) for at in range(1, len(parts))}
+    return any(
+        kind.startswith("FSDP") and module in above for event in networks for module, kind in event["modules"].items()
+    )
+
+
+def _group_of_one(evidence: Evidence) -> str:
+    """The line that makes a network whose parameters are sharded over a mesh of one rank; empty where none is."""
+    for event in evidence.ranks[0].of("network"):
+        if event["groups"] and all(len(group) == 1 for group in event["groups"].values()):
+            return str(event["sites"].get(event["label"]) or event["site"])
+    return ""
 
 
 def site_of(evidence: Evidence, name: str) -> str:

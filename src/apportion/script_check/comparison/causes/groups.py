@@ -29,7 +29,7 @@ def tied(evidence: Evidence) -> Finding | None:
             "Add the gradients of the copies over the ranks that hold them, after backward and before the step.",
             tuple(dict.fromkeys(own.partition(".")[2] or own for _, own in copies)),
             tuple(rank for rank, _ in copies),
-            evidence.found.step,
+            evidence.found.shown,
             evidence.found.site,
         )
     return None
@@ -70,7 +70,7 @@ def inputs(evidence: Evidence) -> Finding | None:
                 "those of the data-parallel dimension of the mesh.",
                 evidence.shown(names),
                 tuple(members),
-                evidence.found.step,
+                evidence.found.shown,
                 _loader(evidence) or first["site"],
             )
     return None

@@ -32,7 +32,7 @@ def scale(evidence: Evidence) -> Finding | None:
         intro = f"{listed}: the gradient is {factor:.10g} times that of one process, the others agree"
     because, remedy = _because(evidence, factor)
     site = _site(evidence)
-    return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.step, site, factor)
+    return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
 
 
 def _holders(evidence: Evidence, name: str) -> list[int]:
@@ -132,7 +132,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
         remedy = "Clip after the gradients are averaged over the ranks, so that all ranks clip by the same norm."
         site = clips[0]["site"] if clips else found.site
         return Finding(
-            "clipped_before_average", "difference", sentence, remedy, names, (lower,), found.step, site,
+            "clipped_before_average", "difference", sentence, remedy, names, (lower,), found.shown, site,
             given.factors[lower] * evidence.count,
         )  # fmt: skip
     if given.alike and not wanted.alike:
@@ -146,7 +146,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
             "ranks where the wrapper averages."
         )
         return Finding(
-            "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.step, _site(evidence),
+            "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.shown, _site(evidence),
             wanted.factors[0] / given.factors[0],
         )  # fmt: skip
     if not np.allclose(given.factors, wanted.factors, rtol=1e-7):
@@ -156,7 +156,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
         )
         return Finding(
             "ranks_weighted", "difference", sentence, "Weight each rank's loss by its share of the rows of all ranks.",
-            names, (), found.step, _site(evidence),
+            names, (), found.shown, _site(evidence),
         )  # fmt: skip
     return None
 
@@ -207,7 +207,7 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
     sentence = (
         f"{listed}: the gradient on rank {rank} is {factor:.6g} times that of one process and of rank {others}, before "
-        f"step {found.step}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
+        f"step {found.shown}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
-    return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.step, found.site, factor)
+    return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)
