@@ -237,7 +237,7 @@ def test_an_optimizer_with_parameters_of_before() -> None:
 def test_ranks_that_begin_with_different_weights() -> None:
     other = {**WEIGHTS, "net.1.weight": RNG.normal(size=(2, 4))}
     ranks = [RankRecord(0, (network(WEIGHTS),)), RankRecord(1, (network(other),))]
-    (finding,) = beginnings.findings(ranks, RankRecord(0, (network(WEIGHTS),)))
+    (finding,) = beginnings.findings(ranks, RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS))))
     assert finding.name == "different_beginnings"
     assert finding.tensors == ("1.weight",)
     assert finding.ranks == (1,)

@@ -20,7 +20,9 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None = None) -> li
     networks = [record.of("network") for record in ranks]
     for events in zip(*networks, union.of("network"), strict=False):
         *begun, one = events
-        if any(event["label"] != one["label"] or _held_in_parts(event, one) for event in begun):
+        if one["step"] >= len(union.steps) or any(
+            event["label"] != one["label"] or _held_in_parts(event, one) for event in begun
+        ):
             continue
         for rank, event in enumerate(begun[1:], 1):
             if differs := _differing(event, begun[0], one):

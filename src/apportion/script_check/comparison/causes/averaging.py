@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from apportion.script_check.comparison.combination import combination
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event
@@ -93,8 +94,14 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
     shown = ", ".join(evidence.shown(alone)[:4]) + (" and others" if len(alone) > 4 else "")
     verb = "is" if len(alone) == 1 else "are"
     they = "it" if len(alone) == 1 else "them"
-    intro = f"{shown} {verb} trained, and no wrapper or collective averages {they} over the ranks"
     site = site_of(evidence, alone[0])
+    if _are_parts(evidence, alone):
+        return (
+            f"{shown}: each rank has only its own part of the gradient, and no collective adds the parts up.",
+            f"Add the gradient of {they} over the ranks of the group by an all_reduce, after backward.",
+            site,
+        )
+    intro = f"{shown} {verb} trained, and no wrapper or collective averages {they} over the ranks"
     own = {union: rank for rank, union in evidence.names[0].items()}
     names = [own.get(name, name) for name in alone]
     if wrapped := first.of("wrapped"):
@@ -124,6 +131,14 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
             site,
         )
     return f"{intro}.", _averaged(they), site
+
+
+def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
+    """Whether the gradients of one process are the plain sum of the ranks' own, while no wrapper averages others."""
+    if evidence.ranks[0].of("wrapper") or _sharded(evidence):
+        return False
+    made = combination({n: evidence.reference[n] for n in alone if n in evidence.reference}, evidence.own)
+    return made.exact and all(abs(factor - 1) < 1e-7 for factor in made.factors)
 
 
 def _averaged(they: str) -> str:

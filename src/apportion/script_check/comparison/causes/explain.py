@@ -18,6 +18,7 @@ def explained(evidence: Evidence) -> Finding:
         weighting.scale,
         lists.cause,
         weighting.ranks_weighted,
+        groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,
     )
