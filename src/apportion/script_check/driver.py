@@ -10,6 +10,7 @@ from pathlib import Path
 
 from apportion.script_check.comparison import gathers, numbers, ranks_agree, with_union
 from apportion.script_check.comparison.extent import extent
+from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.findings import Answer, Finding, answer
@@ -69,6 +70,9 @@ def _compare(
     findings: list[Finding] = [*ranks_agree.findings(spread.records)]
     undecided = ""
     about = list[str]()
+    usable = _unusable(union) is None
+    compared = extent(spread.records, union.records[0] if usable else None)
+    compared["loaders"] = row_table(spread.records)
     if (reason := _unusable(union)) is not None:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
         findings += numbers.findings(spread.records, None)
@@ -76,9 +80,11 @@ def _compare(
         about.append("Compared with the script as one process on the union of the ranks' rows.")
         further = [None if passed is None else passed.records[0] for passed in (split, joined)]
         findings += numbers.findings(spread.records, union.records[0], *further)
-    compared = extent(spread.records, None if undecided else union.records[0])
-    compared["loaders"] = row_table(spread.records)
-    if not undecided:
+        if lost := unplaced(spread.records, union.records[0]):
+            undecided = (
+                f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, "
+                "and are not compared"
+            )
         differs = any(finding.severity == "difference" for finding in findings)
         compared["table"] = step_table(spread.records, union.records[0], differs)
     return answer(findings, accept, undecided=undecided, compared=compared, about=about)

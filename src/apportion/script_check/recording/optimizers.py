@@ -6,8 +6,11 @@ called twice, of which the outer call counts.
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -36,12 +39,16 @@ class Steps:
         self._made = dict[int, int]()
         self._before = dict[str, Any]()
         self._rates = list[float]()
+        self._internal = False
         self._alive = list[Optimizer]()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: its gradients."""
         self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) + 1
         if depth > 1 or not self._recorder.active:
+            return
+        self._internal = _makes_state(self._recorder)
+        if self._internal:
             return
         if id(optimizer) not in self._numbers:
             self._numbers[id(optimizer)] = len(self._numbers)
@@ -70,7 +77,7 @@ class Steps:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """After a step: its weights."""
         self._depth[id(optimizer)] -= 1
-        if self._depth[id(optimizer)] or not self._recorder.active:
+        if self._depth[id(optimizer)] or not self._recorder.active or self._internal:
             return
         self._contributions.stepping = False
         number = self._numbers[id(optimizer)]
@@ -130,6 +137,16 @@ class Steps:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+
+
+def _makes_state(recorder: Recorder) -> bool:
+    """Whether torch makes a step of its own, with zero gradients and rates, that an optimizer has a state to load."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not recorder.own(frame.f_code.co_filename):
+        if frame.f_code.co_filename.endswith(os.path.join("distributed", "checkpoint", "state_dict.py")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def generators() -> dict[str, str]:
