@@ -58,4 +58,4 @@ def _compare(spread: Passed, union: Passed, accept: Collection[str]) -> Answer:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
     else:
         findings += with_union.findings(spread.records, union.records[0])
-    return answer(findings, accept, undecided=undecided)
+    return answer(findings, accept, undecided=undecided, about=(spread.sandbox,))
