@@ -69,7 +69,7 @@ def _compare(
 ) -> Answer:
     findings: list[Finding] = [*ranks_agree.findings(spread.records)]
     undecided = ""
-    about = list[str]()
+    about = [spread.sandbox] if spread.sandbox else []
     usable = _unusable(union) is None
     compared = extent(spread.records, union.records[0] if usable else None)
     compared["loaders"] = row_table(spread.records)
