@@ -9,6 +9,8 @@ from pathlib import Path
 
 from apportion.script_check.comparison import ranks_agree, with_union
 from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.hangs import report
+from apportion.script_check.hangs.sentences import ranks as written_ranks
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
 from apportion.script_check.union import union_feed
@@ -33,6 +35,8 @@ def check_script(
     conditions = Conditions(folder, limit, threads, steps, EPOCH_BATCHES)
     try:
         spread = run_pass("ranks", script, ranks, conditions)
+        if (hanging := _hanging(spread, script)) is not None:
+            return hanging
         if (reason := _unusable(spread)) is not None:
             return Answer("could not run", reason=reason)
         union = run_pass("union", script, 1, conditions, union_feed(spread.records))
@@ -41,7 +45,23 @@ def check_script(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _hanging(passed: Passed, script: Script) -> Answer | None:
+    """The answer about a pass whose ranks waited for each other; None where none did."""
+    waited = passed.waited
+    found = report.hang(passed.records, waited.stacks, died=waited.died, quiet=waited.quiet, folder=str(script.folder))
+    if found is None or (waited.how == "limit" and not found.all_wait):
+        return None
+    findings = (found.finding, *report.silent(passed.records))
+    return Answer("the ranks wait for each other", findings, ranks=found.lines, hang=found.details)
+
+
 def _unusable(passed: Passed) -> str | None:
+    if passed.waited.how == "limit":
+        late = written_ranks(passed.unfinished)
+        return f"{late} did not end within {passed.seconds:.0f} s; pass a higher limit or fewer steps"
+    if passed.waited.how == "hang":
+        found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
+        return "its ranks wait for each other" if found is None else found.finding.sentence
     if failed := passed.failed:
         outcome = failed[0].outcome or {}
         said = f"{outcome.get('type', '')}: {outcome.get('message', '')}" if outcome else passed.outputs[0][-300:]
@@ -52,7 +72,7 @@ def _unusable(passed: Passed) -> str | None:
 
 
 def _compare(spread: Passed, union: Passed, accept: Collection[str]) -> Answer:
-    findings: list[Finding] = [*ranks_agree.findings(spread.records)]
+    findings: list[Finding] = [*report.findings(spread.records), *ranks_agree.findings(spread.records)]
     undecided = ""
     if (reason := _unusable(union)) is not None:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"

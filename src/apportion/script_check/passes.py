@@ -15,6 +15,7 @@ from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import Plan
 from apportion.script_check.script import Script
+from apportion.script_check.waiting import Waited, wait_for_ranks
 
 _OFF = {
     "WANDB_MODE": "disabled", "WANDB_DISABLED": "true", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "",
@@ -22,18 +23,21 @@ _OFF = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1",
 }  # fmt: skip
 """Variables that keep loggers and hubs from calling out."""
-LEFT_SECONDS = 8.0
-"""How long ranks may go on after another rank has ended before they count as waiting for it."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """One pass: what the ranks recorded, what they printed, and those that did not end by themselves."""
+    """One pass: what the ranks recorded, what they printed, and how they were waited for."""
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
-    unfinished: tuple[int, ...]
+    waited: Waited
     seconds: float
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that did not end by themselves."""
+        return self.waited.unfinished
 
     @property
     def failed(self) -> list[RankRecord]:
@@ -93,12 +97,13 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
                         start_new_session=True,
                     )
                 )
-        unfinished = _wait(processes, since + conditions.limit)
+        waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
+        records = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
     finally:
         for process in processes:
             _kill(process)
     outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    return Passed(read_records(folder), outputs, unfinished, time.monotonic() - since)
+    return Passed(records, outputs, waited, time.monotonic() - since)
 
 
 def _environment(rank: int, ranks: int, port: int, temporary: Path, threads: int) -> Mapping[str, str]:
@@ -123,23 +128,6 @@ def _environment(rank: int, ranks: int, port: int, temporary: Path, threads: int
         "TMPDIR": str(temporary),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[int, ...]:
-    """Waits until all have ended, or some have and the others do not; returns the ranks of those that have not."""
-    first_end: float | None = None
-    while True:
-        running = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        now = time.monotonic()
-        if first_end is None and len(running) < len(processes):
-            first_end = now
-        late = first_end is not None and now > first_end + LEFT_SECONDS
-        if not running or now > deadline or late:
-            return tuple(running)
-        try:
-            processes[running[0]].wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
