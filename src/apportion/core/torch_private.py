@@ -8,6 +8,7 @@ it: without the name the run is slower and otherwise the same. ``missing`` lists
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 import threading
@@ -371,6 +372,33 @@ OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 """The classes of torch's operators."""
 attention_on_cpu: Any | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The operator that computes attention on the CPU, of which torch's counter of FLOPs knows nothing."""
+
+
+# Collectives
+
+DDP_COLLECTIVES = ("_verify_params_across_processes", "_broadcast_coalesced")
+"""Functions of torch.distributed that DistributedDataParallel calls on all ranks: as it is made, to compare the shapes
+of parameters; and to send the first rank's parameters and buffers."""
+DDP_REBUILD = "_rebuild_buckets"
+"""The method of its reducer that a forward calls, and in which the ranks agree on the order of the gradients, once."""
+
+
+def functional_collectives() -> ModuleType | None:
+    """The module of the collectives that DTensor calls; None where this torch has none."""
+    try:
+        return importlib.import_module("torch.distributed._functional_collectives")
+    except ImportError:
+        missing.append("torch.distributed._functional_collectives")
+        return None
+
+
+def process_group_named(name: str) -> Any | None:
+    """The process group that torch knows by a name; None where there is none."""
+    resolve = getattr(torch.distributed.distributed_c10d, "_resolve_process_group", None)
+    try:
+        return None if resolve is None else resolve(name)
+    except (RuntimeError, ValueError, KeyError):
+        return None
 
 
 # Loading

@@ -14,6 +14,8 @@ from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.hangs import report
+from apportion.script_check.hangs.sentences import ranks as written_ranks
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
 from apportion.script_check.union import union_feed
@@ -38,6 +40,8 @@ def check_script(
     conditions = Conditions(folder, limit, threads, steps, EPOCH_BATCHES)
     try:
         spread = run_pass("ranks", script, ranks, conditions)
+        if (hanging := _hanging(spread, script)) is not None:
+            return hanging
         if (reason := _unusable(spread)) is not None:
             return Answer("could not run", reason=reason)
         feed = union_feed(spread.records)
@@ -54,7 +58,23 @@ def check_script(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _hanging(passed: Passed, script: Script) -> Answer | None:
+    """The answer about a pass whose ranks waited for each other; None where none did."""
+    waited = passed.waited
+    found = report.hang(passed.records, waited.stacks, died=waited.died, quiet=waited.quiet, folder=str(script.folder))
+    if found is None or (waited.how == "limit" and not found.all_wait):
+        return None
+    findings = (found.finding, *report.silent(passed.records))
+    return Answer("the ranks wait for each other", findings, ranks=found.lines, hang=found.details)
+
+
 def _unusable(passed: Passed) -> str | None:
+    if passed.waited.how == "limit":
+        late = written_ranks(passed.unfinished)
+        return f"{late} did not end within {passed.seconds:.0f} s; pass a higher limit or fewer steps"
+    if passed.waited.how == "hang":
+        found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
+        return "its ranks wait for each other" if found is None else found.finding.sentence
     if failed := passed.failed:
         outcome = failed[0].outcome or {}
         said = f"{outcome.get('type', '')}: {outcome.get('message', '')}" if outcome else passed.outputs[0][-300:]
@@ -67,7 +87,7 @@ def _unusable(passed: Passed) -> str | None:
 def _compare(
     spread: Passed, union: Passed, split: Passed | None, joined: Passed | None, accept: Collection[str]
 ) -> Answer:
-    findings: list[Finding] = [*ranks_agree.findings(spread.records)]
+    findings: list[Finding] = [*report.findings(spread.records), *ranks_agree.findings(spread.records)]
     undecided = ""
     about = [spread.sandbox] if spread.sandbox else []
     usable = _unusable(union) is None

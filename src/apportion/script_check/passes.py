@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,10 @@ from pathlib import Path
 from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import Plan
-from apportion.script_check.sandbox.sandbox import Command, Rank, Sandbox
+from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
+from apportion.script_check.waiting import Waited, wait_for_ranks
 
 _LOG = logging.getLogger(__name__)
 """Reports each pass as it begins."""
@@ -27,20 +27,23 @@ _OFF = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1",
 }  # fmt: skip
 """Variables that keep loggers and hubs from calling out."""
-LEFT_SECONDS = 8.0
-"""How long ranks may go on after another rank has ended before they count as waiting for it."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """One pass: what the ranks recorded, what they printed, those that did not end by themselves, and how the user's
-    files were protected, as a sentence."""
+    """One pass: what the ranks recorded, what they printed, how they were waited for, and how the user's files were
+    protected, as a sentence."""
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
-    unfinished: tuple[int, ...]
+    waited: Waited
     seconds: float
     sandbox: str = ""
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that did not end by themselves."""
+        return self.waited.unfinished
 
     @property
     def failed(self) -> list[RankRecord]:
@@ -89,9 +92,10 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
                 for rank in range(ranks)
             ]
         )
-        unfinished = _wait(processes, since + conditions.limit)
+        waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
+        records = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
     outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    return Passed(read_records(folder), outputs, unfinished, time.monotonic() - since, sandbox.sentence)
+    return Passed(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
 
 
 def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> Plan:
@@ -134,23 +138,6 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _wait(processes: Sequence[Rank], deadline: float) -> tuple[int, ...]:
-    """Waits until all have ended, or some have and the others do not; returns the ranks of those that have not."""
-    first_end: float | None = None
-    while True:
-        running = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        now = time.monotonic()
-        if first_end is None and len(running) < len(processes):
-            first_end = now
-        late = first_end is not None and now > first_end + LEFT_SECONDS
-        if not running or now > deadline or late:
-            return tuple(running)
-        try:
-            processes[running[0]].wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _free_port() -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.script_check.comparison.places import Place, placed
+from apportion.script_check.comparison.places import Place, Places, placed
 from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, places, scale_of, step_of
 from apportion.script_check.record import RankRecord
 
@@ -51,13 +51,9 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | N
             found = list[Difference]()
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
-                for name, array in arrays.items():
-                    place = names[rank].get(name) or (None if name in begun[rank] else Place(name))
-                    if place is not None and place.name in reference[what]:
-                        whole = reference[what][place.name]
-                        part = None if whole is None else place.of(whole, begun[rank].get(name))
-                        differs = difference(place.name, rank, array, part, scale)
-                        found += [differs] if differs is not None else []
+                for name, array, part in beside(arrays, reference[what], names[rank], begun[rank]):
+                    differs = difference(name, rank, array, part, scale)
+                    found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"
                 return Parting(
@@ -71,6 +67,18 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | N
                 ), compared
         compared += 1
     return None, compared
+
+
+def beside(
+    arrays: Mapping[str, Array | None], reference: Mapping[str, Array | None], names: Places, begun: Mapping[str, Array]
+) -> Iterator[tuple[str, Array | None, Array | None]]:
+    """Yields each array of a rank with its name in one process and what is in its place there. ``names``: the rank's
+    places; ``begun``: what its tensors began with."""
+    for name, array in arrays.items():
+        place = names.get(name) or (None if name in begun else Place(name))
+        if place is not None and place.name in reference:
+            whole = reference[place.name]
+            yield place.name, array, None if whole is None else place.of(whole, begun.get(name))
 
 
 def _before(record: RankRecord, optimizer: int) -> int:

@@ -68,10 +68,14 @@ class Networks:
 
     def name(self, parameter: Tensor) -> str | None:
         """Returns the name of a parameter; None for one of no network met so far."""
-        found = self._names.get(id(parameter))
-        if found is None or found[0]() is not parameter:
+        if (known := self.known_name(parameter)) is None:
             self._refresh()
-            found = self._names.get(id(parameter))
+            known = self.known_name(parameter)
+        return known
+
+    def known_name(self, parameter: Tensor) -> str | None:
+        """Returns the name of a parameter if it is known already, without another look at the networks."""
+        found = self._names.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
 
     def module_name(self, module: nn.Module) -> str | None:

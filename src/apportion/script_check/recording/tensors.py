@@ -14,11 +14,20 @@ LARGEST_SAMPLE = 1 << 16
 """The elements recorded of one tensor of a network that has more than ``LARGEST_WHOLE`` of them."""
 LARGEST_WHOLE = 1 << 22
 
+gathering = list[bool]()
+"""Holds something while a DTensor is made whole: its collectives are not the script's."""
+
 
 def whole(tensor: Tensor) -> Tensor:
     """Returns all of a tensor. Of a DTensor that is a collective, which all ranks of its mesh have to call."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathering.append(True)
+    try:
+        return tensor.full_tensor()
+    finally:
+        gathering.pop()
 
 
 def values(tensor: Tensor, sampled: bool = False) -> np.ndarray[Any, Any]:
