@@ -58,12 +58,12 @@ def divided(rows: Any, ranks: int, steps: int, shared: bool | int, parts: Sequen
             )
         return Division(chosen, group)
     if count % (steps * groups):
-        fitting = max(1, count // (steps * groups)) * steps * groups
-        larger = (count // (steps * groups) + 1) * steps * groups
+        whole = count // (steps * groups)
+        fitting = [number * steps * groups for number in (whole, whole + 1) if number]
         raise ValueError(
             f"rows have {count} examples, which are not divisible into steps={steps} global batches with equal parts "
             f"for {groups} {'groups of ranks' if group > 1 else 'ranks'}: give a multiple of {steps * groups}, such as "
-            f"{' or '.join(map(str, dict.fromkeys((fitting, larger))))}, or the rows of each rank in a batch, as "
+            f"{' or '.join(map(str, fitting))}, or the rows of each rank in a batch, as "
             "parts=(3, 5)"
         )
     return Division((count // (steps * groups),) * groups, group)

@@ -48,7 +48,8 @@ class _Tensor:
 
     @property
     def scaled(self) -> bool:
-        return all(each is None or each.scaled for each in self.by_rank)
+        """Whether each rank's tensor is a multiple of the reference, zero among them."""
+        return all(each is None or each.scaled or _is_zero(each) for each in self.by_rank)
 
     @property
     def alike(self) -> bool:
@@ -172,7 +173,8 @@ def _differs_by_rank(tensors: Sequence[_Tensor], seen: Circumstances) -> Cause:
         "differs by rank",
         f"{scope} differs between the ranks.",
         "Each rank uses something of its own here: gradients that are not averaged and are scaled as well, weights "
-        "that differ, or lists of parameters in another order in the all-reduce.",
+        "that differ, lists of parameters in another order in the all-reduce, or rows that differ between the ranks of "
+        "a tensor-parallel group (shared=True gives all ranks the same rows).",
     )
 
 
@@ -223,6 +225,10 @@ def _shapes(tensors: Sequence[_Tensor], seen: Circumstances) -> Cause:
 
 def _worst(tensors: Sequence[_Tensor]) -> float:
     return min((each.cosine for tensor in tensors for each in tensor.by_rank if each is not None), default=1.0)
+
+
+def _is_zero(each: Difference) -> bool:
+    return each.ratio == 0 and _near(each.relative, 1)
 
 
 def _near(a: float, b: float) -> bool:

@@ -15,13 +15,11 @@ WIDTH = 100
 
 def message(found: Disagreement, ranks: int) -> str:
     """Returns what is printed of a disagreement of ``ranks`` ranks."""
-    parts = [f"Another network on {ranks} ranks: {found.sentence}."]
-    if found.differences:
-        parts.append(table(found.differences, ranks))
-    parts.append(_paragraph("Cause", found.cause.sentence))
-    parts.append(_paragraph("Remedy", found.cause.remedy))
-    parts += [_paragraph("Note", note) for note in found.notes]
-    return "\n\n".join(parts[:2]) + "\n\n" + "\n".join(parts[2:])
+    verdict = _paragraph(f"{found.verdict} on {ranks} ranks", f"{found.sentence}.")
+    shown = [table(found.differences, ranks)] if found.differences else []
+    reasons = [_paragraph("Cause", found.cause.sentence), _paragraph("Remedy", found.cause.remedy)]
+    reasons += [_paragraph("Note", note) for note in found.notes]
+    return "\n\n".join([verdict, *shown, "\n".join(reasons)])
 
 
 def table(differences: Sequence[Difference], ranks: int) -> str:

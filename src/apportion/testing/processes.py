@@ -29,13 +29,21 @@ TARGET = "apportion.testing.rank:run"
 END_SECONDS = 10.0
 LATE_SECONDS = 5.0
 """How long other ranks may go on without progress once one has ended, beside four times its own time."""
+SYMPTOM_SECONDS = 2.0
+"""How long the cause may take to arrive after a rank has raised that another one is gone."""
 _LOOK_SECONDS = 0.25
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+_SYMPTOMS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Socket closed")
+"""What gloo raises where the process on the other side has ended."""
 
 
 def prepare() -> None:
     """Start the process that ranks are forked from, if there is none, and have it import what they need; returns at
     once."""
-    template().import_ahead([TARGET.partition(":")[0], "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    modules = [TARGET.partition(":")[0]]
+    if any(name in sys.modules for name in _SHARDING):
+        modules += [*_SHARDING, "torch._dynamo.utils"]  # which they import when they are first used, in each rank
+    template().import_ahead(modules)
 
 
 @dataclass
@@ -44,6 +52,7 @@ class _Rank:
     lines: Lines
     process: ForkedProcess | None = None
     finished: bool = False
+    died: bool = False
     calls: int = -1
     raised: Mapping[str, Any] | None = None
     heard: float = field(default_factory=time.monotonic)
@@ -108,6 +117,7 @@ def _environment(place: Place) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "PYTHONUNBUFFERED": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # what a compiled module computes is not in question, and compiling takes seconds
     }
 
 
@@ -118,13 +128,31 @@ def _wait(ranks: Sequence[_Rank], selector: selectors.BaseSelector, timeout: flo
             rank: _Rank = key.data
             messages = rank.lines.receive()
             if messages is None:
-                raise _died(rank)
-            for message in messages:
+                rank.died = True
+                selector.unregister(rank.lines.socket)
+            for message in messages or ():
                 _note(rank, message)
-        for rank in ranks:
-            if rank.raised is not None:
-                raise _raised(rank)
+        if (failure := _failure(ranks)) is not None:
+            raise failure
         _refuse_waiting(ranks, began, timeout)
+
+
+def _failure(ranks: Sequence[_Rank]) -> Exception | None:
+    """Returns what ended a rank; None where all go on. That a connection was closed is a symptom: its cause, the end of
+    another rank, may be a moment away."""
+    for rank in ranks:
+        if rank.died and rank.raised is None:
+            return _died(rank)
+    raised = [rank for rank in ranks if rank.raised is not None]
+    causes = [rank for rank in raised if not _is_symptom(rank)]
+    waited = raised and time.monotonic() - min(rank.heard for rank in raised) > SYMPTOM_SECONDS
+    if causes or waited or (raised and len(raised) == len(ranks)):
+        return _raised(min(causes or raised, key=lambda rank: rank.heard))
+    return None
+
+
+def _is_symptom(rank: _Rank) -> bool:
+    return rank.raised is not None and any(each in rank.raised["summary"] for each in _SYMPTOMS)
 
 
 def _note(rank: _Rank, message: Mapping[str, Any]) -> None:
@@ -154,7 +182,7 @@ def _refuse_waiting(ranks: Sequence[_Rank], began: float, timeout: float) -> Non
     if ended:
         done = next(rank for rank in ranks if rank.finished)
         message += f", after {_name(done)} had made all its steps"
-    logs = {_name(rank): (_where(rank), log_of(rank.place)) for rank in ranks}
+    logs = {_name(rank): (_where(rank), "" if rank.finished else log_of(rank.place)) for rank in ranks}
     raise WorkerFailed(
         f"{message}:\n{where_ranks_wait(logs)}\nEvery rank has to call the same collectives in the same order. Where "
         "the ranks only compute, give a longer timeout=",
@@ -172,10 +200,13 @@ def _died(rank: _Rank) -> WorkerFailed:
     status = rank.process.wait(END_SECONDS) if rank.process is not None else None
     how = f"by signal {-status}" if status is not None and status < 0 else f"with exit status {status}"
     printed = log_of(rank.place).strip()[-1500:]
-    return WorkerFailed(
-        f"{_name(rank)} ended {how}, {_where(rank)}, and did not say why" + (f":\n{printed}" if printed else ""),
-        rank=rank.place.rank,
-    )
+    message = f"{_name(rank)} ended {how}, {_where(rank)}"
+    if "gloo::EnforceNotMet" in printed:
+        message += (
+            ", in a collective that did not fit what another rank sent. Every rank has to call the same collectives in "
+            "the same order, with tensors of the same sizes"
+        )
+    return WorkerFailed(message + (f". It printed:\n{printed}" if printed else ""), rank=rank.place.rank)
 
 
 def _raised(rank: _Rank) -> Exception:

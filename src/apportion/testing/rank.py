@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apportion.comm.channel import Lines
+from apportion.core.torch_private import compiler_is_imported
 from apportion.core.tree import cast
 from apportion.runtime.worker.entry import described
 from apportion.script_check.recording import precision
@@ -76,6 +77,8 @@ class _Attempt:
         place = self.place
         recorder = Recorder(asdict(_plan(place)), place.rank)
         precision.install(recorder)
+        if compiler_is_imported():  # as it was not, a variable of the environment has it do nothing
+            torch.compiler.set_stance("force_eager")
         trial: Trial = unpacked(data)  # outside of the mode, which would have it read float32 bytes as float64
         with Functions(recorder):
             self.doing = "while it joined the process group"

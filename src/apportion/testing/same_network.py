@@ -21,6 +21,7 @@ from apportion.script_check.record import RankRecord, read_records
 from apportion.testing.division import Division, divided
 from apportion.testing.message import message
 from apportion.testing.processes import log_of, run_pass
+from apportion.testing.stacks import before_stacks
 from apportion.testing.transfer import packed
 from apportion.testing.trial import Place, Step, Trial
 from apportion.testing.usable import refuse_nothing_compared, refuse_unfit
@@ -134,7 +135,7 @@ def _printing(places: Sequence[Place], data: bytes, timeout: float) -> None:
     finally:
         for place in places:
             name = "reference" if place.alone else f"rank {place.rank}"
-            for line in log_of(place).splitlines():
+            for line in before_stacks(log_of(place)).splitlines():
                 print(f"[{name}] {line}")
 
 

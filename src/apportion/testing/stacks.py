@@ -17,12 +17,19 @@ _OWN_MAIN = f"{PACKAGE}/testing/rank.py"
 def where_ranks_wait(logs: Mapping[str, tuple[str, str]]) -> str:
     """Returns the stacks of ranks as text, the innermost frame first. ``logs``: for each rank by its name where it is,
     in words, and what it has printed."""
-    return "\n".join(f"  {name}, {where}:\n{_indented(log)}" for name, (where, log) in logs.items())
+    return "\n".join(f"  {name}, {where}:\n{_indented(log)}".rstrip(":\n") for name, (where, log) in logs.items())
+
+
+def before_stacks(log: str) -> str:
+    """Returns what a rank had printed before its stacks."""
+    lines = log.splitlines()
+    first = next((n for n, line in enumerate(lines) if _THREAD.match(line)), len(lines))
+    return "\n".join(lines[:first])
 
 
 def _indented(log: str) -> str:
     frames = main_stack(log)
-    return "\n".join(f"    {frame}" for frame in frames) if frames else "    its stack is not known"
+    return "\n".join(f"    {frame}" for frame in frames)
 
 
 def main_stack(log: str) -> list[str]:
@@ -37,7 +44,7 @@ def main_stack(log: str) -> list[str]:
     mains = [stack for stack in stacks if any(file == _OWN_MAIN for file, _, _ in stack)]
     if not mains:
         return []
-    outside = [frame for frame in mains[-1] if not frame[0].startswith(f"{PACKAGE}/")]
+    outside = [frame for frame in mains[-1] if not frame[0].startswith((f"{PACKAGE}/", "<frozen"))]
     users = [place for place, frame in enumerate(outside) if not _installed(frame[0])]
     inner = outside[: users[0]][:_SHOWN] if users else outside[:_SHOWN]
     own = [outside[place] for place in users]
@@ -45,4 +52,4 @@ def main_stack(log: str) -> list[str]:
 
 
 def _installed(file: str) -> bool:
-    return in_packages(file) or "/lib/python3" in file or file.startswith("<")
+    return in_packages(file) or "/lib/python3" in file

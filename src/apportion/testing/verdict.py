@@ -34,6 +34,7 @@ class Disagreement:
     differences: tuple[Difference, ...] = ()
     step: int | None = None
     notes: tuple[str, ...] = ()
+    verdict: str = "Another network"
 
 
 _SEED_REMEDY = (
@@ -41,6 +42,7 @@ _SEED_REMEDY = (
     "as a module has the same weights on all ranks; one given as a function is made on each rank, with generators that "
     "are seeded differently."
 )
+_STALE_REMEDY = "The optimizer holds other parameters than the model: make it after the model is wrapped or sharded."
 
 
 def disagreement(
@@ -48,8 +50,9 @@ def disagreement(
 ) -> Disagreement | None:
     """Returns the first thing that differs between the ranks and one process; None where nothing does. ``shares``: of
     each rank, its part of a batch's rows."""
-    if (found := _beginning(ranks)) is not None or (found := _counts(ranks, union)) is not None:
-        return found
+    for look in (_beginning, _counts, _nothing_moves):
+        if (found := look(ranks, union)) is not None:
+            return found
     parted, _ = parting(ranks, union)
     if parted is not None:
         return _parted(parted, ranks, union, shares)
@@ -57,7 +60,7 @@ def disagreement(
     return found if found is not None or not buffers else _buffers(ranks, union)
 
 
-def _beginning(ranks: Sequence[RankRecord]) -> Disagreement | None:
+def _beginning(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
     first = initial(ranks[0])
     scale = scale_of(first)
     found = list[Difference]()
@@ -96,6 +99,24 @@ def _counts(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | No
     return None
 
 
+def _nothing_moves(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
+    """What a comparison does not show, as one process makes the same mistake: steps that change no parameter."""
+    for record in (*ranks, union):
+        steps = record.steps
+        before = initial(record)
+        moving = any(rate for step in steps for rate in step["rates"]) or not any(step["rates"] for step in steps)
+        weights: Mapping[str, Array] = steps[-1]["weights"] if steps else {}
+        same = [name for name in weights if name in before and before[name].shape == weights[name].shape]
+        if moving and same and all(np.array_equal(before[name], weights[name]) for name in same):
+            where = "in one process" if record is union else f"on rank {record.rank}"
+            return Disagreement(
+                f"no parameter of the model changes in {len(steps)} optimizer steps {where}",
+                Cause("not updated", "The optimizer steps change none of the model's parameters.", _STALE_REMEDY),
+                verdict="Nothing is trained",
+            )
+    return None
+
+
 def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]) -> Disagreement:
     compared = parted.compared
     named = tuple(
@@ -124,7 +145,7 @@ def _update(
             "not updated",
             f"The gradients agree, and {still} of {seen.compared} parameters do not change on the ranks, as they do in "
             "one process.",
-            "The optimizer holds other parameters than the model: make it after the model is wrapped or sharded.",
+            _STALE_REMEDY,
         )
     names = list(dict.fromkeys(each.name for each in named))
     return Cause(
