@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,7 @@ from apportion.testing import DifferentNetwork, assert_same_network
 Rows = tuple[Tensor, Tensor]
 GENERATOR = torch.Generator().manual_seed(3)
 ROWS = (torch.randn(64, 6, generator=GENERATOR), torch.randint(0, 4, (64,), generator=GENERATOR))
+WORDS = torch.randint(0, 9, (32, 5), generator=GENERATOR)
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.0])
 LONG_SECONDS = 30.0
 
@@ -122,6 +124,80 @@ def rate_by_ranks(model: nn.Module) -> tuple[nn.Module, Any]:
     return DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.01 * dist.get_world_size())
 
 
+def sharded_twice(model: Net) -> nn.Module:
+    """Tensor parallelism over pairs of ranks, and fully_shard between the pairs."""
+    ranks = dist.get_world_size()
+    shape = (ranks // 2, 2) if ranks > 1 else (1, 1)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+    parallelize_module(model, mesh["model"], {"first": ColwiseParallel(), "last": RowwiseParallel()})
+    fully_shard(model.first, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+class Part(nn.Module):
+    """One stage of ``Net``, under the names that its parameters have there."""
+
+    def __init__(self, model: Net, rank: int) -> None:
+        super().__init__()
+        setattr(self, "last" if rank else "first", model.last if rank else model.first)
+        self.stage = PipelineStage(self, rank, 2, torch.device("cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) if hasattr(self, "last") else torch.relu(self.first(x))
+
+
+def pipelined(model: Part, optimizer: Any, rows: Rows) -> Tensor | None:
+    schedule = ScheduleGPipe(model.__dict__["stage"], 2, loss_fn=F.cross_entropy)
+    optimizer.zero_grad()
+    losses = list[Tensor]()
+    if dist.get_rank() == 0:
+        schedule.step(rows[0])
+    else:
+        schedule.step(target=rows[1], losses=losses)
+    optimizer.step()
+    return torch.stack(losses).mean() if losses else None
+
+
+def half_by_half(model: nn.Module, optimizer: Any, rows: Rows) -> float:
+    """What two ranks compute whose layers take statistics of their own rows, in one process."""
+    optimizer.zero_grad()
+    losses = [F.cross_entropy(model(x), y) / 2 for x, y in zip(rows[0].chunk(2), rows[1].chunk(2), strict=True)]
+    sum(losses, torch.zeros(())).backward()
+    optimizer.step()
+    return float(sum(losses))
+
+
+class Tagger(nn.Module):
+    """A recurrent network with dropout between its layers, and one matrix for both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, 6), nn.LSTM(6, 6, 2, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(6, 9, bias=False)
+        self.last.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layers(self.embed(x))[0])
+
+
+def tagged(model: Any, optimizer: Any, rows: dict[str, Tensor]) -> Tensor:
+    return trained(model, optimizer, F.cross_entropy(model(rows["x"]).flatten(0, 1), rows["y"].flatten()))
+
+
+def in_half_precision(model: Any, optimizer: Any, rows: Rows) -> Tensor:
+    scaler = torch.amp.GradScaler("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(rows[0]), rows[1])
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss
+
+
 def found(run: Any, **arguments: Any) -> DifferentNetwork:
     with pytest.raises(DifferentNetwork) as caught:
         assert_same_network(run, **{"model": Net(), "rows": ROWS, **arguments})
@@ -137,6 +213,13 @@ CORRECT: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor parallel": (step, {"wrap": in_parts, "shared": True, "reference": lambda *given: step(*given)}),
     "a function that makes the model": (step, {"model": lambda: Net(), "wrap": DistributedDataParallel}),
     "three steps of one row": (step, {"wrap": DistributedDataParallel, "steps": 3, "rows": (ROWS[0][:6], ROWS[1][:6])}),
+    "pairs of ranks": (step, {"wrap": sharded_twice, "ranks": 4, "shared": 2}),
+    "pipeline": (
+        pipelined, {"wrap": lambda model: Part(model, dist.get_rank()), "shared": True, "reference": half_by_half}),
+    "statistics of each rank": (
+        step, {"wrap": DistributedDataParallel, "model": Normalised(), "reference": half_by_half, "buffers": False}),
+    "recurrent": (tagged, {"wrap": DistributedDataParallel, "model": Tagger(), "rows": dict.fromkeys("xy", WORDS)}),
+    "half precision": (in_half_precision, {"wrap": DistributedDataParallel}),
     "compiled": (step, {"wrap": lambda model: DistributedDataParallel(torch.compile(model))}),
 }  # fmt: skip
 FAST = {"ddp", "reduced by hand"}

@@ -41,5 +41,5 @@ def table(differences: Sequence[Difference], ranks: int) -> str:
 
 
 def _paragraph(title: str, text: str) -> str:
-    lines = textwrap.wrap(text, WIDTH, initial_indent=f"{title}: ", subsequent_indent="  ")
+    lines = textwrap.wrap(text, WIDTH, break_on_hyphens=False, initial_indent=f"{title}: ", subsequent_indent="  ")
     return "\n".join(lines)

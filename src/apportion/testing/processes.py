@@ -23,7 +23,7 @@ from apportion.runtime.spawn.client import ForkedProcess, SpawnTask
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.template import template
 from apportion.testing.stacks import where_ranks_wait
-from apportion.testing.trial import Place
+from apportion.testing.trial import RankPlace
 
 TARGET = "apportion.testing.rank:run"
 END_SECONDS = 10.0
@@ -47,8 +47,8 @@ def prepare() -> None:
 
 
 @dataclass
-class _Rank:
-    place: Place
+class _RunningRank:
+    place: RankPlace
     lines: Lines
     process: ForkedProcess | None = None
     finished: bool = False
@@ -58,7 +58,7 @@ class _Rank:
     heard: float = field(default_factory=time.monotonic)
 
 
-def run_pass(places: Sequence[Place], data: bytes, timeout: float) -> None:
+def run_pass(places: Sequence[RankPlace], data: bytes, timeout: float) -> None:
     """Run the processes of a pass to their end. ``timeout``: the seconds for which they may make no progress.
 
     Raises WorkerFailed with a rank's own traceback where one raised, with its status where one died, and with the
@@ -66,7 +66,7 @@ def run_pass(places: Sequence[Place], data: bytes, timeout: float) -> None:
     """
     prepare()
     template().wait_ready()
-    ranks = list[_Rank]()
+    ranks = list[_RunningRank]()
     selector = selectors.DefaultSelector()
     try:
         for place in places:
@@ -85,9 +85,9 @@ def run_pass(places: Sequence[Place], data: bytes, timeout: float) -> None:
                 rank.process.wait(END_SECONDS)
 
 
-def _started(place: Place, data: bytes) -> _Rank:
+def _started(place: RankPlace, data: bytes) -> _RunningRank:
     ours, theirs = socket.socketpair()
-    rank = _Rank(place, Lines(ours))
+    rank = _RunningRank(place, Lines(ours))
     try:
         with theirs:
             task = SpawnTask(
@@ -104,7 +104,7 @@ def _started(place: Place, data: bytes) -> _Rank:
     return rank
 
 
-def _environment(place: Place) -> dict[str, str]:
+def _environment(place: RankPlace) -> dict[str, str]:
     """The variables that torchrun sets. The group is open when the user's code runs, so the port is not used."""
     rank, ranks = str(place.rank), str(place.ranks)
     return {
@@ -121,11 +121,11 @@ def _environment(place: Place) -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[_Rank], selector: selectors.BaseSelector, timeout: float) -> None:
+def _wait(ranks: Sequence[_RunningRank], selector: selectors.BaseSelector, timeout: float) -> None:
     began = time.monotonic()
     while not all(rank.finished for rank in ranks):
         for key, _ in selector.select(_LOOK_SECONDS):
-            rank: _Rank = key.data
+            rank: _RunningRank = key.data
             messages = rank.lines.receive()
             if messages is None:
                 rank.died = True
@@ -137,7 +137,7 @@ def _wait(ranks: Sequence[_Rank], selector: selectors.BaseSelector, timeout: flo
         _refuse_waiting(ranks, began, timeout)
 
 
-def _failure(ranks: Sequence[_Rank]) -> Exception | None:
+def _failure(ranks: Sequence[_RunningRank]) -> Exception | None:
     """Returns what ended a rank; None where all go on. That a connection was closed is a symptom: its cause, the end of
     another rank, may be a moment away."""
     for rank in ranks:
@@ -151,11 +151,11 @@ def _failure(ranks: Sequence[_Rank]) -> Exception | None:
     return None
 
 
-def _is_symptom(rank: _Rank) -> bool:
+def _is_symptom(rank: _RunningRank) -> bool:
     return rank.raised is not None and any(each in rank.raised["summary"] for each in _SYMPTOMS)
 
 
-def _note(rank: _Rank, message: Mapping[str, Any]) -> None:
+def _note(rank: _RunningRank, message: Mapping[str, Any]) -> None:
     rank.heard = time.monotonic()
     if message["kind"] == "progress":
         rank.calls += 1
@@ -165,7 +165,7 @@ def _note(rank: _Rank, message: Mapping[str, Any]) -> None:
         rank.raised = message
 
 
-def _refuse_waiting(ranks: Sequence[_Rank], began: float, timeout: float) -> None:
+def _refuse_waiting(ranks: Sequence[_RunningRank], began: float, timeout: float) -> None:
     """Raises WorkerFailed where ranks wait for what does not come: none has made progress for the whole time, or one
     has ended long ago, after which the others have the same work to do."""
     now = time.monotonic()
@@ -190,13 +190,13 @@ def _refuse_waiting(ranks: Sequence[_Rank], began: float, timeout: float) -> Non
     )
 
 
-def _where(rank: _Rank) -> str:
+def _where(rank: _RunningRank) -> str:
     if rank.finished:
         return "all steps made"
     return "before step 1" if rank.calls < 0 else f"in step {rank.calls + 1}"
 
 
-def _died(rank: _Rank) -> WorkerFailed:
+def _died(rank: _RunningRank) -> WorkerFailed:
     status = rank.process.wait(END_SECONDS) if rank.process is not None else None
     how = f"by signal {-status}" if status is not None and status < 0 else f"with exit status {status}"
     printed = log_of(rank.place).strip()[-1500:]
@@ -209,7 +209,7 @@ def _died(rank: _Rank) -> WorkerFailed:
     return WorkerFailed(message + (f". It printed:\n{printed}" if printed else ""), rank=rank.place.rank)
 
 
-def _raised(rank: _Rank) -> Exception:
+def _raised(rank: _RunningRank) -> Exception:
     assert rank.raised is not None
     told = rank.raised
     if told["mistake"]:
@@ -227,11 +227,11 @@ def _raised(rank: _Rank) -> Exception:
     return failure
 
 
-def _name(rank: _Rank) -> str:
+def _name(rank: _RunningRank) -> str:
     return "the reference" if rank.place.alone else f"rank {rank.place.rank}"
 
 
-def log_of(place: Place) -> str:
+def log_of(place: RankPlace) -> str:
     """Returns what a rank has printed so far."""
     try:
         return Path(place.folder, f"rank{place.rank}.log").read_text(errors="replace")

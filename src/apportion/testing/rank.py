@@ -12,7 +12,7 @@ import socket
 import sys
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from apportion.comm.channel import Lines
 from apportion.core.torch_private import compiler_is_imported
 from apportion.core.tree import cast
 from apportion.runtime.worker.entry import described
-from apportion.script_check.recording import precision
+from apportion.script_check.recording import precision, randomness
 from apportion.script_check.recording.functions import Functions
 from apportion.script_check.recording.optimizers import generators
 from apportion.script_check.recording.plan import Plan
@@ -34,7 +34,7 @@ from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import whole
 from apportion.testing.step_recording import StepRecording
 from apportion.testing.transfer import unpacked
-from apportion.testing.trial import Place, Trial
+from apportion.testing.trial import RankPlace, StepTrial
 
 TARGET = f"{__name__}:run"
 SEED = 20_011
@@ -69,7 +69,7 @@ def _print_to(path: Path) -> None:
 class _Attempt:
     """One process's part of a trial. ``doing``: what it does at present, in words."""
 
-    def __init__(self, place: Place, lines: Lines) -> None:
+    def __init__(self, place: RankPlace, lines: Lines) -> None:
         self.place, self._lines = place, lines
         self.doing = "while it loaded the step"
 
@@ -77,9 +77,11 @@ class _Attempt:
         place = self.place
         recorder = Recorder(asdict(_plan(place)), place.rank)
         precision.install(recorder)
+        randomness.install(recorder)
+        _leave_losses_unscaled()
         if compiler_is_imported():  # as it was not, a variable of the environment has it do nothing
             torch.compiler.set_stance("force_eager")
-        trial: Trial = unpacked(data)  # outside of the mode, which would have it read float32 bytes as float64
+        trial: StepTrial = unpacked(data)  # outside of the mode, which would have it read float32 bytes as float64
         with Functions(recorder):
             self.doing = "while it joined the process group"
             device = _join(place)
@@ -91,7 +93,7 @@ class _Attempt:
             self._tell()
             self._call(trial, model, optimizer, recorder, device)
 
-    def _prepared(self, trial: Trial, device: torch.device) -> tuple[nn.Module, Any]:
+    def _prepared(self, trial: StepTrial, device: torch.device) -> tuple[nn.Module, Any]:
         _seed(self.place.rank)
         self.doing = "in model"
         model = trial.model if isinstance(trial.model, nn.Module) else trial.model()
@@ -117,7 +119,9 @@ class _Attempt:
             )
         return model, optimizer
 
-    def _call(self, trial: Trial, model: nn.Module, optimizer: Any, recorder: Recorder, device: torch.device) -> None:
+    def _call(
+        self, trial: StepTrial, model: nn.Module, optimizer: Any, recorder: Recorder, device: torch.device
+    ) -> None:
         place = self.place
         step = trial.reference if place.alone and trial.reference is not None else trial.step
         rows = cast(trial.rows, device, torch.float64)
@@ -141,7 +145,7 @@ class _Attempt:
         self._lines.send({"kind": "progress"})
 
 
-def _plan(place: Place) -> Plan:
+def _plan(place: RankPlace) -> Plan:
     return Plan(
         target="",
         arguments=(),
@@ -154,7 +158,7 @@ def _plan(place: Place) -> Plan:
     )
 
 
-def _join(place: Place) -> torch.device:
+def _join(place: RankPlace) -> torch.device:
     """Opens the process group; its store is a file of the pass, so that no port has to be free."""
     device = torch.device("cpu")
     if "nccl" in place.backend:
@@ -170,6 +174,17 @@ def _join(place: Place) -> torch.device:
         timeout=timedelta(seconds=place.wait),
     )
     return device
+
+
+def _leave_losses_unscaled() -> None:
+    """Has every GradScaler do nothing, as autocast does: float64 needs no scale, and torch has no kernel for it."""
+    begin = torch.amp.GradScaler.__init__
+
+    @wraps(begin)
+    def disabled(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args[:5], **{**kwargs, "enabled": False})
+
+    torch.amp.GradScaler.__init__ = disabled  # type: ignore[method-assign]
 
 
 def _seed(rank: int) -> None:

@@ -23,7 +23,7 @@ from apportion.testing.message import message
 from apportion.testing.processes import log_of, run_pass
 from apportion.testing.stacks import before_stacks
 from apportion.testing.transfer import packed
-from apportion.testing.trial import Place, Step, Trial
+from apportion.testing.trial import RankPlace, Step, StepTrial
 from apportion.testing.usable import refuse_nothing_compared, refuse_unfit
 from apportion.testing.verdict import DifferentNetwork, disagreement
 
@@ -95,7 +95,7 @@ def assert_same_network(  # noqa: PLR0913 (one argument for each thing that a st
         if function is not None and not callable(function):
             raise ValueError(f"{name}={function!r}: it is a function, see the documentation of assert_same_network")
     division = divided(rows, ranks, steps, shared, parts)
-    trial = Trial(step, model, wrap, optimizer, reference, rows, steps, division)
+    trial = StepTrial(step, model, wrap, optimizer, reference, rows, steps, division)
     data = packed(trial, [f for f in (step, model, wrap, optimizer, reference) if f is not None], _caller())
     folder = Path(tempfile.mkdtemp(prefix="apportion-testing-"))
     try:
@@ -116,18 +116,18 @@ def _recorded(
     for name in ("ranks", "one"):
         (folder / name).mkdir()
     wait = timeout * 4  # the ranks' own deadline of a collective comes after that of the test, which prints stacks
-    places = [Place(rank, ranks, str(folder / "ranks"), source, backend, wait) for rank in range(ranks)]
+    places = [RankPlace(rank, ranks, str(folder / "ranks"), source, backend, wait) for rank in range(ranks)]
     _printing(places, data, timeout)
     on_ranks = _whole(read_records(folder / "ranks"), ranks)
     weights = folder / "weights.pkl"
     weights.write_bytes(pickle.dumps(_common_weights(on_ranks)))
-    alone = Place(0, 1, str(folder / "one"), source, backend, wait, alone=True, weights=str(weights))
+    alone = RankPlace(0, 1, str(folder / "one"), source, backend, wait, alone=True, weights=str(weights))
     _printing([alone], data, timeout)
     (union,) = _whole(read_records(folder / "one"), 1)
     return on_ranks, union
 
 
-def _printing(places: Sequence[Place], data: bytes, timeout: float) -> None:
+def _printing(places: Sequence[RankPlace], data: bytes, timeout: float) -> None:
     """Runs a pass, and prints what its ranks have printed, whether or not it succeeds."""
     __tracebackhide__ = True
     try:

@@ -14,7 +14,7 @@ Step = Callable[[Any, Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Trial:
+class StepTrial:
     """The arguments of ``assert_same_network`` that the ranks need, under the same names."""
 
     step: Step
@@ -28,7 +28,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One process of a pass. ``folder``: where its pass leaves records and outputs. ``source``: the folder whose files
     count as the user's. ``weights``: the file of the weights that the network is set to; None leaves its own.
     ``alone``: that it is the reference, and not a rank. ``wait``: seconds for each collective."""
