@@ -117,7 +117,8 @@ def _scale(tensors: Sequence[_Tensor], seen: Circumstances) -> Cause:
             f"{sentence} This is the number of ranks.",
             "The gradients are added up over the ranks and not divided. Divide by the world size where the loss is a "
             "mean over a rank's rows (dist.ReduceOp.AVG with NCCL, or divide after the all-reduce), and keep the "
-            "divide factor of fully_shard.",
+            "divide factor of fully_shard. Where the step accumulates this number of micro-batches, divide the loss of "
+            "each by it.",
         )
     if ratio == 0:
         return Cause(
