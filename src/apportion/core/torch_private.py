@@ -108,6 +108,22 @@ class _LateRules:
 
 
 @final
+class _LateUtilities:
+    """Answers for the compiler's utilities as long as it is not imported. DistributedDataParallel asks them how
+    compiled networks are to reduce their gradients."""
+
+    def __init__(self, compiler: _LateCompiler) -> None:
+        self._compiler = compiler
+
+    def get_optimize_ddp_mode(self) -> str:
+        """Returns the default: a program that chooses another one imports the compiler, to set it there."""
+        return "ddp_optimizer"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiler.imported().utils, name)
+
+
+@final
 class _LateCompiler(ModuleType):
     """Stands in for torch's compiler until something of it is used that is more than nothing.
 
@@ -120,6 +136,7 @@ class _LateCompiler(ModuleType):
         super().__init__(_COMPILER, "The compiler of torch, which is imported when it is used.")
         self._loading = threading.RLock()
         self.trace_rules = _LateRules(self)
+        self.utils = _LateUtilities(self)
 
     def graph_break(self, msg: str = "") -> None:
         """Does nothing: no graph is being made."""
