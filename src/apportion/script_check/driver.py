@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from apportion.script_check.comparison import ranks_agree, with_union
+from apportion.script_check.comparison import beside, ranks_agree, schedules, with_union
 from apportion.script_check.findings import Answer, Finding, answer
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
-from apportion.script_check.union import union_feed
+from apportion.script_check.union import draws_to_join, union_feed
 
 EPOCH_BATCHES = 8
 """The batches to which a longer epoch is shortened: a power of two, which micro-batches divide."""
-STEPS = 20
+STEPS = 24
+"""The most steps of an optimizer: they reach into the third epoch of a shortened loader, of at most 11 batches."""
 
 
 def check_script(
@@ -36,7 +38,12 @@ def check_script(
         if (reason := _unusable(spread)) is not None:
             return Answer("could not run", reason=reason)
         union = run_pass("union", script, 1, conditions, union_feed(spread.records))
-        return _compare(spread, union, accept)
+        if union.records and draws_to_join(spread.records, union.records[0]):
+            union = run_pass("joined", script, 1, conditions, union_feed(spread.records, join_draws=True))
+        found = _compare(spread, union)
+        if any(finding.name == "schedule" for finding in found.findings) and beside.shortened(spread.records):
+            found = replace(found, findings=_schedules(found.findings, script, ranks, conditions))
+        return answer(found.findings, accept, undecided=found.reason, about=beside.shortened(spread.records))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -51,11 +58,27 @@ def _unusable(passed: Passed) -> str | None:
     return None
 
 
-def _compare(spread: Passed, union: Passed, accept: Collection[str]) -> Answer:
+def _compare(spread: Passed, union: Passed) -> Answer:
     findings: list[Finding] = [*ranks_agree.findings(spread.records)]
     undecided = ""
+    reference = None
     if (reason := _unusable(union)) is not None:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
     else:
-        findings += with_union.findings(spread.records, union.records[0])
-    return answer(findings, accept, undecided=undecided)
+        reference = union.records[0]
+        findings += with_union.findings(spread.records, reference)
+    same = not any(finding.severity == "difference" for finding in findings)
+    findings += beside.findings(spread.records, reference, same_weights=same)
+    return Answer("", tuple(findings), reason=undecided)
+
+
+def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions) -> tuple[Finding, ...]:
+    """Compares the schedules again with whole epochs, as a schedule may be computed from the length of a loader that
+    was shortened on the ranks and not in one process."""
+    whole = replace(conditions, epoch_batches=0)
+    spread = run_pass("whole-ranks", script, ranks, whole)
+    union = run_pass("whole-union", script, 1, whole, union_feed(spread.records))
+    others = tuple(finding for finding in findings if finding.name not in ("schedule", "scaled_rate"))
+    if _unusable(spread) is not None or _unusable(union) is not None:
+        return tuple(findings)
+    return (*others, *schedules.findings(spread.records, union.records[0]))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from apportion.script_check.recording import losses, randomness
+from apportion.script_check.recording import draws, figures, losses, randomness
 from apportion.script_check.recording.precision import Rewriting
 from apportion.script_check.recording.recorder import Recorder
 
@@ -18,6 +18,7 @@ class Functions(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
+        self._draws = draws.Draws(recorder)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -34,7 +35,11 @@ class Functions(TorchFunctionMode):
                 return result
             if name == "scaled_dot_product_attention":
                 args, kwargs = randomness.attention(self._recorder, args, kwargs)
+        if name in draws.NAMES:
+            return self._draws.call(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
+        if name in figures.NAMES:
+            figures.figure(self._recorder, name, args)
         if name in losses.CRITERIA and isinstance(result, Tensor):
             losses.criterion(self._recorder, name, args, kwargs, result)
         return result

@@ -47,6 +47,7 @@ def main(path: str) -> None:
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
+        draws,
         functions,
         loaders,
         losses,
@@ -54,6 +55,8 @@ def _install(recorder: Recorder) -> None:
         optimizers,
         precision,
         randomness,
+        restores,
+        scalers,
     )
 
     precision.install(recorder)
@@ -61,6 +64,9 @@ def _install(recorder: Recorder) -> None:
     optimizers.install(recorder, networks)
     loaders.install(recorder)
     losses.install(recorder)
+    scalers.install(recorder)
+    draws.install(recorder)
+    restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
     functions.install(recorder)

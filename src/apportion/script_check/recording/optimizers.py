@@ -53,7 +53,10 @@ class Steps:
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
             "evaluating": dict(self._networks.evaluating),
+            "decays": [float(group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group],
+            "trainable": {n: p.requires_grad for root in self._networks.roots() for n, p in root.parameters()},
             "forwards": self._networks.forwards,
+            "weights_before": fingerprint(optimizer),
             "generators": generators(),
             "site": self._recorder.site(),
         }
@@ -75,6 +78,7 @@ class Steps:
             "step",
             **self._before,
             number=self._made[number],
+            weights_after=fingerprint(optimizer),
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
             buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
             untouched=self._untouched(optimizer),
@@ -121,6 +125,16 @@ class Steps:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+
+
+def fingerprint(optimizer: Optimizer) -> str:
+    """Returns a digest of the weights of an optimizer as this rank holds them, which tells where a run has resumed."""
+    local = (
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    return digest("".join(map(digest, local)).encode())
 
 
 def generators() -> dict[str, str]:
