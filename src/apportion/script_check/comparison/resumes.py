@@ -107,8 +107,8 @@ def _again(read: Sequence[Batch], after: Iteration, resume: _Resume) -> Finding 
         return None
     first, last = read[0].step, read[-1].step
     return _finding(
-        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} rows{_named(again)} are rows "
-        f"that the run had trained on in steps {first} to {last} of the same epoch.",
+        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} rows{_named(again)} are read "
+        f"again: the run had trained on them in steps {first} to {last}, in the same epoch.",
         batches[0].step,
         after,
     )
