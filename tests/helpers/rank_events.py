@@ -22,6 +22,7 @@ class Rank:
             averaged=wrapped,
             sharded=[],
             placements={},
+            modules={"net": "Sequential", "net.0": "Linear"},
             weights={"net.weight": np.zeros(2)},
         )
 
@@ -40,7 +41,7 @@ class Rank:
         self._numbers[loader] = number + 1
         begun = {
             "length": 3, "full": 3, "batch_size": 2, "rows": 12, "subset": False, "sampler": "DistributedSampler",
-            "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader,
+            "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader, "worker_seed": None,
         }  # fmt: skip
         self.emit("iteration", loader=loader, number=number, **{**begun, **fields})
         return loader, number
@@ -87,6 +88,6 @@ class Rank:
             self.emit("forward", gradients=False, site="train.py:21")
         self.emit("exhausted", loader=place[0], iteration=place[1])
 
-    def figure(self, value: float, site: str = "train.py:25") -> None:
+    def figure(self, value: float, site: str = "train.py:25", reduced: bool = True) -> None:
         """Take a number out of a tensor."""
-        self.emit("figure", function="item", values=[value], gradients=False, site=site)
+        self.emit("figure", function="item", values=[value], reduced=reduced, gradients=False, site=site)

@@ -23,7 +23,7 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     distributed = are_replicas(ranks) and not _same_rows(readings)
     found = list[Finding]()
     if distributed:
-        found += _same_masks(ranks) or _same_draws(ranks)
+        found += _same_masks(ranks) or _same_draws(ranks) or _same_worker_seeds(readings)
     elif not are_replicas(ranks):
         found += _unlike_masks(ranks)
     return found
@@ -99,6 +99,42 @@ def _same_draws(ranks: Sequence[RankRecord]) -> list[Finding]:
                     )
                 ]
     return []
+
+
+def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
+    """Loader processes that are seeded alike on two ranks, of data whose rows have other values in each epoch."""
+    places = [{(each.loader, each.number): each for each in iterations if each.trained} for iterations in readings]
+    for place, first in places[0].items():
+        seed = first.begun["worker_seed"]
+        alike = [rank for rank, each in enumerate(places) if place in each and each[place].begun["worker_seed"] == seed]
+        if seed is None or len(alike) < 2:
+            continue
+        if _random_values([each for each in readings[0] if each.loader == first.loader]):
+            return [
+                Finding(
+                    "same_draws",
+                    "warning",
+                    f"The processes of the loader at {first.loader} have the same seeds on ranks "
+                    f"{', '.join(map(str, alike))}, and the values of its rows are drawn at random: the same numbers "
+                    "are drawn for different rows.",
+                    _REMEDY,
+                    ranks=tuple(alike),
+                    step=first.trained[0].step,
+                    site=first.loader.partition(" ")[0],
+                )
+            ]
+    return []
+
+
+def _random_values(iterations: Sequence[Iteration]) -> bool:
+    """Whether a row has other values when it is read again."""
+    seen = dict[object, str]()
+    batches = [batch for iteration in iterations for batch in iteration.batches if batch.indexed]
+    return any(
+        seen.setdefault(row, content) != content
+        for batch in batches
+        for row, content in zip(batch.rows, batch.contents, strict=False)
+    )
 
 
 def _per_row(record: RankRecord) -> dict[str, list[Event]]:

@@ -23,6 +23,8 @@ class _Figures:
     """The numbers taken out of tensors at one place in an evaluation. ``calls``: one list for each call."""
 
     calls: list[list[float]] = field(default_factory=list)
+    reduced: bool = False
+    """Whether the tensors were the results of collectives, or computed from such."""
 
     @property
     def values(self) -> list[float]:
@@ -50,17 +52,22 @@ def findings(
 
 
 def _aggregated(found: Sequence[_Figures], ranks: int) -> list[float] | None:
-    """The figure of a place where all ranks have one and the same, or rank 0 alone has one; None elsewhere."""
-    if not found or any(len(each.calls) != 1 for each in found) or len(found) not in (1, ranks):
+    """The figure of a place where all ranks have one and the same, or one rank alone has the result of a collective;
+    None elsewhere: a rank may print what it has computed on its own rows."""
+    if not found or any(len(each.calls) != 1 for each in found):
+        return None
+    if len(found) != ranks and not (len(found) == 1 and found[0].reduced):
         return None
     values = found[0].values
     return values if all(each.calls == found[0].calls for each in found) else None
 
 
 def _equal(found: Sequence[float], reference: Sequence[float], ranks: int) -> bool:
-    """Whether figures are the same, or sums over the ranks of what is divided by their number later."""
-    return len(found) == len(reference) and any(
-        all(_close(one, factor * two) for one, two in zip(found, reference, strict=True)) for factor in (1, ranks)
+    """Whether figures are the same, or sums over the ranks of what is divided by their number later, or parts of equal
+    size of what is summed over the ranks later."""
+    return len(found) == len(reference) and all(
+        any(_close(one, factor * two) for factor in (1, ranks, 1 / ranks))
+        for one, two in zip(found, reference, strict=True)
     )
 
 
@@ -91,9 +98,9 @@ def _figures(record: RankRecord) -> dict[Place, _Figures]:
     found = dict[Place, _Figures]()
     for event in _in_evaluations(record):
         if event["site"]:
-            found.setdefault((event["step"], event["site"], event["function"]), _Figures()).calls.append(
-                event["values"]
-            )
+            figures = found.setdefault((event["step"], event["site"], event["function"]), _Figures())
+            figures.calls.append(event["values"])
+            figures.reduced |= event["reduced"]
     return found
 
 

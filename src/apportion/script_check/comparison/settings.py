@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from apportion.script_check.comparison.tensors import places, shown, step_of
@@ -15,7 +16,8 @@ _SHOWN = 4
 def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     """Returns the first step at which each kind of setting differs between the ranks."""
     found = list[Finding]()
-    for compare in (_flags, _rates, _decays, _trainable):
+    common = set.intersection(*({name for e in record.of("network") for name in e["modules"]} for record in ranks))
+    for compare in (partial(_flags, common), _rates, _decays, _trainable):
         finding = _first(ranks, compare)
         if finding is not None:
             found.append(finding)
@@ -33,10 +35,9 @@ def _first(ranks: Sequence[RankRecord], compare: Callable[[int, int, Event, Even
     return None
 
 
-def _flags(rank: int, number: int, first: Event, other: Event) -> Finding | None:
-    common = set(first["evaluating"]) & set(other["evaluating"])
-    for label in sorted(common):
-        one, two = set(first["evaluating"][label]), set(other["evaluating"][label])
+def _flags(modules: set[str], rank: int, number: int, first: Event, other: Event) -> Finding | None:
+    for label in sorted(set(first["evaluating"]) & set(other["evaluating"])):
+        one, two = modules & set(first["evaluating"][label]), modules & set(other["evaluating"][label])
         if one == two:
             continue
         evaluating = 0 if len(one) > len(two) else rank

@@ -10,12 +10,11 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.tensors import local_bytes
 
 STEPS = 3
 """The optimizer steps for whose forwards digests are recorded."""
@@ -37,7 +36,7 @@ class Computed:
         found = list(tensors(inputs))
         self._inputs = hashlib.blake2b(digest_size=8)
         for tensor in found:
-            self._inputs.update(_bytes(tensor))
+            self._inputs.update(local_bytes(tensor))
         self._rows = len(found[0]) if found and found[0].dim() else None
 
     def add(self, output: Any, outermost: bool) -> None:
@@ -45,7 +44,7 @@ class Computed:
         if not self._open or torch.compiler.is_compiling():
             return
         for tensor in tensors(output):
-            self._hash.update(_bytes(tensor))
+            self._hash.update(local_bytes(tensor))
         if outermost:
             self._open = False
             self._recorder.emit(
@@ -63,12 +62,3 @@ def tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, list | tuple):
         for value in tree:
             yield from tensors(value)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    tensor = tensor.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_meta or local.layout != torch.strided:
-        return b""
-    local = local.to(torch.float64) if local.dtype == torch.bfloat16 else local
-    return np.ascontiguousarray(local.cpu().numpy()).tobytes()

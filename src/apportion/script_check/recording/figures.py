@@ -16,8 +16,9 @@ LARGEST = 1 << 12
 """The most numbers that are recorded of one tensor."""
 
 
-def figure(recorder: Recorder, name: str, args: tuple[Any, ...]) -> None:
-    """Record the numbers of a tensor that the script's own code, or a library on its behalf, reads as numbers."""
+def figure(recorder: Recorder, name: str, args: tuple[Any, ...], reduced: bool) -> None:
+    """Record the numbers of a tensor that the script's own code, or a library on its behalf, reads as numbers.
+    ``reduced``: whether they are results of a collective, or computed from such."""
     tensor = args[0] if args else None
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or recorder.drawing or not recorder.active:
         return
@@ -25,4 +26,11 @@ def figure(recorder: Recorder, name: str, args: tuple[Any, ...]) -> None:
         return
     with torch._C.DisableTorchFunction():
         numbers = tensor.detach().to(torch.float64).cpu().flatten().numpy().tolist()
-    recorder.emit("figure", function=name, values=numbers, gradients=torch.is_grad_enabled(), site=recorder.site())
+    recorder.emit(
+        "figure",
+        function=name,
+        values=numbers,
+        reduced=reduced,
+        gradients=torch.is_grad_enabled(),
+        site=recorder.site(),
+    )

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from apportion.script_check.recording import draws, figures, losses, randomness
 from apportion.script_check.recording.precision import Rewriting
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.reductions import Reductions
 
 
 class Functions(TorchFunctionMode):
@@ -19,6 +20,8 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
         self._draws = draws.Draws(recorder)
+        draws.install(recorder, self._draws)
+        self._reductions = Reductions()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,7 +42,9 @@ class Functions(TorchFunctionMode):
             return self._draws.call(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
         if name in figures.NAMES:
-            figures.figure(self._recorder, name, args)
+            figures.figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
+        else:
+            self._reductions.follow(args, result)
         if name in losses.CRITERIA and isinstance(result, Tensor):
             losses.criterion(self._recorder, name, args, kwargs, result)
         return result

@@ -42,8 +42,11 @@ class Loaders:
             loader.__dict__["_apportion_iterations"] = 0
         return str(known)
 
-    def begin(self, loader: DataLoader[Any], length: int | None, full: int | None) -> tuple[str, int]:
-        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0."""
+    def begin(
+        self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
+    ) -> tuple[str, int]:
+        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0. ``seed``: that
+        of its loader processes."""
         key = self.key(loader)
         number = loader.__dict__["_apportion_iterations"]
         loader.__dict__["_apportion_iterations"] = number + 1
@@ -55,6 +58,7 @@ class Loaders:
             full=full,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             rows=_size(loader.dataset),
+            worker_seed=seed,
             subset=type(loader.dataset) is Subset,
             **order_of(loader),
             site=self.recorder.site(),
@@ -79,9 +83,10 @@ def _whole(dataset: Any) -> Any:
     return dataset
 
 
-def _size(dataset: Any) -> int | None:
+def _size(sized: Any) -> int | None:
+    """Returns the length of a data set or a sampler; None where it has none."""
     try:
-        return len(dataset)
+        return len(sized)
     except TypeError:
         return None
 
@@ -139,8 +144,8 @@ def _shorten(most: int) -> None:
 
     def shortened(self: DataLoader[Any]) -> Any:
         sampler = sampler_of(self)
-        sized = self.batch_sampler is not None and hasattr(sampler, "__len__")
-        return _Shortened(sampler, most) if most and sized else sampler
+        mapped = self._dataset_kind == torch_loader._DatasetKind.Map and self.batch_sampler is not None
+        return _Shortened(sampler, most) if most and mapped and _size(sampler) is not None else sampler
 
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
 
@@ -199,9 +204,10 @@ def _record(loaders: Loaders) -> None:
 
     def _start(self: Any, loader: DataLoader[Any]) -> None:
         sampler = loader._index_sampler
-        length = len(sampler) if hasattr(sampler, "__len__") else None
+        length = _size(sampler)
         full = len(sampler._sampler) if isinstance(sampler, _Shortened) else length
-        self._apportion_place = loaders.begin(loader, length, full)
+        seed = int(self._base_seed) if self._num_workers else None
+        self._apportion_place = loaders.begin(loader, length, full, seed)
         self._apportion_batch = 0
 
     reset = base._reset

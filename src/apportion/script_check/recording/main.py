@@ -47,7 +47,6 @@ def main(path: str) -> None:
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
-        draws,
         functions,
         loaders,
         losses,
@@ -65,7 +64,6 @@ def _install(recorder: Recorder) -> None:
     loaders.install(recorder)
     losses.install(recorder)
     scalers.install(recorder)
-    draws.install(recorder)
     restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Finished, Recorder
-from apportion.script_check.recording.tensors import digest, placements, values
+from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
 
 
 class Steps:
@@ -129,12 +129,8 @@ class Steps:
 
 def fingerprint(optimizer: Optimizer) -> str:
     """Returns a digest of the weights of an optimizer as this rank holds them, which tells where a run has resumed."""
-    local = (
-        parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    return digest("".join(map(digest, local)).encode())
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return digest("".join(digest(local_bytes(parameter)) for parameter in parameters).encode())
 
 
 def generators() -> dict[str, str]:
