@@ -71,7 +71,9 @@ def _install(recorder: Recorder) -> None:
         precision,
         randomness,
         reducers,
+        restores,
         saves,
+        scalers,
         splits,
         wrappers,
     )
@@ -88,6 +90,8 @@ def _install(recorder: Recorder) -> None:
     saves.install(recorder)
     loaders.install(recorder)
     losses.install(recorder)
+    scalers.install(recorder)
+    restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
     functions.install(recorder, splits.install(recorder, networks) if recorder.plan["split_rows"] else None)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from apportion.script_check.recording.contributions import Contributions
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Finished, Recorder
-from apportion.script_check.recording.tensors import digest, placements, values
+from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
 from apportion.script_check.recording.wrappers import Wrappers
 
 
@@ -68,7 +68,10 @@ class Steps:
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
             "evaluating": dict(self._networks.evaluating),
+            "decays": [float(group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group],
+            "trainable": {n: p.requires_grad for root in self._networks.roots() for n, p in root.parameters()},
             "forwards": self._networks.forwards,
+            "weights_before": fingerprint(optimizer),
             "generators": generators(),
             "site": self._recorder.site(),
         }
@@ -91,6 +94,7 @@ class Steps:
             "step",
             **self._before,
             number=self._made[number],
+            weights_after=fingerprint(optimizer),
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
             buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
             untouched=self._untouched(optimizer),
@@ -147,6 +151,12 @@ def _makes_state(recorder: Recorder) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def fingerprint(optimizer: Optimizer) -> str:
+    """Returns a digest of the weights of an optimizer as this rank holds them, which tells where a run has resumed."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return digest("".join(digest(local_bytes(parameter)) for parameter in parameters).encode())
 
 
 def generators() -> dict[str, str]:

@@ -30,6 +30,10 @@ class Recorder:
         """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
         self.files = list[Any]()
         """Files that stay open for as long as the process runs."""
+        self.draws = 0
+        """The number of times that random numbers were drawn by a function that is watched (see ``draws.py``)."""
+        self.drawing = ""
+        """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()

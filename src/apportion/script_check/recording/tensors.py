@@ -51,6 +51,16 @@ def placements(tensor: Tensor) -> str:
     return str(tensor.placements) if isinstance(tensor, DTensor) else ""
 
 
+def local_bytes(tensor: Tensor) -> bytes:
+    """Returns the bytes of what this rank holds of a tensor; none of one that is sparse or has no memory."""
+    tensor = tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or local.layout != torch.strided:
+        return b""
+    local = local.to(torch.float64) if local.dtype == torch.bfloat16 else local
+    return np.ascontiguousarray(local.cpu().numpy()).tobytes()
+
+
 def digest(data: bytes | np.ndarray[Any, Any] | Tensor) -> str:
     """Returns 16 hexadecimal digits that differ wherever the bytes of the data differ."""
     if isinstance(data, Tensor):
