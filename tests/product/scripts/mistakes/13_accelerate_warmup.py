@@ -24,7 +24,7 @@ class Network(nn.Module):
 def linear_schedule(optimizer, warmup_steps, training_steps):
     def factor(step):
         if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
+            return step / warmup_steps
         return max(0.0, (training_steps - step) / (training_steps - warmup_steps))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
