@@ -11,6 +11,7 @@ from apportion import comm as comm  # apportion.comm.shared_memory_hook; it impo
 
 if TYPE_CHECKING:
     from apportion.api.check import check as check
+    from apportion.api.check_script import check_script as check_script
     from apportion.api.compare import compare as compare
     from apportion.api.export import export as export
     from apportion.api.plan import plan as plan
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from apportion.runtime.launch.slurm import Slurm as slurm  # noqa: F401
     from apportion.runtime.launch.ssh import Ssh as ssh  # noqa: F401
     from apportion.runtime.proof.proof import Proof as Proof
+    from apportion.script_check.findings import Answer as Answer
+    from apportion.script_check.findings import Finding as Finding
     from apportion.serving.config import Serving as Serving
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
     from apportion.strategies.fully_sharded import FullySharded as fully_sharded  # noqa: F401
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Answer": "script_check.findings",
     "ApportionError": "errors",
     "Batch": "core.data.batch",
     "CheckpointError": "errors",
@@ -73,6 +77,7 @@ _HOMES = {
     "Draws": "core.sampling.sampler",
     "Evaluation": "core.workload",
     "Event": "core.event",
+    "Finding": "script_check.findings",
     "Plan": "planner.plan",
     "Policy": "core.policy",
     "Profile": "cost_model.profile",
@@ -89,6 +94,7 @@ _HOMES = {
     "actor_critic": "parallel.rollouts.actor_critic",
     "batches": "core.strategy",
     "check": "api.check",
+    "check_script": "api.check_script",
     "compare": "api.compare",
     "export": "api.export",
     "load": "runtime.checkpoint.load",

@@ -39,7 +39,9 @@ FLAGS = {
         "--workers",
     ],
     "proofs": ["--help", "--json", "--remove"],
-    "check": ["--help", "--hosts", "--json", "--launcher", "--steps", "--strategy", "--workers"],
+    "check": [
+        "--accept", "--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers", "-m",
+    ],
     "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
         "--against", "--allow-approximate", "--cluster", "--help", "--hosts", "--json", "--launcher", "--network",
@@ -197,7 +199,7 @@ def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: s
     text = words(apportion(verb, "--help").output)
     assert {"serve": "MEMBER...", "export": "RUN", "proofs": "--remove"}.get(verb, "FILE:NAME") in text
     assert all(flag in text for flag in FLAGS[verb])
-    about = {"train": "Train a workload", "check": "Prove that a strategy", "compare": "Measure strategies"}
+    about = {"train": "Train a workload", "check": "Prove that a training script", "compare": "Measure strategies"}
     about |= {
         "plan": "Say which way to split a workload",
         "serve": "Answer with one net",

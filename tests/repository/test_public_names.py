@@ -14,6 +14,7 @@ import apportion
 pytestmark = pytest.mark.usefixtures("cold_programs")
 
 NAMES = [
+    "Answer",
     "ApportionError",
     "Batch",
     "CheckpointError",
@@ -23,6 +24,7 @@ NAMES = [
     "Draws",
     "Evaluation",
     "Event",
+    "Finding",
     "Plan",
     "Policy",
     "Profile",
@@ -39,6 +41,7 @@ NAMES = [
     "actor_critic",
     "batches",
     "check",
+    "check_script",
     "compare",
     "export",
     "load",
@@ -77,7 +80,7 @@ def test_every_name_can_be_imported_and_says_what_it_is(name: str) -> None:
 
 
 def test_a_name_that_is_none_is_an_attribute_error_that_lists_them() -> None:
-    with pytest.raises(AttributeError, match="apportion has no 'Trainer': its public names are ApportionError, Batch"):
+    with pytest.raises(AttributeError, match="apportion has no 'Trainer': its public names are Answer, ApportionError"):
         apportion.Trainer  # noqa: B018
     assert not hasattr(apportion, "strategies_")
 

@@ -11,15 +11,18 @@ import sys
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import apportion
 from apportion.cli.begin import begin
-from apportion.cli.failures import INTERRUPTED, NO, guarded
+from apportion.cli.failures import INTERRUPTED, guarded
 from apportion.cli.launchers import is_first, launcher_of
+from apportion.cli.script_arguments import WithScriptArguments, script_arguments
+from apportion.cli.script_command import ScriptRequest, check_script_command, workload_of
+from apportion.cli.strategy_command import check_strategy_command
 from apportion.errors import ApportionError
 from apportion.runtime.spawn.streams import outlive_terminal
 
@@ -204,30 +207,55 @@ def _train_members(workload: str, members: int, run_dir: str | None, given: Mapp
             raise ApportionError(f"{members - len(done)} of {members} members were not trained: {failed}")
 
 
-@app.command()
+@app.command(cls=WithScriptArguments)
 def check(  # noqa: PLR0913 (the flags)
-    workload: Address,
-    strategy: Annotated[str, typer.Option(metavar="S", help="the strategy to prove")],
-    workers: Workers = None,
+    context: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE.py|FILE:NAME [-- ARGS]",
+            help="a script, whose own arguments follow --; or the workload, with --strategy",
+            show_default=False,
+        ),
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="instead of a file: the script that python -m runs")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="ranks of the script (default: 2; also --nproc-per-node), or workers of the strategy",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="updates to compare (default: 20 of a script, 8 of a strategy)")
+    ] = None,
+    accept: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="a finding that is intended; again for each one")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="write what was found about a script there")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="S", help="the strategy to prove, of a workload")] = None,
     hosts: OnHosts = None,
-    steps: Annotated[int, typer.Option(min=1, help="updates to compare after")] = 8,
     launcher: Launcher = None,
     as_json: Json = False,
 ) -> None:
-    """Prove that a strategy computes what one device does, after every step, tensor by tensor."""
+    """Prove that a training script, or a strategy, computes on several workers what one process does, after every step,
+    tensor by tensor."""
+    given = {"--strategy": strategy, "--hosts": hosts, "--launcher": launcher}
+    own = script_arguments(context)
     with guarded():
-        begin(workload, [strategy], launcher, hosts)
-        from apportion.cli.tables import show_proof
-
-        proof = apportion.check(workload, strategy, steps=steps, launcher=launcher_of(launcher, workers, hosts))
-        if not is_first(launcher):
-            pass
-        elif as_json:
-            _print_json({"holds": proof.holds, **asdict(proof)})
+        if module is not None or (target is not None and ":" not in target):
+            request = ScriptRequest(target, module, own, workers, steps, accept or (), out, as_json)
+            status = check_script_command(request, given)
         else:
-            show_proof(proof)
-    if not proof.holds:
-        raise typer.Exit(NO)
+            workload = workload_of(target, own, {"--accept": accept, "--out": out}, strategy)
+            status = check_strategy_command(workload, str(strategy), steps, (launcher, workers, hosts), as_json)
+    if status:
+        raise typer.Exit(status)
 
 
 @app.command()

@@ -31,18 +31,18 @@ def check_place(address: str) -> None:
     if file is None:
         return
     if not file.is_file():
-        raise ValueError(f"{address!r}: there is no file {place} (in {Path.cwd()}){_close_file(file)}")
+        raise ValueError(f"{address!r}: there is no file {place} (in {Path.cwd()}){close_file(file)}")
     _check_name(address, file, name)
 
 
-def _close_file(file: Path) -> str:
-    """Returns the file of a similar name beside one that is missing, in words."""
+def close_file(file: Path, otherwise: str = "give the path of the file that has the workload") -> str:
+    """Returns the file of a similar name beside one that is missing, in words; ``otherwise`` where there is none."""
     try:
         known = [entry.name for entry in os.scandir(file.parent) if entry.name.endswith(".py")]
     except OSError:
         return f": there is no folder {file.parent}" if str(file.parent) != "." else ""
     close = _close(file.name, known)
-    return f": did you mean {file.parent / close}?" if close else "; give the path of the file that has the workload"
+    return f": did you mean {file.parent / close}?" if close else f"; {otherwise}"
 
 
 def _close(name: str, known: Iterable[str]) -> str | None:

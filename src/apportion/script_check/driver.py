@@ -5,9 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
-from apportion.script_check.comparison import ranks_agree, with_union
+from apportion.script_check.comparison import gathers, numbers, ranks_agree, with_union
+from apportion.script_check.comparison.extent import extent
+from apportion.script_check.comparison.row_table import row_table
+from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.findings import Answer, Finding, answer
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
@@ -35,8 +39,16 @@ def check_script(
         spread = run_pass("ranks", script, ranks, conditions)
         if (reason := _unusable(spread)) is not None:
             return Answer("could not run", reason=reason)
-        union = run_pass("union", script, 1, conditions, union_feed(spread.records))
-        return _compare(spread, union, accept)
+        feed = union_feed(spread.records)
+        union = run_pass("union", script, 1, conditions, feed)
+        split = joined = None
+        if _unusable(union) is None:
+            if with_union.wants_split(spread.records, union.records[0]):
+                few = replace(conditions, split_rows=True)
+                split = run_pass("split", script, 1, few, feed)
+            if gathers.suspected(union.records[0]):
+                joined = run_pass("joined", script, 1, replace(conditions, join_gathers=True), feed)
+        return _compare(spread, union, split, joined, accept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -51,11 +63,22 @@ def _unusable(passed: Passed) -> str | None:
     return None
 
 
-def _compare(spread: Passed, union: Passed, accept: Collection[str]) -> Answer:
+def _compare(
+    spread: Passed, union: Passed, split: Passed | None, joined: Passed | None, accept: Collection[str]
+) -> Answer:
     findings: list[Finding] = [*ranks_agree.findings(spread.records)]
     undecided = ""
+    about = list[str]()
     if (reason := _unusable(union)) is not None:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
+        findings += numbers.findings(spread.records, None)
     else:
-        findings += with_union.findings(spread.records, union.records[0])
-    return answer(findings, accept, undecided=undecided)
+        about.append("Compared with the script as one process on the union of the ranks' rows.")
+        further = [None if passed is None else passed.records[0] for passed in (split, joined)]
+        findings += numbers.findings(spread.records, union.records[0], *further)
+    compared = extent(spread.records, None if undecided else union.records[0])
+    compared["loaders"] = row_table(spread.records)
+    if not undecided:
+        differs = any(finding.severity == "difference" for finding in findings)
+        compared["table"] = step_table(spread.records, union.records[0], differs)
+    return answer(findings, accept, undecided=undecided, compared=compared, about=about)

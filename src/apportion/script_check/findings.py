@@ -35,9 +35,11 @@ class Finding:
 class Answer:
     """The answer about a script.
 
-    ``verdict``: "another network", "the same network, but", "the same network", "undecided" or "could not run".
+    ``verdict``: "another network", "the same network, but", "the same network", "undecided", "could not run" or "the
+    ranks wait for each other".
     ``findings``: what was found, the most important first. ``compared``: what was compared, in numbers, by name.
-    ``about``: sentences on how the script was run (shortened loaders, the reference, the sandbox).
+    ``about``: sentences on how the script was run (shortened loaders, the reference, the sandbox). ``ranks``: lines
+    that say what each rank was doing when all waited, and ``hang`` the whole of it, with the stacks.
     """
 
     verdict: str
@@ -45,6 +47,8 @@ class Answer:
     compared: Mapping[str, Any] = field(default_factory=dict)
     about: tuple[str, ...] = ()
     reason: str = ""
+    ranks: tuple[str, ...] = ()
+    hang: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def status(self) -> int:

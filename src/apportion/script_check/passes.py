@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import Plan
 from apportion.script_check.script import Script
 
+_LOG = logging.getLogger(__name__)
+"""Reports each pass as it begins."""
 _OFF = {
     "WANDB_MODE": "disabled", "WANDB_DISABLED": "true", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "",
     "NEPTUNE_MODE": "offline", "CLEARML_OFFLINE_MODE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
@@ -55,6 +58,8 @@ class Conditions:
     epoch_batches: int = 8
     float64: bool = True
     no_gpu: bool = False
+    join_gathers: bool = False
+    split_rows: bool = False
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
@@ -74,9 +79,12 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         epoch_batches=conditions.epoch_batches,
         float64=conditions.float64,
         no_gpu=conditions.no_gpu,
+        join_gathers=conditions.join_gathers,
+        split_rows=conditions.split_rows,
         feed=None if feed is None else str(folder / "feed.pkl"),
     )
     plan.save(folder / "plan.json")
+    _LOG.info("%s on %s", name, f"{ranks} ranks" if ranks > 1 else "one process")
     since = time.monotonic()
     port = _free_port()
     processes = list[subprocess.Popen[bytes]]()

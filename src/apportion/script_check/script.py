@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 
@@ -24,14 +25,14 @@ class Script:
             if not path.is_file():
                 raise ValueError(f"there is no script {self.target}")
             return path
-        try:
-            found = importlib.util.find_spec(self.target)
-        except ModuleNotFoundError:
-            found = None
+        found = _module_spec(self.target)
         if found is not None and found.submodule_search_locations is not None:
-            found = importlib.util.find_spec(f"{self.target}.__main__")
+            found = _module_spec(f"{self.target}.__main__")
         if found is None or found.origin is None:
-            raise ValueError(f"there is no module {self.target} that python -m could run from here")
+            raise ValueError(
+                f"there is no module {self.target} that python -m could run from {Path.cwd()}: give its dotted name, "
+                "as package.train, from the folder that has the package"
+            )
         return Path(found.origin).resolve()
 
     @property
@@ -40,3 +41,18 @@ class Script:
         imported."""
         path = self.path
         return path.parents[self.target.count(".") + (path.name == "__main__.py")] if self.module else path.parent
+
+
+def _module_spec(name: str) -> ModuleSpec | None:
+    """Returns where a module is, for which no package is imported: one may import torch, and take seconds."""
+    path: list[str] | None = [str(Path.cwd()), *sys.path]
+    found = None
+    parts = name.split(".")
+    for at in range(len(parts)):
+        if path is None or not parts[at].isidentifier():
+            return None
+        found = PathFinder.find_spec(".".join(parts[: at + 1]), path)
+        if found is None:
+            return None
+        path = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
+    return found

@@ -27,7 +27,7 @@ def write_html(run_dir: str | Path) -> Path:
     """
     path = Path(run_dir) / REPORT
     try:
-        _write(path, page(read_history(run_dir)))
+        write_page(path, page(read_history(run_dir)))
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}; make room there") from error
     return path
@@ -39,12 +39,12 @@ def write_plan_html(plan: Mapping[str, Any], path: str | Path) -> Path:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} into: make it first")
-    _write(path, plan_page(plan))
+    write_page(path, plan_page(plan))
     return path
 
 
-def _write(path: Path, text: str) -> None:
-    """Write the file whole, or not at all."""
+def write_page(path: Path, text: str) -> None:
+    """Write a file whole, or not at all."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")

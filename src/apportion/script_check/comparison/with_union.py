@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.table import Parting, parting
-from apportion.script_check.comparison.tensors import shown
+from apportion.script_check.comparison.causes import statistics
+from apportion.script_check.comparison.causes.explain import explained
+from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.comparison.table import parting
+from apportion.script_check.comparison.tensors import step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 
-def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
-    """Returns how the ranks' gradients and weights differ from those of one process."""
+def evidence_of(ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None) -> Evidence | None:
+    """Returns what is known of the step at which the ranks and one process part; None where they do not."""
     found, _ = parting(ranks, union)
-    return [] if found is None else [_explained(found, len(ranks))]
+    return None if found is None else Evidence(found, ranks, union, split)
 
 
-def _explained(found: Parting, ranks: int) -> Finding:
-    first = found.of(found.names[0])
-    names = tuple(shown(name, found.compared) for name in found.names)
-    alike = len(first) == ranks and max(d.ratio for d in first) - min(d.ratio for d in first) < 1e-9
-    if alike and all(d.scaled for d in found.differences):
-        sentence = (
-            f"Every gradient that differs is {first[0].ratio:.6g} times that of one process, from step {found.step}."
-        )
-        return Finding("scale", "difference", sentence, "", names, (), found.step, found.site, first[0].ratio)
-    sentence = (
-        f"From step {found.step} on, {len(names)} of {len(found.compared)} {found.what} differ from those of one "
-        f"process, {names[0]} first."
-    )
-    return Finding("differs", "difference", sentence, "", names, (), found.step, found.site, first[0].ratio)
+def wants_split(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
+    """Whether a pass that splits the rows in each module can tell why they part."""
+    evidence = evidence_of(ranks, union)
+    return evidence is not None and explained(evidence).name == "differs" and statistics.suspected(evidence)
+
+
+def findings(
+    ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None, until: int | None = None
+) -> list[Finding]:
+    """Returns how the ranks' gradients and weights differ from those of one process, and why. ``split``: the record of
+    the pass that splits rows, where there was one. ``until``: the step of all optimizers from which on a difference is
+    explained already."""
+    evidence = evidence_of(ranks, union, split)
+    if evidence is None:
+        return []
+    step = step_of(union, evidence.found.optimizer, evidence.found.step)
+    if until is not None and step is not None and step["step"] >= until:
+        return []
+    return [explained(evidence)]

@@ -10,13 +10,15 @@ from torch.overrides import TorchFunctionMode
 from apportion.script_check.recording import losses, randomness
 from apportion.script_check.recording.precision import Rewriting
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.splits import Splits
 
 
 class Functions(TorchFunctionMode):
     """Rewrites arguments, leaves dropout out, and records losses."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, splits: Splits | None = None) -> None:
         super().__init__()
+        self._splits = splits
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,11 +37,13 @@ class Functions(TorchFunctionMode):
             if name == "scaled_dot_product_attention":
                 args, kwargs = randomness.attention(self._recorder, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
+        if self._splits is not None:
+            self._splits.function(name, args, kwargs, result)
         if name in losses.CRITERIA and isinstance(result, Tensor):
             losses.criterion(self._recorder, name, args, kwargs, result)
         return result
 
 
-def install(recorder: Recorder) -> None:
+def install(recorder: Recorder, splits: Splits | None = None) -> None:
     """Enter the mode for the rest of the process."""
-    Functions(recorder).__enter__()
+    Functions(recorder, splits).__enter__()

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import DTensor, whole
+from apportion.script_check.recording.tensors import whole
 
 CRITERIA = {
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
@@ -29,18 +30,35 @@ def criterion(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict
         value=float(whole(result)) if not isinstance(result, DTensor) else None,
         reduction=kwargs.get("reduction", "mean"),
         rows=len(args[0]) if args and isinstance(args[0], Tensor) and args[0].dim() else None,
+        counted=_counted(name, args, kwargs),
         site=recorder.site(),
     )
+
+
+def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The number of targets that count: those other than ``ignore_index``."""
+    target = kwargs.get("target", args[1] if len(args) > 1 else None)
+    if name not in ("cross_entropy", "nll_loss") or not isinstance(target, Tensor) or isinstance(target, DTensor):
+        return None
+    return None if target.is_floating_point() else int((target != kwargs.get("ignore_index", -100)).sum())
 
 
 def install(recorder: Recorder) -> None:
     """Record each ``backward`` that the script calls, with the value of what it is called on."""
     backward = torch.Tensor.backward
+    running = [False]
 
     @wraps(backward)
     def recorded(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        if running[0]:  # torch calls it once more inside of its own, for the mode that is entered
+            backward(self, *args, **kwargs)
+            return
         value = float(self.detach()) if self.numel() == 1 and not isinstance(self, DTensor) else None
         recorder.emit("backward", value=value, site=recorder.site())
-        backward(self, *args, **kwargs)
+        running[0] = True
+        try:
+            backward(self, *args, **kwargs)
+        finally:
+            running[0] = False
 
-    torch.Tensor.backward = recorded  # type: ignore[method-assign,assignment]
+    torch.Tensor.backward = recorded  # type: ignore[method-assign]

@@ -47,23 +47,31 @@ def main(path: str) -> None:
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
+        contributions,
         functions,
+        gathers,
         loaders,
         losses,
         modules,
         optimizers,
         precision,
         randomness,
+        saves,
+        splits,
+        wrappers,
     )
 
     precision.install(recorder)
     networks = modules.install(recorder)
-    optimizers.install(recorder, networks)
+    own = contributions.install(recorder, networks)
+    optimizers.install(recorder, networks, own, wrappers.install(recorder, networks))
+    gathers.install(recorder)
+    saves.install(recorder)
     loaders.install(recorder)
     losses.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
-    functions.install(recorder)
+    functions.install(recorder, splits.install(recorder, networks) if recorder.plan["split_rows"] else None)
 
 
 def _run(plan: dict[str, Any]) -> None:

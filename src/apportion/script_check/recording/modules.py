@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from apportion.script_check.recording.names import Root, root_of
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import LARGEST_WHOLE, placements, values
+from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, placements, values
 
 
 class Networks:
@@ -28,6 +34,8 @@ class Networks:
         self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
         self._outermost = dict[int, weakref.ref[nn.Module]]()
         self._names = dict[int, tuple[weakref.ref[Tensor], str]]()
+        self._modules = dict[int, tuple[weakref.ref[nn.Module], str]]()
+        self._sites = weakref.WeakKeyDictionary[nn.Module, str]()
         self.sampled = False
         """Whether the networks are so large that samples of their tensors are recorded."""
         self.evaluating = dict[str, tuple[str, ...]]()
@@ -47,7 +55,12 @@ class Networks:
         if torch.is_grad_enabled():
             self.forwards += 1
             self._note_flags()
-        self._recorder.emit("forward", gradients=torch.is_grad_enabled(), site=self._recorder.site())
+        self._recorder.emit(
+            "forward",
+            gradients=torch.is_grad_enabled(),
+            site=self._recorder.site(),
+            inputs=[digest(each) for each in inputs if _comparable(each)],
+        )
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """After each forward of each module, also one that raised."""
@@ -60,6 +73,20 @@ class Networks:
             self._refresh()
             found = self._names.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
+
+    def module_name(self, module: nn.Module) -> str | None:
+        """Returns the name of a module; None for one of no network met so far."""
+        found = self._modules.get(id(module))
+        if found is None or found[0]() is not module:
+            self._refresh()
+            found = self._modules.get(id(module))
+        return found[1] if found is not None and found[0]() is module else None
+
+    def registered(self, module: nn.Module, name: str, value: Any) -> None:
+        """Where something is registered in a module: the line that makes the module, and those of what it holds."""
+        for each in (module, value) if isinstance(value, nn.Module) else (module,):
+            if each not in self._sites:
+                self._sites[each] = self._recorder.site()
 
     def roots(self) -> list[Root]:
         """Returns the networks that still exist."""
@@ -81,7 +108,10 @@ class Networks:
             weights={name: values(tensor) for name, tensor in tensors},
             trainable=[name for name, parameter in root.parameters() if parameter.requires_grad],
             placements={name: placements(tensor) for name, tensor in tensors if isinstance(tensor, DTensor)},
+            groups={name: t.device_mesh.mesh.flatten().tolist() for name, t in tensors if isinstance(t, DTensor)},
             modules={name: type(each).__name__ for name, each in root.modules()},
+            sites={name: self._sites.get(each, "") for name, each in root.modules()},
+            tied=root.tied(),
             site=self._recorder.site(),
         )
         self._refresh()
@@ -104,15 +134,23 @@ class Networks:
             for root in self.roots()
             for name, parameter in root.parameters()
         }
+        self._modules = {id(each): (weakref.ref(each), name) for root in self.roots() for name, each in root.modules()}
 
     def _note_flags(self) -> None:
         for root in self.roots():
             self.evaluating[root.label] = tuple(name for name, each in root.modules() if not each.training)
 
 
+def _comparable(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() <= LARGEST_WHOLE
+
+
 def install(recorder: Recorder) -> Networks:
     """Watch every module's forward; returns what is known of the networks."""
     networks = Networks(recorder)
+    register_module_parameter_registration_hook(networks.registered)
+    register_module_buffer_registration_hook(networks.registered)
+    register_module_module_registration_hook(networks.registered)
     register_module_forward_pre_hook(networks.before)
     register_module_forward_hook(networks.after, always_call=True)
     return networks

@@ -24,6 +24,12 @@ class Root:
         for name, parameter in self.module.named_parameters():
             yield f"{self.label}.{plain(name)}", parameter
 
+    def tied(self) -> dict[str, str]:
+        """The further names of parameters that have several, with the name under which each is recorded."""
+        first = {id(parameter): name for name, parameter in self.parameters()}
+        every = ((f"{self.label}.{plain(n)}", p) for n, p in self.module.named_parameters(remove_duplicate=False))
+        return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The names and buffers."""
         for name, buffer in self.module.named_buffers():

@@ -16,16 +16,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from apportion.script_check.recording.contributions import Contributions
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Finished, Recorder
 from apportion.script_check.recording.tensors import digest, placements, values
+from apportion.script_check.recording.wrappers import Wrappers
 
 
 class Steps:
     """The optimizer steps of this rank."""
 
-    def __init__(self, recorder: Recorder, networks: Networks) -> None:
+    def __init__(
+        self, recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers
+    ) -> None:
         self._recorder, self._networks = recorder, networks
+        self._contributions, self._wrappers = contributions, wrappers
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
         self._made = dict[int, int]()
@@ -46,6 +51,9 @@ class Steps:
             raise Finished
         parameters = dict(self._parameters(optimizer, number))
         sampled = self._networks.sampled
+        self._wrappers.before_step(number)
+        self._contributions.before_step(number, self._made.get(number, 0) + 1, parameters)
+        self._contributions.stepping = True
         self._before = {
             "optimizer": number,
             "type": type(optimizer).__name__,
@@ -64,6 +72,7 @@ class Steps:
         self._depth[id(optimizer)] -= 1
         if self._depth[id(optimizer)] or not self._recorder.active:
             return
+        self._contributions.stepping = False
         number = self._numbers[id(optimizer)]
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate  # as a schedule may compute the next rate from this one
@@ -125,7 +134,7 @@ class Steps:
 
 def generators() -> dict[str, str]:
     """Returns a digest of the state of each generator of random numbers on the CPU."""
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return {
         "torch": digest(torch.get_rng_state()),
         "python": digest(repr(random.getstate()).encode()),
@@ -145,9 +154,9 @@ def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dic
     }
 
 
-def install(recorder: Recorder, networks: Networks) -> Steps:
+def install(recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers) -> Steps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = Steps(recorder, networks)
+    steps = Steps(recorder, networks, contributions, wrappers)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

@@ -57,6 +57,16 @@ class Recorder:
             frame = frame.f_back
         return frame
 
+    def chain(self) -> str:
+        """Returns the files and lines of all frames of the user's code, the innermost first: two calls of one helper
+        from different lines have different chains."""
+        frame, found = self.frame(), list[str]()
+        while frame is not None:
+            if self.own(frame.f_code.co_filename):
+                found.append(f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}")
+            frame = frame.f_back
+        return " ".join(found)
+
     def site(self) -> str:
         """Returns file and line, as ``train.py:31``, of the innermost frame of the user's code; empty outside of it."""
         frame = self.frame()

@@ -1,0 +1,124 @@
+"""``apportion check train.py``: the check of a script, as a command."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from apportion.cli.script_display import answer_lines
+from apportion.cli.script_progress import ScriptProgress
+
+_NUMBERS = re.compile(r"\[[\s\d.,e+nul-]+\]")
+"""A list of numbers in JSON, with null for those that are not there."""
+
+
+@dataclass(frozen=True)
+class ScriptRequest:
+    """The words of a command line that checks a script. ``target``: a file, or None with ``module``; ``own``: the
+    script's arguments; the others are the flags of their names."""
+
+    target: str | None
+    module: str | None
+    own: tuple[str, ...]
+    workers: int | None
+    steps: int | None
+    accept: Sequence[str]
+    out: str | None
+    as_json: bool
+
+
+def workload_of(target: str | None, own: Sequence[str], of_scripts: Mapping[str, Any], strategy: str | None) -> str:
+    """Returns the FILE:NAME of a command line that proves a strategy. ``own``: the words after ``--``; ``of_scripts``:
+    flags that go with scripts. Raises ValueError where something is missing, or of no use."""
+    if target is None:
+        raise ValueError(
+            "Missing argument: give the script to check, as in apportion check train.py --workers 2, or a workload, as "
+            "FILE:NAME with --strategy"
+        )
+    for flag, value in of_scripts.items():
+        if value:
+            file = target.partition(":")[0]
+            raise ValueError(f"{flag} goes with a script, and {target} is a workload: leave it out, or give {file}")
+    if own:
+        raise ValueError(
+            f"{' '.join(own)!r} after -- are arguments of a script, and {target} is a workload, which takes none: "
+            "leave them out"
+        )
+    if strategy is None:
+        raise ValueError(
+            f"Missing option '--strategy': a workload is proved with a strategy, as in apportion check {target} "
+            "--strategy data_parallel --workers 2"
+        )
+    return target
+
+
+def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str | None]) -> int:
+    """Check a script, print the answer, and return the exit status. ``of_workloads``: the values of flags that go with
+    FILE:NAME alone. Raises ValueError for wrong usage."""
+    target = _target(request, of_workloads)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
+    from apportion.api.check_script import RANKS, check_script, script_of
+    from apportion.script_check.driver import STEPS
+    from apportion.script_check.report import write_report
+
+    with ScriptProgress(target):
+        answer = check_script(
+            target,
+            request.own,
+            module=request.module is not None,
+            workers=RANKS if request.workers is None else request.workers,
+            steps=STEPS if request.steps is None else request.steps,
+            accept=request.accept,
+        )
+    if request.out is not None:
+        write_report(answer, script_of(target, request.own, module=request.module is not None), request.out)
+    if request.as_json:
+        typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
+    else:
+        typer.echo("\n".join(answer_lines(answer, target)))
+    return answer.status
+
+
+def _target(request: ScriptRequest, of_workloads: Mapping[str, str | None]) -> str:
+    """Returns the file or module. Raises ValueError where flags do not go together."""
+    if request.module is not None and request.target is not None:
+        raise ValueError(
+            f"-m {request.module} and {request.target} are two scripts: leave either out; arguments of a script follow "
+            f"--, as in apportion check -m {request.module} -- {request.target}"
+        )
+    target = request.module or request.target or ""
+    for flag, value in of_workloads.items():
+        if value is not None:
+            hint = (
+                f"write {target}:NAME (FILE:NAME) for the workload in it"
+                if target.endswith(".py")
+                else "give FILE:NAME"
+            )
+            raise ValueError(
+                f"{flag} {value} goes with a workload, and {target} is a script, which has its own way to run on "
+                f"several ranks: leave {flag} out, or {hint}"
+            )
+    if request.out is not None:
+        folder = Path(request.out).parent
+        if Path(request.out).is_dir() or not folder.is_dir():
+            what = "is a folder" if Path(request.out).is_dir() else f"lies in {folder}, which does not exist"
+            raise ValueError(f"--out {request.out} {what}: give the file to write the page to, as check.html")
+    return target
+
+
+def _end(number: int, _: object) -> None:
+    """End by a signal as by an exception, so that the script's processes end and its folder is removed."""
+    raise SystemExit(128 + number)
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return " ".join(found[0].split())

@@ -1,0 +1,108 @@
+"""What a check has found about a script, as lines of text."""
+
+from __future__ import annotations
+
+import linecache
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from apportion.script_check.findings import Answer, Finding
+
+WIDTH = 80
+"""The columns of a line, where no name or path in it is longer."""
+MOST_TENSORS = 4
+_VERDICTS = {
+    "another network": "Another network: on {ranks} ranks {script} trains another network than one process does.",
+    "the same network, but": "The same network, but: each step of {script} on {ranks} ranks is that of one "
+    "process, and something beside it is wrong.",
+    "the same network": "The same network: on {ranks} ranks {script} computes what one process does.",
+    "the ranks wait for each other": "The ranks wait for each other: {script} does not go on with {ranks} ranks.",
+    "undecided": "Undecided: {reason}",
+    "could not run": "Could not run: {reason}",
+}
+_COLOURS = {
+    "the same network": typer.colors.GREEN,
+    "the same network, but": typer.colors.YELLOW,
+    "undecided": typer.colors.YELLOW,
+}
+_LABELS = {"warning": "Wrong: ", "note": "Note: "}
+
+
+def answer_lines(answer: Answer, target: str) -> Iterator[str]:
+    """Yields the verdict, the findings, what each rank was doing where they wait, what was compared, and how the script
+    was run."""
+    ranks = answer.compared.get("ranks", "several")
+    verdict = _VERDICTS[answer.verdict].format(ranks=ranks, script=Path(target).name, reason=_sentence(answer.reason))
+    colour = _COLOURS.get(answer.verdict, typer.colors.RED)
+    for line in _wrapped(verdict):
+        yield typer.style(line, fg=colour, bold=True)
+    for finding in answer.findings:
+        yield ""
+        yield from finding_lines(finding, Path(target).parent)
+    if answer.ranks:
+        yield from ("", *answer.ranks)
+    about = [*_compared(answer.compared), *answer.about]
+    if about:
+        yield ""
+    for sentence in about:
+        for line in _wrapped(sentence):
+            yield typer.style(line, dim=True)
+
+
+def finding_lines(finding: Finding, folder: Path) -> Iterator[str]:
+    """Yields a finding: its sentence, the tensors, the line of the script, the remedy, and how it is accepted.
+    ``folder``: where the files of ``finding.site`` are."""
+    label = "Accepted: " if finding.accepted else _LABELS.get(finding.severity, "")
+    yield from _indented("", label + finding.sentence)
+    if finding.tensors and finding.tensors[0] not in finding.sentence:
+        yield from _indented("tensors: ", _listed(finding.tensors))
+    if finding.site:
+        yield from _indented("at ", f"{finding.site}{_source(finding.site, folder)}")
+    if finding.remedy:
+        yield from _indented("fix: ", finding.remedy)
+    if not finding.accepted and finding.severity != "note":
+        yield typer.style(f"  accept with: --accept {finding.name}", dim=True)
+
+
+def _compared(compared: Mapping[str, Any]) -> list[str]:
+    if "steps" not in compared:
+        return []
+    parts = [_many(compared["ranks"], "rank"), _many(compared["steps"], "step"), _many(compared["tensors"], "tensor")]
+    return [f"Compared: {', '.join(parts)}; with {compared['reference']}."]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_TENSORS])
+    return shown if len(names) <= MOST_TENSORS else f"{shown} and {len(names) - MOST_TENSORS} more"
+
+
+def _source(site: str, folder: Path) -> str:
+    """Returns the text of the line that a site names, after a colon; empty where it cannot be read."""
+    file, _, line = site.partition(" ")[0].rpartition(":")
+    text = linecache.getline(str(folder / file), int(line)).strip() if file and line.isdigit() else ""
+    return f": {text}" if text else ""
+
+
+def _sentence(text: str) -> str:
+    return text if not text or text.endswith((".", "!", "?", ":")) else f"{text}."
+
+
+def _wrapped(text: str) -> list[str]:
+    lines = list[str]()
+    for part in text.splitlines() or [""]:
+        lines += textwrap.wrap(part, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+    return lines
+
+
+def _indented(label: str, text: str) -> list[str]:
+    blank = " " * len(label)
+    lines = textwrap.wrap(text, WIDTH - 2 - len(label), break_long_words=False, break_on_hyphens=False)
+    return [f"  {label if not at else blank}{line}" for at, line in enumerate(lines)]

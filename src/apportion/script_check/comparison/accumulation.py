@@ -1,0 +1,173 @@
+"""How the micro-batches of a step are weighted, which the script as one process does the same way, right or wrong.
+
+What each backward adds to a gradient is known, and so is the gradient that the optimizer is given: as a sum of the
+former it has one factor for each micro-batch. A step that is skipped once, or a gradient that is dropped once, is no
+mistake; so the pattern has to show in most steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from apportion.script_check.comparison.combination import combination
+from apportion.script_check.comparison.tensors import Array, shown, step_of
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event, RankRecord
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient;
+    ``names``: the tensors. ``site``: the line; ``share``: the value of what backward is called on over that of the
+    loss function before it, where it is the same for all."""
+
+    step: int
+    optimizer: int
+    factors: tuple[float, ...]
+    names: tuple[str, ...]
+    site: str
+    share: float | None
+
+
+def findings(record: RankRecord) -> list[Finding]:
+    """Returns what is wrong with the weights of micro-batches, from the record of one process."""
+    windows = [window for event in record.of("contributions") for window in _windows(record, event)]
+    found = list[Finding]()
+    for optimizer in sorted({window.optimizer for window in windows}):
+        own = [window for window in windows if window.optimizer == optimizer]
+        steps = len({event["number"] for event in record.of("contributions") if event["optimizer"] == optimizer})
+        for judge in (_dropped, _unequal, _undivided):
+            judged = [finding for window in own if (finding := judge(window)) is not None]
+            if len(judged) * 2 > steps and len(judged) > 1:
+                found.append(judged[0])
+                break
+    return found
+
+
+def _windows(record: RankRecord, event: Event) -> list[Window]:
+    step = step_of(record, event["optimizer"], event["number"])
+    if step is None:
+        return []
+    before = step_of(record, event["optimizer"], event["number"] - 1)
+    first = 0 if before is None else before["step"]
+    batches = Counter(e["loader"] for e in record.of("batch") if first <= e["step"] < step["step"])
+    if not batches or max(batches.values()) < 2:
+        return []  # not several batches of one loader
+    by_sites = dict[tuple[str, ...], list[str]]()
+    for name, sites in event["sites"].items():
+        if len(sites) > 1 and step["gradients"].get(name) is not None:
+            by_sites.setdefault(tuple(sites), []).append(name)
+    found = list[Window]()
+    for sites, names in by_sites.items():
+        own = [{name: event["own"][name][at] for name in names} for at in range(len(sites))]
+        given: Mapping[str, Array] = {name: step["gradients"][name] for name in names}
+        made = combination({n: a for n, a in given.items() if a.shape == own[0][n].shape}, own)
+        if not made.exact:
+            continue
+        for site in dict.fromkeys(sites):
+            factors = tuple(factor for factor, each in zip(made.factors, sites, strict=True) if each == site)
+            if len(factors) > 1:
+                shares = _shares(record, first, step["step"], site.partition(" ")[0])
+                share = shares[0] if len(shares) == len(factors) and np.allclose(shares, shares[0], rtol=1e-9) else None
+                shown_names = tuple(shown(name, list(step["gradients"])) for name in names)
+                line = site.partition(" ")[0]
+                found.append(Window(event["number"], event["optimizer"], factors, shown_names, line, share))
+    return found
+
+
+def _shares(record: RankRecord, first: int, until: int, site: str) -> list[float]:
+    """For each backward at a line, its value over that of the one loss function called since the backward before."""
+    found, values = list[float](), list[float]()
+    for event in record.of("criterion", "backward"):
+        if not first <= event["step"] < until:
+            continue
+        if event["kind"] == "criterion":
+            values.append(
+                event["value"] if event["value"] is not None and event["reduction"] == "mean" else float("nan")
+            )
+        else:
+            if event["site"] == site and len(values) == 1 and values[0] and event["value"] is not None:
+                found.append(event["value"] / values[0])
+            values = []
+    return found
+
+
+def _dropped(window: Window) -> Finding | None:
+    largest = max(map(abs, window.factors))
+    none = [at for at, factor in enumerate(window.factors) if abs(factor) < 1e-9 * largest]
+    if not none or not largest:
+        return None
+    left = [at for at in range(len(window.factors)) if at not in none]
+    which = "the last" if left == [len(window.factors) - 1] else f"number {', '.join(str(at + 1) for at in left)}"
+    sentence = (
+        f"Only {which} of the {len(window.factors)} micro-batches of a step is in the gradient: what the "
+        f"others added is "
+        "wiped before the step."
+    )
+    return Finding(
+        "dropped_micro_batches",
+        "difference",
+        sentence,
+        "Call zero_grad once for each step, after it, and not between its micro-batches.",
+        window.names,
+        (),
+        window.step,
+        window.site,
+    )
+
+
+def _unequal(window: Window) -> Finding | None:
+    if np.allclose(window.factors, window.factors[-1], rtol=1e-6):
+        return None
+    last = window.factors[-1]
+    shares = ", ".join(f"{factor / last:.6g}" for factor in window.factors)
+    sentence = (
+        f"The {len(window.factors)} micro-batches that a step accumulates are weighted differently, "
+        f"relative to the last "
+        f"one by {shares}: what is already accumulated is scaled again with each of them."
+    )
+    return Finding(
+        "micro_batches_unequal",
+        "difference",
+        sentence,
+        "Scale each micro-batch's loss, or the accumulated gradient once before the step (a pipeline's schedule with "
+        "scale_grads=False, and the loss divided by its micro-batches).",
+        window.names,
+        (),
+        window.step,
+        window.site,
+        window.factors[0] / last,
+    )
+
+
+def _undivided(window: Window) -> Finding | None:
+    count = len(window.factors)
+    if window.share is None:
+        return None
+    total = window.share * sum(window.factors)
+    if np.isclose(total, count, rtol=1e-6):
+        sentence = (
+            f"The gradients of {count} micro-batches are added and not averaged: a step's gradient is "
+            f"{count} times that "
+            "of the mean over its rows."
+        )
+        remedy = f"Divide each micro-batch's loss by {count}, or the accumulated gradient once before the step."
+        return Finding(
+            "accumulation_undivided", "difference", sentence, remedy, window.names, (), window.step, window.site,
+            float(count),
+        )  # fmt: skip
+    if np.isclose(total, 1 / count, rtol=1e-6):
+        sentence = (
+            f"The gradients of {count} micro-batches are divided by their number twice: a step's gradient is "
+            f"1/{count} of "
+            "that of the mean over its rows."
+        )
+        return Finding(
+            "accumulation_divided_twice", "difference", sentence, "Divide by the number of micro-batches once.",
+            window.names, (), window.step, window.site, 1 / count,
+        )  # fmt: skip
+    return None

@@ -1,0 +1,137 @@
+"""Gradients that nothing averages over the ranks: each rank trains on its own rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event
+
+
+def cause(evidence: Evidence) -> Finding | None:
+    """Returns the finding that gradients are not averaged; None where all are."""
+    if (late := _late(evidence)) is not None:
+        return late
+    alone = [name for name in evidence.found.names if name in evidence.alone]
+    if not alone or len(alone) < len(evidence.found.names):
+        return None
+    first = evidence.ranks[0]
+    if len(evidence.alone) == len([name for name in evidence.found.compared if name in evidence.reference]):
+        sentence, remedy, site = _none(evidence, first.of("wrapper"))
+    else:
+        sentence, remedy, site = _some(evidence, alone)
+    return Finding("not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.step, site)
+
+
+def _late(evidence: Evidence) -> Finding | None:
+    """The flag that arms the average of a window's last micro-batch is set between its forward and its backward."""
+    late = evidence.window(evidence.ranks[0], "late_flag")
+    if not late or evidence.alike:
+        return None
+    return Finding(
+        "not_averaged",
+        "difference",
+        "Gradients are not averaged over the ranks in every window of micro-batches: require_backward_grad_sync is set "
+        "after the forward of the micro-batch that should average, and DistributedDataParallel reads it "
+        "in its forward.",
+        "Set the flag, or leave no_sync(), before the forward of a window's last micro-batch.",
+        evidence.shown(evidence.found.names),
+        (),
+        evidence.found.step,
+        late[0]["site"],
+    )
+
+
+def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]:
+    """No gradient at all is averaged."""
+    intro = "No gradient is averaged over the ranks: each rank trains on its own rows alone, because "
+    first = evidence.ranks[0]
+    if wrappers and all(wrapper["group"] == 1 for wrapper in wrappers):
+        return (
+            f"{intro}DistributedDataParallel was given a process group of 1 rank, where {evidence.count} hold the same "
+            "parameters.",
+            "Pass the process group of all ranks that hold the same parameters.",
+            wrappers[0]["site"],
+        )
+    forwards = evidence.window(first, "wrapper_forward")
+    plain = evidence.window(first, "forward")
+    if wrappers and not any(forward["gradients"] for forward in forwards):
+        return (
+            f"{intro}the forward of the wrapped module is never called; the module inside of it is called instead.",
+            "Call the module that DistributedDataParallel returned, and not its attribute module.",
+            next((forward["site"] for forward in plain if forward["gradients"]), evidence.found.site),
+        )
+    if wrappers and not any(forward["sync"] for forward in forwards if forward["gradients"]):
+        return (
+            f"{intro}no forward of the wrapped module is made with require_backward_grad_sync, or outside of "
+            f"no_sync().",
+            "Make the forward and backward of a window's last micro-batch outside of no_sync().",
+            next((forward["site"] for forward in forwards), evidence.found.site),
+        )
+    if wrappers:
+        ignoring = "the wrapper does not average the parameters that the optimizer holds."
+        return intro + ignoring, "Wrap the module whose parameters are trained.", wrappers[0]["site"]
+    return (
+        f"{intro}no wrapper and no collective averages them before the optimizer's step.",
+        "Wrap the module in DistributedDataParallel, or average the gradients after backward and before the step.",
+        evidence.found.site,
+    )
+
+
+def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
+    """Some gradients are averaged, and these are not."""
+    first = evidence.ranks[0]
+    shown = ", ".join(evidence.shown(alone)[:4]) + (" and others" if len(alone) > 4 else "")
+    verb = "is" if len(alone) == 1 else "are"
+    they = "it" if len(alone) == 1 else "them"
+    intro = f"{shown} {verb} trained, and no wrapper or collective averages {they} over the ranks"
+    site = site_of(evidence, alone[0])
+    own = {union: rank for rank, union in evidence.names[0].items()}
+    names = [own.get(name, name) for name in alone]
+    if wrapped := first.of("wrapped"):
+        ignored = {each for wrapper in first.of("wrapper") for each in wrapper["ignored"]}
+        if any(name.endswith(each) for name in names for each in ignored):
+            return f"{intro}: DistributedDataParallel was told to ignore {they}.", _averaged(they), site
+        paths = [each["path"] for each in wrapped if each["path"]]
+        if all(any(name.startswith(f"{path}.") for path in paths) for name in names):
+            return (
+                f"{intro}: {'it was' if they == 'it' else 'they were'} not among the trainable parameters that "
+                "DistributedDataParallel was given (replaced, added or made trainable after the wrap).",
+                "Replace, add and unfreeze parameters before the module is wrapped.",
+                site,
+            )
+        return (
+            f"{intro}: {'it lies' if they == 'it' else 'they lie'} outside of the wrapped module.",
+            "Wrap a module that contains all trained parameters, or wrap this one as well.",
+            site,
+        )
+    if _sharded(evidence):
+        return (
+            f"{intro}: {'it is an ordinary tensor' if they == 'it' else 'they are ordinary tensors'} that no "
+            "fully_shard call manages (the root was not sharded, or ignored_params names the parameter).",
+            "Call fully_shard on the root module as well; average the gradient of an ignored parameter by an "
+            "all_reduce after backward.",
+            site,
+        )
+    return f"{intro}.", _averaged(they), site
+
+
+def _averaged(they: str) -> str:
+    return f"Average the gradient of {they} over the ranks by an all_reduce after backward, divided by their number."
+
+
+def _sharded(evidence: Evidence) -> bool:
+    return any(
+        kind.startswith("FSDP") for event in evidence.ranks[0].of("network") for kind in event["modules"].values()
+    )
+
+
+def site_of(evidence: Evidence, name: str) -> str:
+    """Returns the line that makes the module which holds a tensor; that of the step where none is known."""
+    own = {union: rank for rank, union in evidence.names[0].items()}.get(name, name)
+    for event in evidence.ranks[0].of("network"):
+        module = own.rpartition(".")[0]
+        if event["sites"].get(module):
+            return str(event["sites"][module])
+    return evidence.found.site

@@ -1,0 +1,104 @@
+"""Networks that go on with other weights after a load than they had when they were saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.comparison.tensors import Array, shown
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event, RankRecord
+
+
+def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
+    """Returns, for the first rank and load with it, that a network has other weights after a load than at the save."""
+    for record in ranks:
+        saves = dict[str, tuple[Event, dict[str, Array]]]()
+        weights = dict[str, Array]()
+        loaded: Event | None = None
+        for event in record.events:
+            if event["kind"] == "network":
+                if loaded is not None and loaded["path"] in saves:
+                    save, then = saves[loaded["path"]]
+                    if differs := _differing(event["weights"], then, save):
+                        return [_finding(record.rank, loaded, differs, event["weights"], then)]
+                weights |= event["weights"]
+            elif event["kind"] == "step":
+                weights |= {**event["weights"], **event["buffers"]}
+                loaded = None
+            elif event["kind"] == "save":
+                saves[event["path"]] = (event, dict(weights))
+            elif event["kind"] == "load":
+                loaded = event
+                saves.setdefault(event["path"], _saved_elsewhere(ranks, event["path"], record, weights))
+    return []
+
+
+def _saved_elsewhere(
+    ranks: Sequence[RankRecord], path: str, record: RankRecord, weights: Mapping[str, Array]
+) -> tuple[Event, dict[str, Array]]:
+    """A file that another rank has saved: what this rank's weights were after as many steps."""
+    for other in ranks:
+        for event in other.of("save"):
+            if event["path"] == path:
+                before = dict[str, Array]()
+                for step in record.steps:
+                    if step["step"] <= event["step"]:
+                        before |= {**step["weights"], **step["buffers"]}
+                return event, before
+    return {"tensors": {}, "path": path}, {}
+
+
+def _differing(found: Mapping[str, Array], saved: Mapping[str, Array], save: Event) -> list[str]:
+    """The tensors that differ, where the network is the one that was saved: the same names and shapes, and values that
+    the file holds wholly or in part."""
+    common = [name for name in found if name in saved]
+    if len(common) < len(found) or any(found[name].shape != saved[name].shape for name in common):
+        return []
+    differs = [name for name in common if not np.allclose(found[name], saved[name], rtol=1e-6, atol=1e-12)]
+    return [name for name in differs if not save["tensors"] or _holds(save["tensors"], saved[name])]
+
+
+def _holds(tensors: Mapping[str, Array], values: Array) -> bool:
+    """Whether a file holds a tensor's values: all of them, or its first rows."""
+    for tensor in tensors.values():
+        if tensor.shape[1:] == values.shape[1:] and tensor.ndim and 0 < len(tensor) <= len(values):
+            if np.allclose(tensor, values[: len(tensor)], rtol=1e-6, atol=1e-12):
+                return True
+        elif not tensor.ndim and tensor.shape == values.shape and np.allclose(tensor, values, rtol=1e-6):
+            return True
+    return False
+
+
+def _finding(
+    rank: int, loaded: Event, differs: Sequence[str], found: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Finding:
+    names = tuple(shown(name, list(found)) for name in differs)
+    repeats = _repeats(found[differs[0]], saved[differs[0]])
+    sentence = (
+        f"After the load at {loaded['site']}, {len(differs)} of {len(found)} tensors differ from what "
+        f"they were when the "
+        f"file was saved, {names[0]} first{repeats}."
+    )
+    remedy = (
+        "Save whole tensors (full_tensor(), get_model_state_dict with full_state_dict) or the shards of all ranks "
+        "(torch.distributed.checkpoint), and load each where it belongs."
+    )
+    return Finding(
+        "loaded_weights", "difference", sentence, remedy, names, (rank,), int(loaded["step"]) + 1, str(loaded["site"])
+    )
+
+
+def _repeats(found: Array, saved: Array) -> str:
+    rows = len(found) if found.ndim else 0
+    for parts in range(2, rows + 1):
+        size = rows // parts
+        if rows % parts == 0 and all(
+            np.allclose(found[:size], found[at * size : (at + 1) * size], rtol=1e-9) for at in range(1, parts)
+        ):
+            if np.ptp(found) and not np.allclose(saved[:size], saved[size : 2 * size]):
+                return f": its rows {size} to {rows - 1} repeat rows 0 to {size - 1}, so that the file held one shard"
+            break
+    return ""

@@ -1,0 +1,213 @@
+"""Gradients that are made of the ranks' own ones by other factors than those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from apportion.script_check.comparison.combination import Combination
+from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import RankRecord
+
+
+def scale(evidence: Evidence) -> Finding | None:
+    """Returns the finding that gradients are a multiple of those of one process, the same on all ranks."""
+    found = evidence.found
+    factors = [difference.ratio for difference in found.differences]
+    if not all(difference.scaled for difference in found.differences):
+        return None
+    if max(factors) - min(factors) > 1e-9 * abs(max(factors)) or any(
+        len(found.of(name)) != len(_holders(evidence, name)) for name in found.names
+    ):
+        return None
+    factor = factors[0]
+    names = evidence.shown(found.names)
+    compared = [name for name in found.compared if name in evidence.reference]
+    if len(found.names) == len(compared):
+        intro = f"Every gradient is {factor:.10g} times that of one process"
+    else:
+        listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
+        intro = f"{listed}: the gradient is {factor:.10g} times that of one process, the others agree"
+    because, remedy = _because(evidence, factor)
+    site = _site(evidence)
+    return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.step, site, factor)
+
+
+def _holders(evidence: Evidence, name: str) -> list[int]:
+    return [rank for rank, gradients in enumerate(evidence.gradients) if name in gradients]
+
+
+def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
+    count = evidence.count
+    given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
+    averaged = given.exact and given.alike and np.isclose(given.factors[0], 1 / count, rtol=1e-7)
+    if np.isclose(factor, 1 / count, rtol=1e-9):
+        if averaged and (_losses(evidence.union) == "sum" or not _divided(evidence)):
+            return (
+                f", 1/{count}: the loss is a sum over rows, and the gradients of {count} ranks are averaged; "
+                f"Adam hides "
+                "this, clipping, eps and weight decay do not",
+                f"Multiply the loss by the number of ranks ({count}), or take a mean over the rows of all ranks.",
+            )
+        return (
+            f", 1/{count}: they are divided by the number of ranks twice",
+            f"Divide by the number of ranks once: a wrapper that averages has already divided by {count}.",
+        )
+    if np.isclose(factor, count, rtol=1e-9):
+        sharded = any(k.startswith("FSDP") for e in evidence.ranks[0].of("network") for k in e["modules"].values())
+        how = " (set_gradient_divide_factor)" if sharded else ""
+        return (
+            f", the number of ranks: the ranks' gradients are summed and not averaged{how}, and the loss is "
+            f"a mean over "
+            "each rank's rows; Adam hides this, clipping, eps and weight decay do not",
+            f"Divide the summed gradients by the number of ranks ({count}), or the loss by the rows of all ranks.",
+        )
+    batches = _batches(evidence)
+    if batches > 1 and np.isclose(factor, batches, rtol=1e-9):
+        return (
+            f", the number of micro-batches of a step ({batches}): the accumulated gradient is not divided by it",
+            "Divide each micro-batch's loss by the number of micro-batches.",
+        )
+    if batches > 1 and np.isclose(factor, 1 / batches, rtol=1e-9):
+        return (
+            f", one by the number of micro-batches of a step ({batches}): it is divided by it twice",
+            "Divide by the number of micro-batches once.",
+        )
+    if given.exact and wanted.exact and given.alike and wanted.alike:
+        return (
+            f": the ranks' own gradients are summed by the factor {given.factors[0]:.6g}, in one process by "
+            f"{wanted.factors[0]:.6g}",
+            "Scale the loss or the sum over the ranks so that both factors agree.",
+        )
+    return "", "Look for what scales the loss or the gradient between backward and the step by this factor."
+
+
+def _losses(record: RankRecord) -> str:
+    kinds = {event["reduction"] for event in record.of("criterion") if isinstance(event["reduction"], str)}
+    return kinds.pop() if len(kinds) == 1 else ""
+
+
+def _divided(evidence: Evidence) -> bool:
+    """Whether the ranks divide their loss by their number and one process does not."""
+    ranks, union = _share(evidence.ranks[0]), _share(evidence.union)
+    return bool(ranks and union and np.isclose(union / ranks, evidence.count, rtol=1e-6))
+
+
+def _share(record: RankRecord) -> float | None:
+    """The value on which backward was first called over that of the last loss function before."""
+    value: float | None = None
+    for event in record.of("criterion", "backward"):
+        if event["kind"] == "criterion":
+            value = event["value"]
+        elif value and event["value"] is not None:
+            return float(event["value"] / value)
+    return None
+
+
+def _batches(evidence: Evidence) -> int:
+    return len(evidence.window(evidence.ranks[0], "batch"))
+
+
+def _site(evidence: Evidence) -> str:
+    backward = evidence.window(evidence.ranks[0], "criterion", "backward")
+    return backward[0]["site"] if backward else evidence.found.site
+
+
+def ranks_weighted(evidence: Evidence) -> Finding | None:
+    """Returns the finding that the ranks' gradients are weighted otherwise than in one process, where their sum by
+    other factors is the gradient of one process to the last digit."""
+    given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
+    if not given.exact or not wanted.exact or not evidence.alike:
+        return None
+    found = evidence.found
+    names, clips = evidence.shown(found.names), evidence.window(evidence.ranks[0], "clip")
+    if wanted.alike and not given.alike:
+        lower = min(range(evidence.count), key=lambda rank: given.factors[rank])
+        sentence = (
+            f"The ranks' own gradients were scaled before they were averaged, by {_per_rank(_times(given))}, each rank "
+            "by its own norm: clipping comes before the average."
+        )
+        remedy = "Clip after the gradients are averaged over the ranks, so that all ranks clip by the same norm."
+        site = clips[0]["site"] if clips else found.site
+        return Finding(
+            "clipped_before_average", "difference", sentence, remedy, names, (lower,), found.step, site,
+            given.factors[lower] * evidence.count,
+        )  # fmt: skip
+    if given.alike and not wanted.alike:
+        counts = _counts(evidence, wanted)
+        sentence = (
+            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their weights "
+            f"are {_per_rank(_relative(wanted))}{counts}."
+        )
+        remedy = (
+            "Divide each rank's summed loss by the count (rows, tokens) of all ranks, and multiply by the number of "
+            "ranks where the wrapper averages."
+        )
+        return Finding(
+            "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.step, _site(evidence),
+            wanted.factors[0] / given.factors[0],
+        )  # fmt: skip
+    if not np.allclose(given.factors, wanted.factors, rtol=1e-7):
+        sentence = (
+            f"The ranks' own gradients are weighted by {_per_rank(given.factors)}, in one process by "
+            f"{_per_rank(wanted.factors)}."
+        )
+        return Finding(
+            "ranks_weighted", "difference", sentence, "Weight each rank's loss by its share of the rows of all ranks.",
+            names, (), found.step, _site(evidence),
+        )  # fmt: skip
+    return None
+
+
+def _relative(weights: Combination) -> tuple[float, ...]:
+    """The factors over their mean."""
+    mean = sum(weights.factors) / len(weights.factors)
+    return tuple(factor / mean for factor in weights.factors)
+
+
+def _times(weights: Combination) -> tuple[float, ...]:
+    """The factors over those of an average."""
+    return tuple(factor * len(weights.factors) for factor in weights.factors)
+
+
+def _per_rank(factors: Sequence[float]) -> str:
+    parts = [f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors)]
+    return ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _counts(evidence: Evidence, wanted: Combination) -> str:
+    """The numbers of targets or rows that explain the factors of one process."""
+    for field, what in (("counted", "targets"), ("rows", "rows")):
+        counts = [
+            sum(event.get(field) or 0 for event in evidence.window(record, "criterion")) for record in evidence.ranks
+        ]
+        if all(counts) and np.allclose(
+            np.array(wanted.factors) / np.array(counts), wanted.factors[0] / counts[0], 1e-6
+        ):
+            return f" ({', '.join(map(str, counts[:-1]))} and {counts[-1]} {what})"
+    return ""
+
+
+def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
+    """Returns the finding that tensors which should be the same on all ranks are scaled by another factor on each."""
+    found = evidence.found
+    ratios = dict[int, set[float]]()
+    for difference in found.differences:
+        if not difference.scaled:
+            return None
+        ratios.setdefault(difference.rank, set()).add(round(difference.ratio, 9))
+    if len(ratios) == evidence.count and len({tuple(sorted(each)) for each in ratios.values()}) == 1:
+        return None
+    rank = max(ratios, key=lambda each: len(found.differences) if each in ratios else 0)
+    factor = next(difference.ratio for difference in found.differences if difference.rank == rank)
+    names = evidence.shown(found.names)
+    others = ", ".join(str(each) for each in range(evidence.count) if each != rank)
+    listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
+    sentence = (
+        f"{listed}: the gradient on rank {rank} is {factor:.6g} times that of one process and of rank {others}, before "
+        f"step {found.step}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
+    )
+    remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
+    return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.step, found.site, factor)

@@ -1,0 +1,131 @@
+"""What is known of the step at which the ranks and one process part, under the names of tensors in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from apportion.script_check.comparison.combination import Combination, combination, proportional
+from apportion.script_check.comparison.table import Parting
+from apportion.script_check.comparison.tensors import Array, matching, shown, step_of
+from apportion.script_check.record import Event, RankRecord
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The parting, and the records. ``split``: of the pass that looked for modules that mix rows, where it was run."""
+
+    found: Parting
+    ranks: Sequence[RankRecord]
+    union: RankRecord
+    split: RankRecord | None = None
+
+    @cached_property
+    def count(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def steps(self) -> list[Event | None]:
+        """The step of each rank."""
+        return [step_of(record, self.found.optimizer, self.found.step) for record in self.ranks]
+
+    @cached_property
+    def names(self) -> list[dict[str, str]]:
+        """By rank, its names with those of one process."""
+        return matching(self.ranks, self.union)
+
+    @cached_property
+    def reference(self) -> dict[str, Array]:
+        """The gradients of one process."""
+        step = step_of(self.union, self.found.optimizer, self.found.step)
+        return {} if step is None else _present(step["gradients"])
+
+    @cached_property
+    def gradients(self) -> list[dict[str, Array]]:
+        """The gradients that the optimizer of each rank was given."""
+        return [
+            {} if step is None else _named(_present(step["gradients"]), names)
+            for step, names in zip(self.steps, self.names, strict=True)
+        ]
+
+    @cached_property
+    def own(self) -> list[dict[str, Array]]:
+        """By rank, what its own backward has added to each gradient, before any average; tensors of which that is not
+        known, such as sharded ones, are left out."""
+        return [
+            _named(own_sum(record, self.found.optimizer, self.found.step), names)
+            for record, names in zip(self.ranks, self.names, strict=True)
+        ]
+
+    @cached_property
+    def weights_of_ranks(self) -> Combination:
+        """How the gradients of all ranks together are made of the ranks' own ones; those of rank 0 stand for all."""
+        return combination(self._whole(self.gradients[0]), self.own)
+
+    @cached_property
+    def weights_in_reference(self) -> Combination:
+        """How the gradients of one process are made of the ranks' own ones."""
+        return combination(self._whole(self.reference), self.own)
+
+    def _whole(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        shapes = [{name: array.shape for name, array in own.items()} for own in self.own]
+        return {n: a for n, a in arrays.items() if any(shape.get(n) == a.shape for shape in shapes)}
+
+    @cached_property
+    def alone(self) -> list[str]:
+        """The tensors whose gradient is on every rank a multiple of the rank's own one, and another on each."""
+        return [name for name in self.found.compared if self._is_alone(name)]
+
+    def _is_alone(self, name: str) -> bool:
+        own = [each.get(name) for each in self.own]
+        given = [each.get(name) for each in self.gradients]
+        pairs = [(a, b) for a, b in zip(given, own, strict=True) if a is not None and b is not None]
+        if len(pairs) < 2 or any(proportional(a, b) is None for a, b in pairs):
+            return False
+        if any(a is not None and b is None for a, b in zip(given, own, strict=True)):
+            return False
+        return any(not _near(own, pairs[0][1]) for _, own in pairs[1:])
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks have the same gradients."""
+        first = self.gradients[0]
+        return all(
+            set(each) == set(first) and all(_near(each[name], first[name]) for name in first)
+            for each in self.gradients[1:]
+        )
+
+    def shown(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Returns names as they are printed."""
+        return tuple(shown(name, self.found.compared) for name in names)
+
+    def window(self, rank: RankRecord, *kinds: str) -> list[Event]:
+        """Returns a rank's events of some kinds between the step before this one and this one."""
+        step = step_of(rank, self.found.optimizer, self.found.step)
+        before = step_of(rank, self.found.optimizer, self.found.step - 1)
+        first = 0 if before is None else before["step"]
+        return [] if step is None else [event for event in rank.of(*kinds) if first <= event["step"] < step["step"]]
+
+
+def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]:
+    """Returns what a rank's backward has added to each gradient before a step of an optimizer."""
+    for event in record.of("contributions"):
+        if event["optimizer"] == optimizer and event["number"] == number:
+            return {name: np.sum(arrays, axis=0) for name, arrays in event["own"].items() if arrays}
+    return {}
+
+
+def _present(arrays: Mapping[str, Array | None]) -> dict[str, Array]:
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _named(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
+    return {names.get(name, name): array for name, array in arrays.items()}
+
+
+def _near(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and float(np.linalg.norm(a - b)) <= 1e-9 * float(np.linalg.norm(b)) + 1e-15

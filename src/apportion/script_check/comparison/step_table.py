@@ -1,0 +1,83 @@
+"""How each tensor of each rank differs from that of one process at every step, for people and programs to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from apportion.script_check.comparison.tensors import Array, difference, matching, places, scale_of, shown, step_of
+from apportion.script_check.record import Event, RankRecord
+
+MOST_TENSORS = 32
+MOST_STEPS = 24
+KINDS = ("gradients", "weights")
+
+
+def step_table(ranks: Sequence[RankRecord], union: RankRecord, differs: bool) -> dict[str, Any]:
+    """Returns the table of the steps of both.
+
+    ``steps``: each with the numbers of its ``optimizer`` and, from 1, of its ``step``, and the norm of all gradients
+    together, of each rank (``norms``, None of a rank that has not made it) and of one process (``norm``).
+    ``tensors``: each with its ``name`` and, for gradients and weights, by rank and step, the norm of the difference
+    over that of the reference: 0 where rounding explains it, None where there is nothing to compare, -1 where the
+    shapes differ or the reference is zero; those that differ first come first. ``ratios``: of the gradients that
+    differ at their first step, by rank, the factor of the reference that fits best. ``left_out``: the number of tensors
+    beyond MOST_TENSORS. Without ``differs`` nothing is computed again of tensors that are known to agree.
+    """
+    steps = places(union)[:MOST_STEPS]
+    names = matching(ranks, union)
+    rows = [_norms(ranks, union, place) for place in steps]
+    tensors = dict[str, dict[str, Any]]()
+    for at, (optimizer, number) in enumerate(steps):
+        reference = step_of(union, optimizer, number)
+        made = [step_of(record, optimizer, number) for record in ranks]
+        for kind in KINDS if reference is not None else ():
+            assert reference is not None
+            scale = scale_of(reference[kind])
+            for rank, step in enumerate(made):
+                for name, array in ({} if step is None else step[kind]).items():
+                    own = names[rank].get(name, name)
+                    if own not in reference[kind]:
+                        continue
+                    row = tensors.setdefault(own, _empty(own, len(ranks), len(steps)))
+                    row[kind][rank][at] = 0.0
+                    if differs:
+                        _set(row, kind, (rank, at), array, reference, scale)
+    ordered = sorted(tensors.values(), key=_first)
+    for row in ordered:
+        row["name"] = shown(row["name"], list(tensors))
+    return {"steps": rows, "tensors": ordered[:MOST_TENSORS], "left_out": max(0, len(ordered) - MOST_TENSORS)}
+
+
+def _empty(name: str, ranks: int, steps: int) -> dict[str, Any]:
+    return {"name": name, **{kind: [[None] * steps for _ in range(ranks)] for kind in KINDS}, "ratios": [None] * ranks}
+
+
+def _set(
+    row: dict[str, Any], kind: str, place: tuple[int, int], array: Array | None, reference: Event, scale: float
+) -> None:
+    """Sets one cell of a tensor's row to how much it differs. ``place``: rank and step."""
+    rank, at = place
+    found = difference(row["name"], rank, array, reference[kind][row["name"]], scale)
+    if found is None:
+        return
+    row[kind][rank][at] = _short(found.relative) if isfinite(found.relative) else -1.0
+    if kind == "gradients" and row["ratios"][rank] is None and isfinite(found.ratio):
+        row["ratios"][rank] = _short(found.ratio)
+
+
+def _first(row: dict[str, Any]) -> int:
+    """Returns the first step at which a tensor differs, for the order of the table."""
+    found = [at for kind in KINDS for rank in row[kind] for at, value in enumerate(rank) if value]
+    return min(found, default=MOST_STEPS)
+
+
+def _norms(ranks: Sequence[RankRecord], union: RankRecord, place: tuple[int, int]) -> dict[str, Any]:
+    made = [step_of(record, *place) for record in (*ranks, union)]
+    norms = [None if step is None else _short(scale_of(step["gradients"])) for step in made]
+    return {"optimizer": place[0], "step": place[1], "norms": norms[:-1], "norm": norms[-1]}
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,103 @@
+"""Records each rank's own gradients: what every backward adds to a parameter, before any average over the ranks.
+
+From them and from the gradient that the optimizer is given one can tell how ranks and micro-batches were weighted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from functools import wraps
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import Optimizer
+
+from apportion.core.torch_private import parameters_of
+from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.tensors import values
+
+MOST_IN_WINDOW = 64
+"""The contributions to one parameter between two steps that are recorded."""
+MOST_ELEMENTS = 1 << 25
+"""The elements recorded in all by one rank."""
+
+
+class Contributions:
+    """What backward has added to each parameter since the last step of its optimizer."""
+
+    def __init__(self, recorder: Recorder, networks: Networks) -> None:
+        self._recorder, self._networks = recorder, networks
+        self._watched = dict[int, weakref.ref[Tensor]]()
+        self._found = defaultdict[str | int, list[tuple[str, np.ndarray[Any, Any]]]](list)
+        self._elements = 0
+        self.stepping = False
+        """Whether an optimizer is in its step, where backward belongs to a line search."""
+
+    def watch(self, parameter: Tensor, key: str | int) -> None:
+        """Record what is added to a parameter, under a key."""
+        known = self._watched.get(id(parameter))
+        if not parameter.requires_grad or not parameter.is_leaf or (known is not None and known() is parameter):
+            return
+        self._watched[id(parameter)] = weakref.ref(parameter)
+
+        def added(gradient: Tensor) -> None:
+            self._add(key, gradient)
+
+        parameter.register_hook(added)
+
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """After each forward of each module: watches its parameters. Those of FSDP2 are whole, and others, until it
+        reshards, which is after the global hooks."""
+        for label, parameter in parameters_of(module).items():
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if self._networks.name(parameter) is None and (path := self._networks.module_name(module)) is not None:
+                self.watch(parameter, f"{path}.{label}")
+            else:
+                self.watch(parameter, id(parameter))
+
+    def _add(self, key: str | int, gradient: Tensor) -> None:
+        found = self._found[key]
+        if self.stepping or not self._recorder.active or len(found) >= MOST_IN_WINDOW:
+            return
+        if self._elements > MOST_ELEMENTS:
+            return
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        array = values(local, self._networks.sampled)
+        self._elements += array.size
+        found.append((self._recorder.chain(), array))
+
+    def _taken(self, key: str | int) -> list[tuple[str, np.ndarray[Any, Any]]]:
+        return self._found.pop(key) if key in self._found else []
+
+    def before_step(self, optimizer: int, number: int, parameters: dict[str, Tensor]) -> None:
+        """Write down what was added to the parameters of an optimizer since its last step."""
+        own = {name: self._taken(id(p)) or self._taken(name) for name, p in parameters.items()}
+        self._recorder.emit(
+            "contributions",
+            optimizer=optimizer,
+            number=number,
+            own={name: [array for _, array in found] for name, found in own.items()},
+            sites={name: [site for site, _ in found] for name, found in own.items()},
+        )
+
+
+def install(recorder: Recorder, networks: Networks) -> Contributions:
+    """Watch the parameters of every module that is called and of every optimizer."""
+    contributions = Contributions(recorder, networks)
+    register_module_forward_hook(contributions.after_forward)
+    add = Optimizer.add_param_group
+
+    @wraps(add)
+    def added(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            contributions.watch(parameter, id(parameter))
+
+    Optimizer.add_param_group = added  # type: ignore[method-assign]
+    return contributions

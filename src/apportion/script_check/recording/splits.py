@@ -1,0 +1,147 @@
+"""Finds, in a pass of one process, the modules whose output for a row depends on the other rows of the batch.
+
+Each module that is called is run once more on the two halves of its rows; where the outputs of the halves, joined, are
+not those of the whole, it mixes rows, as a batch normalisation does. Outside of modules, the functions that reduce over
+rows or compare them with each other are recorded with their lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.recorder import Recorder
+
+MOST_FORWARDS = 4
+"""The forwards of outermost modules that are looked into."""
+TOLERANCE = 1e-9
+REDUCTIONS = {
+    "mean", "std", "var", "std_mean", "var_mean", "sum", "max", "min", "amax", "amin", "median", "norm", "quantile",
+    "argmax", "sort", "topk", "softmax", "log_softmax", "logsumexp", "cumsum", "batch_norm", "cov", "corrcoef",
+}  # fmt: skip
+PRODUCTS = {"matmul", "__matmul__", "__rmatmul__", "mm", "einsum", "cdist", "cosine_similarity"}
+
+
+class Splits:
+    """The modules that mix rows. ``outside``: whether no module's forward is running."""
+
+    def __init__(self, recorder: Recorder, networks: Networks) -> None:
+        self._recorder, self._networks = recorder, networks
+        self._depth, self._forwards, self._rows = 0, 0, 0
+        self._testing = False
+
+    @property
+    def outside(self) -> bool:
+        """Whether no module's forward is running."""
+        return self._depth == 0 and not self._testing
+
+    def before(self, module: nn.Module, inputs: Any) -> None:
+        """Before each forward of each module."""
+        if self._testing:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._forwards += torch.is_grad_enabled()
+            self._rows = max((len(each) for each in tensors(inputs) if each.dim()), default=0)
+
+    def after(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
+        """After each forward of each module: runs it again on the halves of its rows."""
+        if self._testing:
+            return
+        self._depth -= 1
+        if self._depth == 0 and not self._rows:
+            return
+        if (
+            not torch.is_grad_enabled()
+            or self._forwards > MOST_FORWARDS
+            or not isinstance(output, Tensor | tuple | dict)
+        ):
+            return
+        if any(isinstance(each, FSDPModule) for each in module.modules()):
+            return
+        name = self._networks.module_name(module)
+        if name is not None and (relative := self._mixes(module, inputs, kwargs, output)) is not None:
+            self._recorder.emit("mixes_rows", module=name, type=type(module).__name__, relative=relative)
+
+    def _mixes(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> float | None:
+        rows = self._rows or max((len(each) for each in tensors((inputs, kwargs)) if each.dim()), default=0)
+        if rows < 2 or any(isinstance(each, DTensor) for each in tensors((inputs, kwargs, output))):
+            return None
+        saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._testing = True
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                halves = [module.forward(*part(inputs, rows, half), **part(kwargs, rows, half)) for half in (0, 1)]
+            parts = zip(tensors(output), *map(tensors, halves), strict=False)
+            found = [_distance(whole, first, second, rows) for whole, first, second in parts]
+        except Exception:  # a module that cannot take half of its rows says nothing
+            return None
+        finally:
+            with torch.no_grad():
+                for buffer, values in saved:
+                    buffer.copy_(values)
+            self._testing = False
+        largest = max(found, default=0.0)
+        return largest if largest > TOLERANCE else None
+
+    def function(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record a function outside of modules that reduces over rows or compares them."""
+        if not self.outside or name not in REDUCTIONS | PRODUCTS or not args or not isinstance(args[0], Tensor):
+            return
+        source, first = args[0], next(iter(tensors(result)), None)
+        if first is None or not source.dim() or isinstance(source, DTensor):
+            return
+        if name in PRODUCTS:
+            mixes = first.dim() == 2 and first.shape[0] == len(source) and first.shape[1] == len(source)
+        else:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            mixes = dim is None or dim == 0 or dim == -source.dim() or (isinstance(dim, tuple | list) and 0 in dim)
+        if mixes and (site := self._recorder.site()):
+            self._recorder.emit("row_statistic", function=name.strip("_"), rows=len(source), site=site)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """Returns the tensors of a tree of lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for each in parts for tensor in tensors(each)]
+
+
+def part(tree: Any, rows: int, half: int) -> Any:
+    """Returns the first (0) or second (1) half of a tree's rows; a tensor whose first dimension is no multiple of
+    ``rows`` stays whole."""
+    if isinstance(tree, Tensor):
+        if not tree.dim() or len(tree) % rows or not len(tree):
+            return tree
+        middle = rows // 2 * (len(tree) // rows)
+        return tree[:middle] if half == 0 else tree[middle:]
+    if isinstance(tree, Mapping):
+        return {key: part(value, rows, half) for key, value in tree.items()}
+    return type(tree)(part(each, rows, half) for each in tree) if type(tree) in (list, tuple) else tree
+
+
+def _distance(whole: Tensor, first: Tensor, second: Tensor, rows: int) -> float:
+    """The distance of a module's output from that of its halves, over the norm; 0 for what has no rows."""
+    if not whole.dim() or not whole.is_floating_point() or len(first) + len(second) != len(whole) or len(whole) % rows:
+        return 0.0
+    joined = torch.cat([first, second]).detach()
+    if joined.shape != whole.shape:
+        return 0.0
+    norm = whole.detach().norm()
+    return float((joined - whole.detach()).norm() / norm) if norm else 0.0
+
+
+def install(recorder: Recorder, networks: Networks) -> Splits:
+    """Look into each module's forward."""
+    splits = Splits(recorder, networks)
+    register_module_forward_pre_hook(splits.before)
+    register_module_forward_hook(splits.after, with_kwargs=True, always_call=True)
+    return splits

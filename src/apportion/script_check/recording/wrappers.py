@@ -1,0 +1,105 @@
+"""Records what DistributedDataParallel was given, and whether its forward armed the average that backward makes."""
+
+from __future__ import annotations
+
+import weakref
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.recorder import Recorder
+
+
+class Wrappers:
+    """The modules of this rank that are wrapped by DistributedDataParallel, in the order of the wraps."""
+
+    def __init__(self, recorder: Recorder, networks: Networks) -> None:
+        self._recorder, self._networks = recorder, networks
+        self._made = list[weakref.ref[DistributedDataParallel]]()
+        self._given = list[list[weakref.ref[Tensor]]]()
+        self._armed = dict[int, bool]()
+        self._reported = set[int]()
+
+    def made(self, wrapper: DistributedDataParallel) -> None:
+        """After a wrap: its process group and the number of its parameters."""
+        ignored = set(wrapper.parameters_to_ignore)
+        given = [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
+        self._recorder.emit(
+            "wrapper",
+            index=len(self._made),
+            group=dist.get_world_size(wrapper.process_group),
+            world=dist.get_world_size(),
+            ignored=sorted(ignored),
+            site=self._recorder.site(),
+        )
+        self._made.append(weakref.ref(wrapper))
+        self._given.append([weakref.ref(p) for p in given])
+
+    def called(self, wrapper: DistributedDataParallel) -> None:
+        """Before a forward of a wrapped module: whether backward will average."""
+        index = next((i for i, made in enumerate(self._made) if made() is wrapper), None)
+        if index is None:
+            return
+        self._armed[index] = sync = bool(wrapper.require_backward_grad_sync and torch.is_grad_enabled())
+        self._recorder.emit(
+            "wrapper_forward",
+            index=index,
+            sync=sync,
+            gradients=torch.is_grad_enabled(),
+            site=self._recorder.site(),
+        )
+
+    def backward(self) -> None:
+        """Before a backward: the wrappers whose flag is set and was not at their forward."""
+        late = [
+            index
+            for index, made in enumerate(self._made)
+            if (wrapper := made()) is not None
+            and wrapper.require_backward_grad_sync
+            and self._armed.get(index) is False
+        ]
+        if late:
+            self._recorder.emit("late_flag", wrappers=late, site=self._recorder.site())
+
+    def before_step(self, optimizer: int) -> None:
+        """Before the first step of an optimizer: the names of what each wrapper was given."""
+        if optimizer in self._reported:
+            return
+        self._reported.add(optimizer)
+        for index, given in enumerate(self._given):
+            named = [self._networks.name(p) for reference in given if (p := reference()) is not None]
+            wrapper = self._made[index]()
+            inside = None if wrapper is None else self._networks.module_name(wrapper.module)
+            inside = inside or (None if wrapper is None else self._networks.module_name(wrapper))
+            self._recorder.emit("wrapped", index=index, path=inside, names=[name for name in named if name])
+
+
+def install(recorder: Recorder, networks: Networks) -> Wrappers:
+    """Watch DistributedDataParallel."""
+    wrappers = Wrappers(recorder, networks)
+    begin, forward, backward = DistributedDataParallel.__init__, DistributedDataParallel.forward, Tensor.backward
+
+    @wraps(begin)
+    def made(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        begin(self, module, *args, **kwargs)
+        wrappers.made(self)
+
+    @wraps(forward)
+    def called(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        wrappers.called(self)
+        return forward(self, *args, **kwargs)
+
+    @wraps(backward)
+    def begun(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        wrappers.backward()
+        backward(self, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+    DistributedDataParallel.forward = called  # type: ignore[method-assign]
+    Tensor.backward = begun  # type: ignore[method-assign]
+    return wrappers
