@@ -40,7 +40,8 @@ def without_dropout(text: str) -> str:
 
 def weights_by_step(text: str, folder: Path, ranks: int, rows_of: int) -> list[list[Tensor]]:
     """The weights after each optimizer step, in one vector, of each of ``ranks`` processes; samplers distribute the
-    rows as for ``rows_of`` ranks. Raises RuntimeError where a process fails or takes longer than ``SECONDS``."""
+    rows as for ``rows_of`` ranks. A process that has not ended after ``SECONDS`` is killed, and what it has recorded
+    counts, because gloo can hang at exit. Raises RuntimeError where a process fails."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "script.py"
     path.write_text(without_dropout(text))
@@ -59,7 +60,7 @@ def weights_by_step(text: str, folder: Path, ranks: int, rows_of: int) -> list[l
     for process in hanging:
         process.kill()
         process.join()
-    if hanging or any(process.exitcode for process in processes):
+    if any(process.exitcode for process in processes if process not in hanging):
         log = "".join((folder / f"log{rank}.txt").read_text()[-1500:] for rank in range(ranks))
         raise RuntimeError(f"{len(hanging)} hang, exit codes {[process.exitcode for process in processes]}: {log}")
     return [torch.load(result) for result in results]
@@ -74,13 +75,12 @@ def _run(path: Path, rank: int, ranks: int, port: int, rows_of: int, result: Pat
     os.environ["TMPDIR"] = str(path.parent)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    steps = _recorded_steps()
+    _record_steps(result)
     if rows_of != ranks:
         _distribute_as_for(rows_of)
     sys.argv = [str(path)]
     try:
         runpy.run_path(str(path), run_name="__main__")
-        torch.save(steps, result)
     except BaseException:
         import traceback
 
@@ -90,16 +90,16 @@ def _run(path: Path, rank: int, ranks: int, port: int, rows_of: int, result: Pat
     os._exit(0)  # without the threads of gloo, which can hang at exit
 
 
-def _recorded_steps() -> list[Tensor]:
+def _record_steps(result: Path) -> None:
     steps: list[Tensor] = []
 
     def record(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
         weights = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         whole = [w.full_tensor() if hasattr(w, "full_tensor") else w for w in weights]
         steps.append(torch.cat([w.flatten().double() for w in whole]).clone())
+        torch.save(steps, result)
 
     register_optimizer_step_post_hook(record)
-    return steps
 
 
 def _distribute_as_for(ranks: int) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
+from functools import lru_cache
 from textwrap import dedent, indent
 
 STACKS = ("ddp", "fsdp2", "tensor", "pipeline", "by hand", "accelerate", "trainer", "ddp in a class")
@@ -55,63 +56,87 @@ SAME_ROWS = ("tensor", "pipeline")
 """The stacks whose ranks read the same rows."""
 
 
+ONLY: dict[str, dict[str, tuple[object, ...]]] = {
+    "ddp in a class": {"optimizer": LEVELS["optimizer"][:-1]},
+    "fsdp2": {
+        "optimizer": LEVELS["optimizer"][:-1],
+        "precision": ("float32", "bfloat16"),
+        "evaluation": ("none", "sums", "every rank"),
+    },
+    "tensor": {
+        "optimizer": LEVELS["optimizer"][:-1],
+        "precision": ("float32", "bfloat16"),
+        "network": ("mlp", "transformer"),
+        "data": ("map", "drop last", "processes", "dictionaries"),
+        "evaluation": ("none", "every rank"),
+        "dropout": (False,),
+    },
+    "pipeline": {
+        "optimizer": LEVELS["optimizer"][:-1],
+        "accumulation": (1,),
+        "precision": ("float32",),
+        "network": ("mlp", "transformer", "convolution"),
+        "data": ("map", "drop last", "processes", "dictionaries"),
+        "evaluation": ("none",),
+        "dropout": (False,),
+        "clipping": (False,),
+    },
+    "accelerate": {
+        "optimizer": LEVELS["optimizer"][:-1],
+        "precision": ("float32", "bfloat16"),
+        "data": ("map", "drop last", "tail", "processes", "dictionaries", "padded"),
+        "evaluation": ("none", "sums"),
+    },
+    "trainer": {
+        "optimizer": ("sgd", "adam", "adamw", "adagrad", "rmsprop"),
+        "precision": ("float32", "bfloat16"),
+        "schedule": ("none", "warm-up", "cosine"),
+        "data": ("drop last", "tail", "processes", "dictionaries", "padded"),
+        "evaluation": ("none", "sums"),
+    },
+}
+"""The values that a stack is written with, where they are not all."""
+
+
 def allowed(case: Case) -> bool:
     """Whether the values can stand together in one script without a mistake."""
-    stack, data = case.stack, case.data
-    rules = [
-        data != "padded" or case.network in TOKENS,
-        data != "tail" or case.accumulation == 1,  # a smaller micro-batch would have too much weight in its window
-        case.precision != "scaler" or stack in ("ddp", "ddp in a class", "by hand"),
-        case.precision != "bfloat16" or stack != "pipeline",
-        case.optimizer != "lbfgs"
-        or (
-            stack in ("ddp", "by hand")
-            and (case.accumulation, case.precision, case.schedule) == (1, "float32", "none")
-            and not case.dropout
-            and not case.clipping
-        ),
-        stack not in SAME_ROWS or (not case.dropout and data in ("map", "processes", "dictionaries", "drop last")),
-        stack not in SAME_ROWS or case.network in ("mlp", "transformer", "convolution")[: 2 + (stack == "pipeline")],
-        stack != "tensor" or case.evaluation in ("none", "every rank"),
-        stack != "pipeline" or (case.accumulation == 1 and case.evaluation == "none" and not case.clipping),
-        stack != "fsdp2" or case.evaluation in ("none", "sums", "every rank"),
-        stack != "accelerate" or data not in ("iterable", "slices", "draws"),
-        stack != "accelerate" or case.evaluation in ("none", "sums"),
-        stack != "trainer" or data in ("dictionaries", "padded", "processes", "tail", "drop last"),
-        stack != "trainer" or case.optimizer not in ("momentum",),
-        stack != "trainer" or case.schedule in ("none", "warm-up", "cosine"),
-        stack != "trainer" or case.evaluation in ("none", "sums"),
-    ]
-    return all(rules)
+    plain = (case.accumulation, case.precision, case.schedule, case.dropout, case.clipping)
+    return (
+        (case.data != "padded" or case.network in TOKENS)
+        and (case.data != "tail" or case.accumulation == 1)  # a smaller micro-batch would weigh too much in its window
+        and (case.optimizer != "lbfgs" or plain == (1, "float32", "none", False, False))
+    )
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    values = [(field.name, getattr(case, field.name)) for field in fields(case) if field.name != "seed"]
-    return set(itertools.combinations(values, 2))
+    return set(itertools.combinations([(name, getattr(case, name)) for name in ("stack", *LEVELS)], 2))
 
 
-def cases(count: int, seed: int = 0) -> list[Case]:
-    """``count`` cases, the same for each stack as nearly as possible; each next one has the most new pairs of values
-    among some hundred that are drawn, and the rarest values where no pair is new."""
+def drawn(stack: str, seed: int, rng: random.Random) -> Case:
+    """A case that is allowed."""
+    while True:
+        values = {name: rng.choice(ONLY.get(stack, {}).get(name, levels)) for name, levels in LEVELS.items()}
+        case = Case(stack=stack, seed=seed, **values)  # type: ignore[arg-type]
+        if allowed(case):
+            return case
+
+
+@lru_cache
+def cases(count: int, seed: int = 0) -> tuple[Case, ...]:
+    """``count`` cases, as many of each stack; each next one has the most new pairs of values among some that are drawn,
+    and the rarest values where no pair is new."""
     rng = random.Random(seed)
     chosen: list[Case] = []
     seen: set[tuple[tuple[str, object], tuple[str, object]]] = set()
     used: Counter[tuple[str, object]] = Counter()
     while len(chosen) < count:
-        stack = STACKS[len(chosen) % len(STACKS)]
-        candidates: list[Case] = []
-        while len(candidates) < 120:
-            values = {name: rng.choice(levels) for name, levels in LEVELS.items()}
-            case = Case(stack=stack, seed=len(chosen), **values)  # type: ignore[arg-type]
-            if allowed(case):
-                candidates.append(case)
-
+        candidates = [drawn(STACKS[len(chosen) % len(STACKS)], len(chosen), rng) for _ in range(CANDIDATES)]
         gains = [(len(pairs(case) - seen), -sum(used[n, getattr(case, n)] for n in LEVELS)) for case in candidates]
         best = candidates[gains.index(max(gains))]
         chosen.append(best)
         seen |= pairs(best)
         used.update((name, getattr(best, name)) for name in LEVELS)
-    return chosen
+    return tuple(chosen)
 
 
 NETWORKS = {
@@ -383,6 +408,8 @@ SCHEDULES = {
     "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max={total})",
     "one cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps={total}, cycle_momentum=False)",
 }
+CANDIDATES = 25
+"""The draws of which each case is the best."""
 EPOCHS = 2
 ROW_COUNTS = {"tail": 100, "drop last": 101}
 """The rows where they are not 96."""
@@ -562,9 +589,7 @@ CLIP = """
 WRAPPED = {
     "ddp": "model = DDP(Network())\n",
     "ddp in a class": "model = DDP(Network())\n",
-    "by hand": (
-        "model = Network()\nfor parameter in model.parameters():\n    dist.broadcast(parameter.data, src=0)\n"
-    ),
+    "by hand": ("model = Network()\nfor parameter in model.parameters():\n    dist.broadcast(parameter.data, src=0)\n"),
     "fsdp2": (
         "model = Network()\nfor layer in model.children():\n    if any(True for _ in layer.parameters()):\n"
         "        fully_shard(layer)\nfully_shard(model)\n"
@@ -595,6 +620,18 @@ def data_import(case: Case) -> str:
     return f"from torch.utils.data import {', '.join(sorted(names))}"
 
 
+def optimization(case: Case) -> str:
+    """Lines that make the optimizer and what goes with it."""
+    made = f"optimizer = {OPTIMIZERS[case.optimizer]}\n"
+    if case.schedule != "none":
+        made += f"schedule = {SCHEDULES[case.schedule].format(total=total_steps(case))}\n"
+    if case.precision == "scaler":
+        made += 'scaler = torch.amp.GradScaler("cpu", init_scale=256.0)\n'
+    if case.dropout:
+        made += "torch.manual_seed(1000 * SEED + rank)  # each process draws dropout masks of its own\n"
+    return made
+
+
 def distributed_script(case: Case) -> str:
     """A script of DDP, FSDP2, tensor parallelism, or with an all-reduce by hand."""
     imports = ["import torch", "import torch.distributed as dist", "from torch import nn", *IMPORTS.get(case.stack, [])]
@@ -610,14 +647,10 @@ def distributed_script(case: Case) -> str:
         definitions.append(CLIP)
     if case.evaluation != "none":
         definitions.append(EVALUATIONS[case.evaluation])
-    wrapped = "model = Network()\n" + block(TENSOR_PLANS[case.network]) if case.stack == "tensor" else WRAPPED[case.stack]
-    made = f"optimizer = {OPTIMIZERS[case.optimizer]}\n"
-    if case.schedule != "none":
-        made += f"schedule = {SCHEDULES[case.schedule].format(total=total_steps(case))}\n"
-    if case.precision == "scaler":
-        made += 'scaler = torch.amp.GradScaler("cpu", init_scale=256.0)\n'
-    if case.dropout:
-        made += "torch.manual_seed(1000 * SEED + rank)  # each process draws dropout masks of its own\n"
+    wrapped = (
+        "model = Network()\n" + block(TENSOR_PLANS[case.network]) if case.stack == "tensor" else WRAPPED[case.stack]
+    )
+    made = optimization(case)
     evaluation = ""
     if case.evaluation != "none":
         made += "held_out_x, held_out_y = rows(37, seed=2)\n"
@@ -668,7 +701,9 @@ def pipeline_script(case: Case) -> str:
         body += f"schedule = {SCHEDULES[case.schedule].format(total=total_steps(case))}\n"
     body += "for epoch in range(EPOCHS):\n    for batch in loader:\n"
     lines = f"{unpacked(case)}\nlosses = []\noptimizer.zero_grad()\ninputs = (x,) if rank == 0 else ()\n"
-    lines += "target = y if rank == world - 1 else None\nschedule_of_stages.step(*inputs, target=target, losses=losses)\n"
+    lines += (
+        "target = y if rank == world - 1 else None\nschedule_of_stages.step(*inputs, target=target, losses=losses)\n"
+    )
     lines += "optimizer.step()\n"
     lines += "schedule.step()\n" if case.schedule in ("warm-up", "cosine", "one cycle") else ""
     body += indent(lines, " " * 8) + ("    schedule.step()\n" if case.schedule == "per epoch" else "")
@@ -687,9 +722,9 @@ def accelerate_script(case: Case) -> str:
     per_process = "BATCH // accelerator.num_processes"
     body += f"loader = DataLoader(dataset, {per_process}, shuffle=True{loader_options(case)})\n"
     body += f"model = Network()\noptimizer = {OPTIMIZERS[case.optimizer]}\n"
-    prepared = case.schedule == "cosine"
+    prepared = scheduled_by_accelerate(case)
     schedule = SCHEDULES.get(case.schedule, "").format(total=total_steps(case))
-    if prepared:  # a schedule that is prepared is stepped once for every process, so that its end counts all batches
+    if prepared:
         body += f"schedule = {schedule}\n"
         body += "model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)\n"
     else:
@@ -704,6 +739,12 @@ def accelerate_script(case: Case) -> str:
     if case.dropout:
         body += "torch.manual_seed(1000 * SEED + accelerator.process_index)  # dropout masks of its own\n"
     return module(case, imports, accelerate_definitions(case), body + accelerate_loop(case, evaluation))
+
+
+def scheduled_by_accelerate(case: Case) -> bool:
+    """Whether the schedule is prepared: it is then stepped once for every process, and its end counts the batches of
+    all of them; with a tail this is not the rate of one process."""
+    return case.schedule == "cosine" and case.data != "tail"
 
 
 def accelerate_definitions(case: Case) -> list[str]:
@@ -728,9 +769,9 @@ def accelerate_loop(case: Case, evaluation: str) -> str:
     if case.clipping:
         lines += f"if accelerator.sync_gradients:\n    {clip}" if case.accumulation > 1 else clip
     lines += "optimizer.step()\n"
-    if case.schedule == "cosine":
+    if scheduled_by_accelerate(case):
         lines += "schedule.step()\n"
-    elif case.schedule in ("warm-up", "one cycle"):
+    elif case.schedule in ("warm-up", "cosine", "one cycle"):
         lines += "if accelerator.sync_gradients:\n    schedule.step()\n"
     lines += "optimizer.zero_grad()\n"
     if case.accumulation > 1:
