@@ -199,13 +199,13 @@ def checked(script: str, workers: int) -> dict[str, Any]:
 
 
 def naming(mistake: Mistake, answer: dict[str, Any]) -> list[dict[str, Any]]:
-    """The findings that name the class of the mistake; notes do not count."""
-    return [
-        finding
-        for finding in answer["findings"]
-        if finding.get("severity") != "note"
-        and re.search(mistake.words, f"{finding['name'].replace('_', ' ')}\n{finding['sentence']}", re.IGNORECASE)
-    ]
+    """The findings that name the class of the mistake. Notes do not count, nor do the names of files in a sentence."""
+    named = []
+    for finding in answer["findings"]:
+        text = f"{finding['name'].replace('_', ' ')}\n{re.sub(r'[^ (]*[.]py', '', finding['sentence'])}"
+        if finding.get("severity") != "note" and re.search(mistake.words, text, re.IGNORECASE):
+            named.append(finding)
+    return named
 
 
 def lines_of(finding: dict[str, Any]) -> set[int]:
