@@ -124,7 +124,6 @@ def _compare(passes: _Passes) -> Answer:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
         findings += numbers.findings(spread, None)
     else:
-        about.append("Compared with the script as one process on the union of the ranks' rows.")
         further = [None if each is None else each.records[0] for each in (passes.split, passes.joined)]
         findings += numbers.findings(spread, union, *further)
         if lost := unplaced(spread, union):
