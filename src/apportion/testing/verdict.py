@@ -11,6 +11,7 @@ from apportion.script_check.comparison.table import Parting, parting
 from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
 from apportion.testing.explanation import Cause, Circumstances, explained
+from apportion.testing.noise import without_noise
 
 
 class DifferentNetwork(AssertionError):
@@ -53,6 +54,7 @@ def disagreement(
     for look in (_beginning, _counts, _nothing_moves):
         if (found := look(ranks, union)) is not None:
             return found
+    ranks, union = without_noise(ranks, union)
     parted, _ = parting(ranks, union)
     if parted is not None:
         return _parted(parted, ranks, union, shares)

@@ -32,8 +32,8 @@ class Functions(TorchFunctionMode):
             done, result = randomness.dropout(self._recorder, name, args, kwargs)
             if done:
                 return result
-            if name == "scaled_dot_product_attention":
-                args, kwargs = randomness.attention(self._recorder, args, kwargs)
+            if name in randomness.ATTENTIONS:
+                args, kwargs = randomness.attention(self._recorder, name, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
         if name in losses.CRITERIA and isinstance(result, Tensor):
             losses.criterion(self._recorder, name, args, kwargs, result)
