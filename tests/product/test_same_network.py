@@ -251,6 +251,22 @@ def test_a_correct_step_passes(name: str) -> None:
     assert_same_network(run, **{"model": Net(), "rows": rows, **arguments})
 
 
+@pytest.mark.thorough
+def test_weights_from_a_file_are_read_as_what_they_are(tmp_path: Path) -> None:
+    """Ranks compute in float64, and the file has float32."""
+    torch.save(Net().state_dict(), tmp_path / "net.pt")
+
+    def pretrained() -> Net:
+        net = Net()
+        net.load_state_dict(torch.load(tmp_path / "net.pt"))
+        assert all(parameter.abs().max() < 1 for parameter in net.parameters())
+        return net
+
+    assert_same_network(reduced(""), model=pretrained, rows=ROWS)
+    with pytest.raises(DifferentNetwork, match="not that of one process|not averaged"):
+        assert_same_network(step, model=pretrained, rows=ROWS)
+
+
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a sum that is averaged": (summed, {"wrap": DistributedDataParallel, "optimizer": torch.optim.Adam}, "divided"),
     "a forward past the wrapper": (

@@ -17,6 +17,8 @@ from apportion.testing.noise import without_noise
 class DifferentNetwork(AssertionError):
     """The ranks do not train the network that one process trains. ``disagreement``: what differs first, and why."""
 
+    __module__ = "apportion.testing"  # as users import it, and tracebacks print it
+
     def __init__(self, message: str, disagreement: Disagreement) -> None:
         super().__init__(message)
         self.disagreement = disagreement
