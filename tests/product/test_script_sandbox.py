@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +38,34 @@ BY_PATH = ("home by its path", "script's folder by its path", "fixed temporary p
 OF_PROGRAMS = ("shell elsewhere", "compiled code elsewhere")
 """What Python does not see."""
 OF_PROGRAMS_LEAVE = ("elsewhere/shell.txt", "elsewhere/compiled.txt")
+WAITS = """
+import subprocess, sys
+command = [sys.executable, "-c", "input()", *sys.argv[1:]]
+child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+print("waits", flush=True)
+child.wait()
+"""
+"""A script that waits for ever for a process in a session of its own; both have its arguments."""
+DRIVER = """
+import os, sys, time
+from pathlib import Path
+import faulthandler; faulthandler.dump_traceback_later(60, exit=True)
+from apportion.script_check.sandbox.sandbox import Command, Sandbox
+from apportion.script_check.sandbox.scope import Scope
+
+project, home, folder, kind = sys.argv[1:]
+os.chdir(project)
+records = Path(folder, "records")
+records.mkdir(parents=True)
+with Sandbox(Scope(project, project, home, ("/tmp",)), records, Path(folder), kind) as sandbox:
+    output = records / "output"
+    (rank,) = sandbox.start([Command([sys.executable, "-m", "waits", folder], os.environ, output)])
+    while not output.read_bytes():
+        time.sleep(0.01)
+    print(rank.pid, sandbox._leader.pid, flush=True)
+    print(rank.wait(), flush=True)
+"""
+"""A driver that runs it, and prints the process numbers of the rank and of the leader, and how the rank has ended."""
 THOROUGH = pytest.mark.thorough
 FURTHER = ("visible processes", "hook")
 SOURCE = str(Path(apportion.__file__).parents[1])
@@ -91,6 +123,7 @@ def _fill(user: User) -> None:
     for path in ("library/entry", "huggingface/hub/model.lock"):
         (user.home / ".cache" / path).write_text("the user's\n")
     (user.elsewhere / "precious.txt").write_text("the user's\n")
+    (user.project / "waits.py").write_text(WAITS)
 
 
 @contextmanager
@@ -138,3 +171,43 @@ def test_the_users_files_stay_as_they_are(user: User, tmp_path: Path, kind: str)
     assert after == before
     assert set(os.listdir("/dev/shm")) == memory
     assert not os.path.exists(f"/tmp/apportion-sandbox-{os.getuid()}")
+
+
+def processes_with(argument: str) -> list[str]:
+    """The command lines of all processes that have an argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.read_text())
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("killed", ["driver", "leader", "interrupted driver"])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=THOROUGH if k in FURTHER else ()) for k in (*KINDS, "hook")])
+def test_no_process_outlives_a_sandbox(user: User, tmp_path: Path, kind: str, killed: str) -> None:
+    folder = str(tmp_path / "check")
+    command = [sys.executable, "-c", DRIVER, str(user.project), str(user.home), folder, kind]
+    driver = subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": SOURCE}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with driver, ExitStack() as stack:
+        stack.callback(driver.kill)
+        assert driver.stdout is not None
+        numbers = driver.stdout.readline().split()
+        if not numbers:
+            pytest.skip(driver.communicate()[1])
+        rank, leader = map(int, numbers)
+        assert os.path.exists(f"/proc/{rank}")
+        assert folder in Path(f"/proc/{rank}/cmdline").read_text().split("\0")  # as this process sees its number
+        assert len(processes_with(folder)) == 3  # with the driver
+        victim = leader if killed == "leader" else driver.pid
+        os.kill(victim, signal.SIGINT if killed == "interrupted driver" else signal.SIGKILL)
+        if killed == "leader":
+            assert driver.stdout.readline() == "-9\n"
+        driver.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while processes_with(folder) or (killed == "driver" and os.path.exists(folder)):
+        assert time.monotonic() < deadline, (processes_with(folder), os.path.exists(folder))
+        time.sleep(0.02)

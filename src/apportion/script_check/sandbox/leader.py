@@ -45,6 +45,7 @@ def main(spec_path: str, descriptor: int) -> None:
         if configuration is None:
             _leave(spec, _without_namespaces(kind, control, spec, reasons))
         if not namespaces.possible(configuration):
+            reasons.append(f"{kind}: this process is not the administrator's")
             continue
         status, reason = _attempt(kind, configuration, control, spec)
         if status != REFUSED:
@@ -73,13 +74,9 @@ def _attempt(
         _run(lambda: _make(kind, configuration, control, there, spec, guardian))
     there.close()
     with here:
-        reason = ""
-        while question := here.recv(4096).decode():  # until the maker has closed its end
-            if question == "users":
-                here.send(b"yes" if namespaces.map_all_users(maker) else b"no")
-            else:
-                reason = question
-    _, status = os.waitpid(maker, 0)
+        while (reason := here.recv(4096).decode()) == "users":
+            here.send(b"yes" if namespaces.map_all_users(maker) else b"no")
+        _, status = os.waitpid(maker, 0)  # with this end open, by which the starter knows that this process lives
     return (os.waitstatus_to_exitcode(status), reason) if os.WIFEXITED(status) else (ABANDONED, "")
 
 
@@ -111,8 +108,7 @@ def _make(
         mounts.protect(Scope(**spec["scope"]), spec["records"], configuration.user)
         if not configuration.processes:
             namespaces.restrict_programs()
-            guardian.close()
-            return _start(kind, control)
+            return _start(kind, control, guardian)
         return _start_first(kind, control, guardian)
     except OSError as error:
         guardian.send(str(error).encode())
@@ -132,8 +128,7 @@ def _start_first(kind: str, control: socket.socket, guardian: socket.socket) -> 
                 guardian.send(str(error).encode())
                 return REFUSED
             namespaces.restrict_programs()
-            guardian.close()
-            return _start(kind, control)
+            return _start(kind, control, guardian)
 
         _run(serve)
     guardian.close()
@@ -141,16 +136,19 @@ def _start_first(kind: str, control: socket.socket, guardian: socket.socket) -> 
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else ABANDONED
 
 
-def _start(kind: str, control: socket.socket) -> int:
+def _start(kind: str, control: socket.socket, guardian: socket.socket) -> int:
     take_orphans_in()
+    guardian.send(b"ready")
     control.send(f"ready {kind}\n".encode())
-    return ENDED if Starter(control).serve() else ABANDONED
+    return ENDED if Starter(control, guardian).serve() else ABANDONED
 
 
 def _without_namespaces(kind: str, control: socket.socket, spec: dict[str, Any], reasons: list[str]) -> int:
     """Runs a starter in no namespaces, and returns how it has ended."""
+    here, there = socket.socketpair()
     starter = os.fork()
     if starter == 0:
+        here.close()
 
         def serve() -> int:
             held = "hook"
@@ -160,10 +158,12 @@ def _without_namespaces(kind: str, control: socket.socket, spec: dict[str, Any],
                     held = "landlock"
                 except OSError as error:
                     reasons.append(f"Landlock: {error}")
-            return _start(f"{held} {'; '.join(reasons)}", control)
+            return _start(f"{held} {'; '.join(reasons)}", control, there)
 
         _run(serve)
-    _, status = os.waitpid(starter, 0)
+    there.close()
+    with here:
+        _, status = os.waitpid(starter, 0)
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else ABANDONED
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import socket
 import struct
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from apportion.errors import ApportionError
-from apportion.script_check.sandbox import layers, mounts
+from apportion.script_check.sandbox import mounts
 from apportion.script_check.sandbox.mirror import Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
 from apportion.script_check.sandbox.scope import Scope
@@ -78,8 +77,7 @@ class Sandbox:
     def __init__(self, scope: Scope, records: Path, remove: Path, kind: str | None = None) -> None:
         self._scope, self._records = scope, Path(os.path.realpath(records))
         kind = kind or os.environ.get(FORCED) or None
-        for name in (mounts.STAGE, layers.DISCARDED):
-            (self._records / name).mkdir(parents=True)
+        (self._records / mounts.STAGE).mkdir(parents=True)
         spec = {
             "scope": asdict(scope),
             "records": str(self._records),
@@ -132,7 +130,8 @@ class Sandbox:
         because = f" as the kernel allows no namespaces here ({refused})" if refused else ""
         if self.kind == "landlock":
             held = (
-                "the kernel refused every write outside of it and of /dev/shm, and Python's connections beyond loopback"
+                "the kernel refused every write outside of it and of /dev/shm; Python's own connections beyond "
+                "loopback were refused, but not those of programs that it starts and of compiled libraries"
             )
         else:
             held = (
@@ -200,7 +199,6 @@ class Sandbox:
         self.receive(0)
         self._control.close()
         self._set_closed()
-        _remove_layers(self._records / layers.DISCARDED)
 
     def _set_closed(self) -> None:
         self._closed = True
@@ -250,10 +248,3 @@ _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 def _listed(paths: Sequence[str]) -> str:
     return ", ".join(paths)
-
-
-def _remove_layers(folder: Path) -> None:
-    """Removes upper layers on a disk, in which the kernel has left a folder that its owner may not read."""
-    for work in folder.glob("*/work/work"):
-        work.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)
