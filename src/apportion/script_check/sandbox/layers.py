@@ -36,8 +36,9 @@ class Layers:
         self._add(records, view)
 
     def prepared(self) -> list[Prepared]:
-        """Returns what is to be moved, outer folders first."""
-        return sorted(self._prepared, key=lambda each: each.path.count("/"))
+        """Returns what is to be moved, outer folders first, and the records after an overlay of the same folder."""
+        records, *others = self._prepared
+        return sorted([*others, records], key=lambda each: each.path.count("/"))
 
     def close(self) -> None:
         """Take the tmpfs itself out of the tree; the overlays still have their layers on it."""
@@ -54,8 +55,8 @@ class Layers:
                 self._divide(path, needed)
             elif any(within(each, [path]) for each in needed):
                 raise
-            elif temporary:
-                self.prepare_empty(path, stat.S_IMODE(os.stat(path).st_mode))
+            elif temporary and os.path.isdir(path):  # it may have been removed just now
+                self.prepare_empty(path, 0o1777)
             return
         for mount in self._table.below(path):
             try:
