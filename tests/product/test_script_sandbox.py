@@ -21,13 +21,15 @@ import sandboxed_attempts
 
 import apportion
 from apportion.errors import ApportionError
-from apportion.script_check.sandbox.mirror import LARGEST_COPIED
+from apportion.script_check.sandbox import mirror
+from apportion.script_check.sandbox.mirror import LARGEST_COPIED, Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
 from apportion.script_check.sandbox.sandbox import KINDS, Command, Sandbox
-from apportion.script_check.sandbox.scope import Scope
+from apportion.script_check.sandbox.scope import Scope, scope_of
 
 INSIDE = (
-    "checkpoint", "checkpoint over a large one", "checkpoint by a relative path", "append to a log",
+    "checkpoint", "checkpoint over a large one", "safetensors over a large one", "checkpoint by a relative path",
+    "append to a log",
     "append to a large file", "overwrite a file", "remove a file", "remove a folder and make it again", "rename",
     "rename a folder", "change a mode", "bytecode", "database", "shell in the folder", "fork in the folder", "cache",
     "lock in a cache", "new folder in a cache", "temporary file", "shared memory", "loopback",
@@ -116,7 +118,7 @@ def _fill(user: User) -> None:
     user.elsewhere.mkdir()
     for path in ("train.log", "notes.txt", "old.ckpt", "best.ckpt", "runs/old/events", "folder/file"):
         (user.project / path).write_text("the user's\n")
-    for path in ("large.pt", "large.log"):
+    for path in ("large.pt", "large.log", "large.safetensors"):
         (user.project / path).write_bytes(b"x" * LARGEST_COPIED + b"\n")
     (user.project / "helper_module.py").write_text("VALUE = 3\n")
     shutil.copy(sandboxed_attempts.__file__, user.project / "attempts.py")
@@ -140,11 +142,14 @@ def opened(user: User, records: Path, kind: str) -> Iterator[Sandbox]:
         yield sandbox
 
 
+def environment(user: User) -> dict[str, str]:
+    return {**os.environ, "HOME": str(user.home), "PYTHONPATH": SOURCE}
+
+
 def run(sandbox: Sandbox, user: User, records: Path, *arguments: str) -> str:
     """Runs a module in a sandbox and returns what it prints."""
-    environment = {**os.environ, "HOME": str(user.home), "PYTHONPATH": SOURCE}
     output = records / "output"
-    (rank,) = sandbox.start([Command([sys.executable, "-m", *arguments], environment, output)])
+    (rank,) = sandbox.start([Command([sys.executable, "-m", *arguments], environment(user), output)])
     status = rank.wait(60)
     assert status == 0, output.read_text()
     return output.read_text()
@@ -211,3 +216,64 @@ def test_no_process_outlives_a_sandbox(user: User, tmp_path: Path, kind: str, ki
     while processes_with(folder) or (killed == "driver" and os.path.exists(folder)):
         assert time.monotonic() < deadline, (processes_with(folder), os.path.exists(folder))
         time.sleep(0.02)
+
+
+SHARES = """
+import sys, time
+from pathlib import Path
+word, waited = sys.argv[1:]
+Path(word).write_text("written")
+deadline = time.monotonic() + 30
+while not Path(waited).exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(Path(waited).read_text(), sorted(path.name for path in Path().glob("word*")))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["unprivileged", "landlock"])
+def test_ranks_see_what_others_write_and_another_sandbox_does_not(user: User, tmp_path: Path, kind: str) -> None:
+    (user.project / "shares.py").write_text(SHARES)
+    with opened(user, tmp_path / "first", kind) as sandbox:
+        commands = [
+            Command([sys.executable, "-m", "shares", *words], environment(user), tmp_path / "first" / words[0])
+            for words in (("word1", "word2"), ("word2", "word1"))
+        ]
+        assert [rank.wait(60) for rank in sandbox.start(commands)] == [0, 0]
+        assert [command.output.read_text().split()[0] for command in commands] == ["written"] * 2
+        after = run(sandbox, user, tmp_path / "first", "shares", "word3", "word1")  # as a run that resumes
+        assert "['word1', 'word2', 'word3']" in after
+    with opened(user, tmp_path / "second", kind) as sandbox:
+        assert "['word1']" in run(sandbox, user, tmp_path / "second", "shares", "word1", "word1")
+    assert not list(user.project.glob("word*"))
+
+
+def test_a_folder_that_is_too_large_for_a_copy_is_refused(user: User, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(mirror, "MOST_FILES", 3)
+    scope = Scope(str(user.project), str(user.project), str(user.home), ())
+    with pytest.raises(ApportionError, match=r"project of the script has to be copied.* more than 3 files"):
+        Mirror.build(tmp_path / "mirror", scope, tmp_path)
+
+
+def test_a_copy_has_the_paths_of_the_user_below_its_root(user: User, tmp_path: Path) -> None:
+    scope = Scope(str(user.project), str(user.folder), str(user.home), ())
+    copy = Mirror.build(tmp_path / "mirror", scope, tmp_path)
+    place = f"{copy.root}{user.project}"
+    assert copy.argument(f"--out={user.project}/run") == f"--out={place}/run"
+    assert copy.argument("--device=/dev/null") == "--device=/dev/null"
+    assert copy.argument("relative") == "relative"
+    assert Path(place, "notes.txt").read_text() == "the user's\n"
+    assert not Path(place, "notes.txt").is_symlink()
+    assert Path(place, "large.pt").is_symlink()
+    assert Path(place, "..", "elsewhere", "precious.txt").read_text() == "the user's\n"  # by a link
+    assert copy.environment({"HF_HOME": "/opt/hub"})["HF_HOME"] == f"{copy.root}/opt/hub"
+
+
+def test_the_scope_has_what_arguments_and_variables_name(user: User) -> None:
+    variables = {"HOME": str(user.home), "HF_HOME": str(user.elsewhere), "PATH": "/usr/bin:/bin", "NONE": "/nowhere"}
+    scope = scope_of(
+        user.project, ["--out", f"--log={user.folder}/new/run", "../data", "--device=/dev/null"], variables
+    )
+    assert scope.needed == (str(user.project), str(user.home))  # the current folder is that of the script
+    assert scope.named == (str(user.home), str(user.elsewhere), str(user.folder))
+    assert "/tmp" in scope.temporary

@@ -20,7 +20,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from apportion.process import die_with_parent, take_orphans_in
@@ -45,13 +45,18 @@ def main(spec_path: str, descriptor: int) -> None:
         if configuration is None:
             _leave(spec, _without_namespaces(kind, control, spec, reasons))
         if not namespaces.possible(configuration):
-            reasons.append(f"{kind}: this process is not the administrator's")
+            reasons.append("this process is not the administrator's")
             continue
         status, reason = _attempt(kind, configuration, control, spec)
         if status != REFUSED:
             _leave(spec, status)
-        reasons.append(f"{kind}: {reason}")
-    control.send(f"refused {'; '.join(reasons)}\n".encode())
+        reasons.append(reason)
+    control.send(f"refused {_last(reasons)}\n".encode())
+
+
+def _last(reasons: Sequence[str]) -> str:
+    """The reason why the least demanding of the kinds that were tried was not possible."""
+    return reasons[-1].replace("\n", " ") if reasons else ""
 
 
 def _leave(spec: dict[str, Any], status: int) -> NoReturn:
@@ -111,7 +116,7 @@ def _make(
             return _start(kind, control, guardian)
         return _start_first(kind, control, guardian)
     except OSError as error:
-        guardian.send(str(error).encode())
+        guardian.send((error.strerror or str(error)).encode())
         return REFUSED
 
 
@@ -125,7 +130,7 @@ def _start_first(kind: str, control: socket.socket, guardian: socket.socket) -> 
             try:
                 linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
             except OSError as error:
-                guardian.send(str(error).encode())
+                guardian.send((error.strerror or str(error)).encode())
                 return REFUSED
             namespaces.restrict_programs()
             return _start(kind, control, guardian)
@@ -157,8 +162,8 @@ def _without_namespaces(kind: str, control: socket.socket, spec: dict[str, Any],
                     landlock.allow_writes_only_in([spec["remove"], mounts.SHARED_MEMORY], _DEVICES)
                     held = "landlock"
                 except OSError as error:
-                    reasons.append(f"Landlock: {error}")
-            return _start(f"{held} {'; '.join(reasons)}", control, there)
+                    reasons.append(f"{_last(reasons)}, nor Landlock: {error.strerror}".removeprefix(", nor "))
+            return _start(f"{held} {_last(reasons)}", control, there)
 
         _run(serve)
     there.close()
