@@ -7,7 +7,9 @@ from html import escape
 from math import log10
 from typing import Any
 
-_CELL, _ROW, _CHARACTER = 26, 20, 7.3
+_CELL, _NARROW, _ROW, _CHARACTER = 26, 17, 20, 7.3
+_MOST_BROAD = 12
+"""The steps up to which cells are broad."""
 _LONGEST = 27
 """The characters of a name that are shown beside the picture."""
 _MOST_RANKS = 4
@@ -19,19 +21,22 @@ _LEAST, _LARGEST = -9.0, 0.0
 def heat_map(kind: str, table: Mapping[str, Any]) -> str:
     """Return the picture as SVG. ``kind``: gradients or weights; ``table``: see ``comparison/step_table.py``."""
     tensors, steps = table["tensors"], table["steps"]
+    cell = _CELL if len(steps) <= _MOST_BROAD else _NARROW
     left = round(_CHARACTER * min(_LONGEST, max(len(tensor["name"]) for tensor in tensors))) + 10
-    width, height = left + _CELL * len(steps) + 4, _ROW * len(tensors) + 26
+    width, height = left + cell * len(steps) + 4, _ROW * len(tensors) + 26
     parts = list[str]()
     for at, step in enumerate(steps):
-        if len(steps) <= 12 or step["step"] == 1 or not step["step"] % 5:
-            middle = left + _CELL * (at + 0.5)
+        if len(steps) <= _MOST_BROAD or step["step"] == 1 or not step["step"] % 5:
+            middle = left + cell * (at + 0.5)
             parts.append(f'<text x="{middle:g}" y="12" text-anchor="middle" class="tick">{_step(step, steps)}</text>')
     for index, tensor in enumerate(tensors):
         top = 20 + _ROW * index
         parts.append(_label(tensor["name"], left - 8, top + 14))
         by_rank = tensor[kind] if len(tensor[kind]) <= _MOST_RANKS else [_largest(tensor[kind])]
         for at in range(len(steps)):
-            parts += _cell([values[at] for values in by_rank], (left + _CELL * at, top), f"step {steps[at]['step']}")
+            parts += _cell(
+                [values[at] for values in by_rank], (left + cell * at, top, cell), f"step {steps[at]['step']}"
+            )
     return (
         f'<div class="scroll"><svg class="map" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" aria-label="{kind} by tensor and step">{"".join(parts)}</svg></div>'
@@ -68,8 +73,10 @@ def _largest(by_rank: Sequence[Sequence[float | None]]) -> list[float | None]:
     ]
 
 
-def _cell(values: Sequence[float | None], corner: tuple[int, int], step: str) -> list[str]:
-    width = (_CELL - 4) / len(values)
+def _cell(values: Sequence[float | None], place: tuple[int, int, int], step: str) -> list[str]:
+    """Returns the parts of a cell, one a rank. ``place``: x, y and the width."""
+    left, top, whole = place
+    width = (whole - 4) / len(values)
     found = list[str]()
     for rank, value in enumerate(values):
         if value is None:
@@ -79,7 +86,7 @@ def _cell(values: Sequence[float | None], corner: tuple[int, int], step: str) ->
             "agrees" if not value else "has another shape, or is not zero" if value < 0 else f"differs by {value:.3g}"
         )
         found.append(
-            f'<rect x="{corner[0] + 2 + width * rank:.3g}" y="{corner[1] + 2}" width="{max(width - 1, 2):.3g}" '
+            f'<rect x="{left + 2 + width * rank:.4g}" y="{top + 2}" width="{max(width - 1, 2):.3g}" '
             f'height="{_ROW - 4}" class="{colour(value)}"><title>{about}</title></rect>'
         )
     return found
