@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
-from apportion.script_check.comparison import gathers, numbers, ranks_agree, with_union
+from apportion.script_check.comparison import numbers, ranks_agree
+from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.further import further_passes
 from apportion.script_check.passes import Conditions, Passed, run_pass
 from apportion.script_check.script import Script
 from apportion.script_check.union import union_feed
@@ -39,14 +40,10 @@ def check_script(
             return Answer("could not run", reason=reason)
         feed = union_feed(spread.records)
         union = run_pass("union", script, 1, conditions, feed)
-        split = joined = None
+        further = Further()
         if _unusable(union) is None:
-            if with_union.wants_split(spread.records, union.records[0]):
-                few = replace(conditions, split_rows=True)
-                split = run_pass("split", script, 1, few, feed)
-            if gathers.suspected(union.records[0]):
-                joined = run_pass("joined", script, 1, replace(conditions, join_gathers=True), feed)
-        return _compare(spread, union, split, joined, accept)
+            further = further_passes(script, spread.records, union.records[0], conditions, feed)
+        return _compare(spread, union, further, accept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -61,9 +58,7 @@ def _unusable(passed: Passed) -> str | None:
     return None
 
 
-def _compare(
-    spread: Passed, union: Passed, split: Passed | None, joined: Passed | None, accept: Collection[str]
-) -> Answer:
+def _compare(spread: Passed, union: Passed, further: Further, accept: Collection[str]) -> Answer:
     findings: list[Finding] = [*ranks_agree.findings(spread.records)]
     undecided = ""
     about = list[str]()
@@ -72,8 +67,8 @@ def _compare(
         findings += numbers.findings(spread.records, None)
     else:
         about.append("Compared with the script as one process on the union of the ranks' rows.")
-        further = [None if passed is None else passed.records[0] for passed in (split, joined)]
-        findings += numbers.findings(spread.records, union.records[0], *further)
+        about += further.about
+        findings += numbers.findings(spread.records, union.records[0], further)
         if lost := unplaced(spread.records, union.records[0]):
             undecided = (
                 f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, "

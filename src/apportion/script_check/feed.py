@@ -16,6 +16,7 @@ class FedIteration:
     data set and collate function. ``evaluation``: that the rows are those of an evaluation, of which each is read once,
     in batches of the loader's own size; ``indices`` is then one list. ``exhausted``: whether the ranks read it to its
     end. ``length``: the number of batches that the ranks were told it has.
+    ``parts``: of each batch, how many rows each rank has read.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -23,6 +24,7 @@ class FedIteration:
     evaluation: bool = False
     exhausted: bool = True
     length: int | None = None
+    parts: list[list[int]] = field(default_factory=list)
 
 
 @dataclass

@@ -57,6 +57,7 @@ class Conditions:
     no_gpu: bool = False
     join_gathers: bool = False
     split_rows: bool = False
+    by_rank: tuple[str, ...] = ()
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
@@ -78,6 +79,7 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         no_gpu=conditions.no_gpu,
         join_gathers=conditions.join_gathers,
         split_rows=conditions.split_rows,
+        by_rank=conditions.by_rank,
         feed=None if feed is None else str(folder / "feed.pkl"),
     )
     plan.save(folder / "plan.json")

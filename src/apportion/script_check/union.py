@@ -8,7 +8,7 @@ from typing import Any
 
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
-from apportion.script_check.rows import Unjoinable, joined
+from apportion.script_check.rows import Unjoinable, count, joined
 
 
 def union_feed(records: Sequence[RankRecord]) -> Feed:
@@ -69,6 +69,7 @@ def _iteration(loader: str, number: int, begun: Sequence[tuple[RankRecord, Any]]
         except Unjoinable:
             if indices is None:
                 raise
+        fed.parts.append([count(event["rows"]) or 0 for event in events])
         fed.batches.append(tree)
         fed.indices.append(indices)
     return fed

@@ -47,6 +47,7 @@ def main(path: str) -> None:
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
+        by_rank,
         contributions,
         functions,
         gathers,
@@ -66,6 +67,8 @@ def _install(recorder: Recorder) -> None:
     own = contributions.install(recorder, networks)
     optimizers.install(recorder, networks, own, wrappers.install(recorder, networks))
     gathers.install(recorder)
+    if recorder.plan["by_rank"]:
+        by_rank.install(recorder, networks)
     saves.install(recorder)
     loaders.install(recorder)
     losses.install(recorder)

@@ -27,6 +27,8 @@ class Recorder:
         """The number of optimizer steps completed."""
         self.feed = plan.get("feed")
         """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
+        self.parts: list[int] = []
+        """In a fed pass, how many rows of the last batch each rank has read."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()
