@@ -67,6 +67,7 @@ class Conditions:
     no_gpu: bool = False
     join_gathers: bool = False
     split_rows: bool = False
+    by_rank: tuple[str, ...] = ()
     sandbox: str | None = None
 
 
@@ -113,6 +114,7 @@ def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sand
         no_gpu=conditions.no_gpu,
         join_gathers=conditions.join_gathers,
         split_rows=conditions.split_rows,
+        by_rank=conditions.by_rank,
         feed=str(folder / "feed.pkl") if (folder / "feed.pkl").exists() else None,
     )
 

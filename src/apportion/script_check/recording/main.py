@@ -58,6 +58,7 @@ def main(path: str) -> None:
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
+        by_rank,
         clipping,
         collectives,
         contributions,
@@ -87,6 +88,8 @@ def _install(recorder: Recorder) -> None:
     own = contributions.install(recorder, networks)
     optimizers.install(recorder, networks, own, wrappers.install(recorder, networks))
     gathers.install(recorder)
+    if recorder.plan["by_rank"]:
+        by_rank.install(recorder, networks)
     saves.install(recorder)
     loaders.install(recorder)
     losses.install(recorder)

@@ -34,6 +34,8 @@ class Recorder:
         """The number of times that random numbers were drawn by a function that is watched (see ``draws.py``)."""
         self.drawing = ""
         """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
+        self.parts: list[int] = []
+        """In a fed pass, how many rows of the last batch each rank has read."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()
