@@ -90,4 +90,4 @@ class Rank:
 
     def figure(self, value: float, site: str = "train.py:25", reduced: bool = True) -> None:
         """Take a number out of a tensor."""
-        self.emit("figure", function="item", values=[value], reduced=reduced, gradients=False, site=site)
+        self.emit("figure", function="item", values=[value], reduced=reduced, direct=True, gradients=False, site=site)

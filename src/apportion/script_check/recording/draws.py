@@ -29,6 +29,8 @@ NAMES = {
 """The functions of torch that draw, but for dropout."""
 LARGEST = 1 << 16
 """The most elements of a draw whose values are recorded."""
+MOST_CALLS = 4096
+"""The most draws at one place that are recorded."""
 _SETUP = ("torch/nn/init.py", "torch/utils/data/", "torch/optim/", "torch/distributed/")
 
 
@@ -77,6 +79,8 @@ class Draws:
         place = f"{site} {name} {'with' if gradients else 'without'} gradients"
         number = self._numbers[place]
         self._numbers[place] += 1
+        if number >= MOST_CALLS:
+            return None
         fed = None
         if recorder.feed is not None and not recorder.drawing:
             fed = recorder.feed.draw(place, number, values.shape)
