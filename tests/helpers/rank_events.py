@@ -41,7 +41,8 @@ class Rank:
         self._numbers[loader] = number + 1
         begun = {
             "length": 3, "full": 3, "batch_size": 2, "rows": 12, "subset": False, "sampler": "DistributedSampler",
-            "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader, "worker_seed": None,
+            "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader,
+            "worker_seed": None,
         }  # fmt: skip
         self.emit("iteration", loader=loader, number=number, **{**begun, **fields})
         return loader, number
