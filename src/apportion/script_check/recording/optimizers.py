@@ -135,7 +135,7 @@ def fingerprint(optimizer: Optimizer) -> str:
 
 def generators() -> dict[str, str]:
     """Returns a digest of the state of each generator of random numbers on the CPU."""
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return {
         "torch": digest(torch.get_rng_state()),
         "python": digest(repr(random.getstate()).encode()),
