@@ -15,7 +15,7 @@ from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import Plan
 from apportion.script_check.script import Script
-from apportion.script_check.waiting import Waited, wait_for_ranks
+from apportion.script_check.waiting import WaitOutcome, wait_for_ranks
 
 _OFF = {
     "WANDB_MODE": "disabled", "WANDB_DISABLED": "true", "COMET_MODE": "disabled", "MLFLOW_TRACKING_URI": "",
@@ -31,7 +31,7 @@ class Passed:
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
-    waited: Waited
+    waited: WaitOutcome
     seconds: float
 
     @property

@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from apportion.process import die_with_parent
 from apportion.script_check.feed import load_feed
 from apportion.script_check.recording import stacks
 from apportion.script_check.recording.plan import load_plan
@@ -22,6 +23,7 @@ from apportion.script_check.recording.recorder import Finished, Recorder
 
 def main(path: str) -> None:
     """Run one rank of the pass that a file describes, and end the process."""
+    die_with_parent(os.getppid())
     plan: dict[str, Any] = load_plan(path)
     if plan["feed"]:
         plan["feed"] = load_feed(plan["feed"])
@@ -45,13 +47,11 @@ def main(path: str) -> None:
     if recorder.active:
         sys.stdout.flush()
         sys.stderr.flush()
-        parent = os.getppid()
         recorder.finish(**outcome)
         # The process waits to be killed: its exit would close the connections that other ranks wait at, which would
         # then raise, and gloo's threads abort or hang in one exit of ten.
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(0)
+        while True:
+            time.sleep(60.0)
 
 
 def _install(recorder: Recorder) -> None:
