@@ -4,7 +4,9 @@ script has its mistake only where it is called with ``--mistake``."""
 from __future__ import annotations
 
 import json
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +100,13 @@ QUICK = ("raises_on_one_rank", "evaluation_on_one_rank")
 """Scripts of which one rank ends, so that the others need not be waited for."""
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: the temporary folder of ranks is in it, whose sockets may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="hangs-") as path:
+        yield Path(path)
+
+
 def place(script: Path, text: str) -> str:
     """File and number of the first line that begins with a text."""
     numbers = [n for n, line in enumerate(script.read_text().splitlines(), 1) if line.strip().startswith(text)]
@@ -142,17 +151,17 @@ def test_a_hang_is_reported_soon(case: Case) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted({case.script for case in CASES}))
-def test_the_same_script_without_its_mistake_is_not_reported(name: str, tmp_path: Path) -> None:
-    passed = run_pass("ranks", Script(str(SCRIPTS / f"{name}.py")), 2, Conditions(tmp_path))
+def test_the_same_script_without_its_mistake_is_not_reported(name: str, folder: Path) -> None:
+    passed = run_pass("ranks", Script(str(SCRIPTS / f"{name}.py")), 2, Conditions(folder))
     assert passed.waited.how == "ended"
     assert report.findings(passed.records) == []
     assert report.hang(passed.records, {}) is None
 
 
 @pytest.mark.slow
-def test_three_ranks_of_which_one_leaves_out_a_collective(tmp_path: Path) -> None:
+def test_three_ranks_of_which_one_leaves_out_a_collective(folder: Path) -> None:
     script = Script(str(SCRIPTS / "barrier_in_branch.py"), ("--mistake",))
-    passed = run_pass("ranks", script, 3, Conditions(tmp_path))
+    passed = run_pass("ranks", script, 3, Conditions(folder))
     found = report.hang(passed.records, passed.waited.stacks, folder=str(SCRIPTS))
     assert found is not None
     assert "on ranks 1 and 2 it is the reduction of gradients" in found.finding.sentence
