@@ -17,7 +17,7 @@ from apportion.script_check.recording.plan import Plan
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
-from apportion.script_check.waiting import Waited, wait_for_ranks
+from apportion.script_check.waiting import WaitOutcome, wait_for_ranks
 
 _LOG = logging.getLogger(__name__)
 """Reports each pass as it begins."""
@@ -36,7 +36,7 @@ class Passed:
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
-    waited: Waited
+    waited: WaitOutcome
     seconds: float
     sandbox: str = ""
 
