@@ -61,7 +61,7 @@ def finding_lines(finding: Finding, folder: Path) -> Iterator[str]:
     if finding.tensors and finding.tensors[0] not in finding.sentence:
         yield from _indented("tensors: ", _listed(finding.tensors))
     if finding.site:
-        yield from _indented("at ", f"{finding.site}{_source(finding.site, folder)}")
+        yield _shortened(f"  at {finding.site}{_source(finding.site, folder)}")
     if finding.remedy:
         yield from _indented("fix: ", finding.remedy)
     if not finding.accepted and finding.severity != "note":
@@ -89,6 +89,10 @@ def _source(site: str, folder: Path) -> str:
     file, _, line = site.partition(" ")[0].rpartition(":")
     text = linecache.getline(str(folder / file), int(line)).strip() if file and line.isdigit() else ""
     return f": {text}" if text else ""
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rstrip()} ..."
 
 
 def _sentence(text: str) -> str:

@@ -73,7 +73,6 @@ def _compare(
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
         findings += numbers.findings(spread.records, None)
     else:
-        about.append("Compared with the script as one process on the union of the ranks' rows.")
         further = [None if passed is None else passed.records[0] for passed in (split, joined)]
         findings += numbers.findings(spread.records, union.records[0], *further)
     compared = extent(spread.records, None if undecided else union.records[0])
