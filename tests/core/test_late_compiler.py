@@ -91,7 +91,7 @@ assert torch._dynamo.config.verbose in (True, False)
 
 
 @pytest.mark.thorough
-def test_a_process_group_that_is_set_up_leaves_it_where_it_is() -> None:
+def test_a_process_group_and_a_replica_leave_it_where_it_is() -> None:
     code = """
 import sys
 
@@ -99,10 +99,14 @@ import torch
 from apportion.core.torch_private import compiler_is_imported, import_compiler_late
 import_compiler_late()
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+replica(torch.ones(4, 3)).sum().backward()
+assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer" and not compiler_is_imported()
 torch.distributed.destroy_process_group()
 assert not compiler_is_imported() and "torch._dynamo.eval_frame" not in sys.modules
 assert torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST is not None
 assert compiler_is_imported() and "torch._dynamo.eval_frame" in sys.modules
+assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ it: without the name the run is slower and otherwise the same. ``missing`` lists
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import sys
 import threading
@@ -107,6 +108,22 @@ class _LateRules:
 
 
 @final
+class _LateUtilities:
+    """Answers for the compiler's utilities as long as it is not imported. DistributedDataParallel asks them how
+    compiled networks are to reduce their gradients."""
+
+    def __init__(self, compiler: _LateCompiler) -> None:
+        self._compiler = compiler
+
+    def get_optimize_ddp_mode(self) -> str:
+        """Returns the default: a program that chooses another one imports the compiler, to set it there."""
+        return "ddp_optimizer"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiler.imported().utils, name)
+
+
+@final
 class _LateCompiler(ModuleType):
     """Stands in for torch's compiler until something of it is used that is more than nothing.
 
@@ -119,6 +136,7 @@ class _LateCompiler(ModuleType):
         super().__init__(_COMPILER, "The compiler of torch, which is imported when it is used.")
         self._loading = threading.RLock()
         self.trace_rules = _LateRules(self)
+        self.utils = _LateUtilities(self)
 
     def graph_break(self, msg: str = "") -> None:
         """Does nothing: no graph is being made."""
@@ -371,6 +389,33 @@ OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 """The classes of torch's operators."""
 attention_on_cpu: Any | None = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The operator that computes attention on the CPU, of which torch's counter of FLOPs knows nothing."""
+
+
+# Collectives
+
+DDP_COLLECTIVES = ("_verify_params_across_processes", "_broadcast_coalesced")
+"""Functions of torch.distributed that DistributedDataParallel calls on all ranks: as it is made, to compare the shapes
+of parameters; and to send the first rank's parameters and buffers."""
+DDP_REBUILD = "_rebuild_buckets"
+"""The method of its reducer that a forward calls, and in which the ranks agree on the order of the gradients, once."""
+
+
+def functional_collectives() -> ModuleType | None:
+    """The module of the collectives that DTensor calls; None where this torch has none."""
+    try:
+        return importlib.import_module("torch.distributed._functional_collectives")
+    except ImportError:
+        missing.append("torch.distributed._functional_collectives")
+        return None
+
+
+def process_group_named(name: str) -> Any | None:
+    """The process group that torch knows by a name; None where there is none."""
+    resolve = getattr(torch.distributed.distributed_c10d, "_resolve_process_group", None)
+    try:
+        return None if resolve is None else resolve(name)
+    except (RuntimeError, ValueError, KeyError):
+        return None
 
 
 # Loading

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
 
 @dataclass
 class FedIteration:
@@ -14,8 +18,8 @@ class FedIteration:
 
     ``batches``: one tree for each batch (see ``rows.py``); None where it is made from ``indices`` by the loader's own
     data set and collate function. ``evaluation``: that the rows are those of an evaluation, of which each is read once,
-    in batches of the loader's own size; ``indices`` is then one list. ``exhausted``: whether the ranks read it to its
-    end. ``length``: the number of batches that the ranks were told it has.
+    in batches of the loader's own size; ``indices`` is then one list, or ``batches`` has one tree for each row.
+    ``exhausted``: whether the ranks read it to its end. ``length``: the number of batches that it had on the ranks.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -28,15 +32,66 @@ class FedIteration:
 @dataclass
 class Feed:
     """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer.
-    ``iterations``: by loader, in order."""
+    ``iterations``: by loader, in order. ``draws``: the random numbers that the ranks drew, by place (see
+    ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
+    one process as on each rank, so that a draw has the numbers of all ranks."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
     iterations: dict[str, list[FedIteration]] = field(default_factory=dict)
+    draws: dict[str, list[list[Array | None]]] = field(default_factory=dict)
+    join_draws: bool = False
+
+    def draw(self, place: str, number: int, shape: tuple[int, ...]) -> Array | None:
+        """Returns what the n-th draw at a place has in one process; None where it is to draw for itself.
+
+        A draw for as many rows as all ranks have together has theirs, one rank after the other. Where rows come from no
+        loader, one process makes the micro-batches of all ranks: their draws follow one another.
+        """
+        ranks = self.draws.get(place, [])
+        if not ranks:
+            return None
+        own = [calls[number] if number < len(calls) else None for calls in ranks]
+        present = [array for array in own if array is not None]
+        permutes = " randperm " in place
+        if (
+            not permutes
+            and len(present) == len(ranks)
+            and shape
+            and (joined := _joined(present)) is not None
+            and joined.shape == shape
+        ):
+            return joined
+        if _alike(ranks):
+            array = next((array for array in own if array is not None), None)
+            return array if array is not None and array.shape == shape else None
+        if self.iterations or permutes:
+            return None
+        if self.join_draws:
+            return _joined(present) if len(present) == len(ranks) else None
+        call, rank = divmod(number, len(ranks))
+        array = ranks[rank][call] if call < len(ranks[rank]) else None
+        return array if array is not None and array.shape == shape else None
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
         path.write_bytes(pickle.dumps(self, protocol=5))
+
+
+def _joined(arrays: list[Array]) -> Array | None:
+    if any(not array.ndim for array in arrays) or len({array.shape[1:] for array in arrays}) != 1:
+        return None
+    return np.concatenate(arrays)
+
+
+def _alike(ranks: list[list[Array | None]]) -> bool:
+    """Whether the ranks that draw at a place all draw the same."""
+    drawing = [calls for calls in ranks if calls]
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and np.array_equal(a, b))
+        for calls in drawing[1:]
+        for a, b in zip(drawing[0], calls, strict=False)
+    )
 
 
 def load_feed(path: str) -> Feed:

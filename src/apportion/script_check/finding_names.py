@@ -40,6 +40,7 @@ FINDING_NAMES: Mapping[str, str] = {
     "scaler": "the scale of a GradScaler differs between ranks",
     "schedule": "the learning rate changes faster or slower than in one process",
     "shape_mismatch": "ranks call a collective with tensors of different shapes",
+    "shards_scaled_apart": "the shards of one tensor are multiples of it that differ between ranks",
     "shared_rows": "rows are read by several ranks",
     "skipped_steps": "some ranks make optimizer steps that others leave out",
     "stale_optimizer": "an optimizer holds tensors that are no longer those of the network",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,10 @@ from pathlib import Path
 from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import Plan
+from apportion.script_check.sandbox.sandbox import Command, Sandbox
+from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
+from apportion.script_check.waiting import Waited, wait_for_ranks
 
 _LOG = logging.getLogger(__name__)
 """Reports each pass as it begins."""
@@ -25,18 +27,23 @@ _OFF = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1",
 }  # fmt: skip
 """Variables that keep loggers and hubs from calling out."""
-LEFT_SECONDS = 8.0
-"""How long ranks may go on after another rank has ended before they count as waiting for it."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """One pass: what the ranks recorded, what they printed, and those that did not end by themselves."""
+    """One pass: what the ranks recorded, what they printed, how they were waited for, and how the user's files were
+    protected, as a sentence."""
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
-    unfinished: tuple[int, ...]
+    waited: Waited
     seconds: float
+    sandbox: str = ""
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that did not end by themselves."""
+        return self.waited.unfinished
 
     @property
     def failed(self) -> list[RankRecord]:
@@ -48,8 +55,8 @@ class Passed:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How passes run. ``folder``: for records; ``limit``: seconds for one pass; ``threads``: of each rank; the others
-    as in ``recording/plan.py``."""
+    """How passes run. ``folder``: for records; ``limit``: seconds for one pass; ``threads``: of each rank;
+    ``sandbox``: the only kind to use, see ``sandbox/sandbox.py``; the others as in ``recording/plan.py``."""
 
     folder: Path
     limit: float = 120.0
@@ -60,19 +67,44 @@ class Conditions:
     no_gpu: bool = False
     join_gathers: bool = False
     split_rows: bool = False
+    sandbox: str | None = None
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
     """Run a script once and return what was recorded; ``name`` names the pass's folder."""
     folder = conditions.folder / name
-    (folder / "temporary").mkdir(parents=True)
+    folder.mkdir(parents=True)
     if feed is not None:
         feed.save(folder / "feed.pkl")
-    plan = Plan(
-        target=script.target if script.module else str(script.path),
-        arguments=script.arguments,
+    _LOG.info("%s on %s", name, f"{ranks} ranks" if ranks > 1 else "one process")
+    scope = scope_of(script.folder, script.arguments, os.environ)
+    since = time.monotonic()
+    with Sandbox(scope, folder, conditions.folder, conditions.sandbox) as sandbox:
+        _plan(script, ranks, conditions, folder, sandbox).save(folder / "plan.json")
+        port = _free_port()
+        processes = sandbox.start(
+            [
+                Command(
+                    [sys.executable, "-m", "apportion.script_check.recording.main", str(folder / "plan.json")],
+                    _environment(rank, ranks, port, conditions.threads),
+                    folder / f"rank{rank}.log",
+                )
+                for rank in range(ranks)
+            ]
+        )
+        waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
+        records = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
+    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+    return Passed(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
+
+
+def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> Plan:
+    """The plan of a pass, with the paths at which the script sees its files."""
+    return Plan(
+        target=script.target if script.module else sandbox.path(script.path),
+        arguments=tuple(map(sandbox.argument, script.arguments)),
         module=script.module,
-        folder=str(script.folder),
+        folder=sandbox.path(script.folder),
         record=str(folder),
         ranks=ranks,
         steps=conditions.steps,
@@ -81,35 +113,11 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         no_gpu=conditions.no_gpu,
         join_gathers=conditions.join_gathers,
         split_rows=conditions.split_rows,
-        feed=None if feed is None else str(folder / "feed.pkl"),
+        feed=str(folder / "feed.pkl") if (folder / "feed.pkl").exists() else None,
     )
-    plan.save(folder / "plan.json")
-    _LOG.info("%s on %s", name, f"{ranks} ranks" if ranks > 1 else "one process")
-    since = time.monotonic()
-    port = _free_port()
-    processes = list[subprocess.Popen[bytes]]()
-    try:
-        for rank in range(ranks):
-            with (folder / f"rank{rank}.log").open("wb") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "apportion.script_check.recording.main", str(folder / "plan.json")],
-                        env=_environment(rank, ranks, port, folder / "temporary", conditions.threads),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        unfinished = _wait(processes, since + conditions.limit)
-    finally:
-        for process in processes:
-            _kill(process)
-    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-    return Passed(read_records(folder), outputs, unfinished, time.monotonic() - since)
 
 
-def _environment(rank: int, ranks: int, port: int, temporary: Path, threads: int) -> Mapping[str, str]:
+def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str, str]:
     return {
         **os.environ,
         **_OFF,
@@ -128,35 +136,8 @@ def _environment(rank: int, ranks: int, port: int, temporary: Path, threads: int
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": str(threads),
-        "TMPDIR": str(temporary),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[int, ...]:
-    """Waits until all have ended, or some have and the others do not; returns the ranks of those that have not."""
-    first_end: float | None = None
-    while True:
-        running = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        now = time.monotonic()
-        if first_end is None and len(running) < len(processes):
-            first_end = now
-        late = first_end is not None and now > first_end + LEFT_SECONDS
-        if not running or now > deadline or late:
-            return tuple(running)
-        try:
-            processes[running[0]].wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a rank and the loader processes that it has left."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
-    process.wait()
 
 
 def _free_port() -> int:

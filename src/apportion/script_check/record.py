@@ -35,9 +35,13 @@ class RankRecord:
 
     @cached_property
     def outcome(self) -> Event | None:
-        """How the script ended: the event ``end``; None where the process ended before it could write it."""
-        ends = self.of("end")
-        return ends[-1] if ends else None
+        """How the script ended: the event ``end``; None where the process ended before it could write it. A process
+        that dies, or does not go on, as it takes down the group of all ranks has done its work: gloo aborts or hangs
+        there now and then."""
+        ends = self.of("end", "destroy", "destroyed")
+        if ends and ends[-1]["kind"] == "destroy":
+            return {**ends[-1], "kind": "end", "how": "ended"}
+        return ends[-1] if ends and ends[-1]["kind"] == "end" else None
 
 
 def read_records(folder: Path) -> list[RankRecord]:

@@ -62,6 +62,29 @@ def _joined_lists(trees: Sequence[Any]) -> Any:
     return type(first)(joined(parts) for parts in zip(*trees, strict=True))
 
 
+def split(tree: Any) -> list[Any]:
+    """Returns the rows of a batch, each as a batch of one row. Raises Unjoinable where its parts have unlike numbers of
+    rows."""
+    if isinstance(tree, Rows):
+        if not tree.values.ndim:
+            raise Unjoinable("a number of the batch belongs to no row")
+        return [Rows(tree.values[row : row + 1], tree.dtype) for row in range(len(tree.values))]
+    if isinstance(tree, Mapping):
+        parts = [split(value) for value in tree.values()]
+        return [dict(zip(tree, each, strict=True)) for each in _transposed(parts)]
+    if isinstance(tree, tuple | list):
+        if tree and not any(isinstance(value, Rows | Mapping | tuple | list) for value in tree):
+            return [type(tree)([value]) for value in tree]
+        return [type(tree)(each) for each in _transposed([split(value) for value in tree])]
+    raise Unjoinable("a value of the batch belongs to no row")
+
+
+def _transposed(parts: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    if len({len(part) for part in parts}) != 1:
+        raise Unjoinable("the parts of a batch have unlike numbers of rows")
+    return list(zip(*parts, strict=True))
+
+
 def count(tree: Any) -> int | None:
     """Returns the number of rows of a batch: the first dimension of its first tensor that has one."""
     if isinstance(tree, Rows):

@@ -6,14 +6,54 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from apportion.script_check.comparison.reading import identified, reading, row_digests
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
-from apportion.script_check.rows import Unjoinable, joined
+from apportion.script_check.rows import Unjoinable, joined, split
 
 
-def union_feed(records: Sequence[RankRecord]) -> Feed:
-    """Returns the weights that the ranks began with, their learning rates, and the union of their rows."""
-    return Feed(_weights(records), _rates(records[0]), _iterations(records))
+def union_feed(records: Sequence[RankRecord], *, join_draws: bool = False) -> Feed:
+    """Returns the weights that the ranks began with, their learning rates, the union of their rows, and their draws."""
+    return Feed(_weights(records), _rates(records[0]), _iterations(records), _draws(records), join_draws)
+
+
+def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
+    """Whether one process drew rows of its own no more often than each rank did, where the ranks drew different ones:
+    its draws must then have the numbers of all ranks (see ``Feed``)."""
+    if any(record.of("iteration") for record in records):
+        return False
+    found = _draws(records)
+    first, alone = records[0], defaultdict[str, int](int)
+    for event in union.of("draw"):
+        alone[event["place"]] += event["step"] == 1
+    for place, ranks in found.items():
+        calls = [event for event in first.of("draw") if event["place"] == place and event["step"] == 1]
+        different = any(
+            a is not None and b is not None and a.ndim and not np.array_equal(a, b)
+            for other in ranks[1:]
+            for a, b in zip(ranks[0], other, strict=False)
+        )
+        if (
+            different
+            and calls
+            and calls[0]["function"] != "randperm"
+            and calls[0]["gradients"]
+            and len(calls) == alone[place]
+        ):
+            return True
+    return False
+
+
+def _draws(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
+    found = dict[str, list[list[Any]]]()
+    for position, record in enumerate(records):
+        for event in record.of("draw"):
+            if not event["fetching"]:
+                ranks = found.setdefault(event["place"], [[] for _ in records])
+                ranks[position].append(event["values"])
+    return found
 
 
 def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
@@ -37,23 +77,35 @@ def _rates(record: RankRecord) -> dict[int, list[list[float]]]:
 
 def _iterations(records: Sequence[RankRecord]) -> dict[str, list[FedIteration]]:
     found = defaultdict[str, dict[int, list[tuple[RankRecord, Any]]]](lambda: defaultdict(list))
+    readings = identified([reading(record) for record in records])
+    trained = {(each.loader, each.number) for iterations in readings for each in iterations if not each.evaluation}
+    local = {each.loader for iterations in readings for each in iterations if each.local}
     for record in records:
         for event in record.of("iteration"):
             found[event["loader"]][event["number"]].append((record, event))
     return {
-        loader: [_iteration(loader, number, numbers[number]) for number in sorted(numbers)]
+        loader: [
+            _iteration(loader, number, numbers[number], (loader, number) not in trained, loader in local)
+            for number in sorted(numbers)
+        ]
         for loader, numbers in found.items()
     }
 
 
-def _iteration(loader: str, number: int, begun: Sequence[tuple[RankRecord, Any]]) -> FedIteration:
+def _iteration(
+    loader: str, number: int, begun: Sequence[tuple[RankRecord, Any]], evaluation: bool, local: bool
+) -> FedIteration:
     read = [
         [e for e in record.of("batch") if e["loader"] == loader and e["iteration"] == number] for record, _ in begun
     ]
     exhausted = any(
         e["loader"] == loader and e["iteration"] == number for record, _ in begun for e in record.of("exhausted")
     )
-    if all(is_evaluation(record, loader, number) for record, _ in begun) and _indexed(read):
+    if evaluation and (local or not _indexed(read)) and begun[0][1]["batch_size"]:
+        parts = _evaluated(read, local)
+        if parts is not None:
+            return FedIteration(batches=parts, evaluation=True, exhausted=exhausted)
+    elif evaluation and _indexed(read):
         rows = sorted({index for batches in read for event in batches for index in event["indices"]})
         return FedIteration(indices=[rows], evaluation=True, exhausted=exhausted)
     fed = FedIteration(exhausted=exhausted, length=begun[0][1]["length"])
@@ -74,6 +126,26 @@ def _iteration(loader: str, number: int, begun: Sequence[tuple[RankRecord, Any]]
     return fed
 
 
+def _evaluated(read: Sequence[Sequence[Any]], local: bool) -> list[Any] | None:
+    """The rows of an evaluation that no indices name on all ranks alike, each as a batch of one row: those of one rank
+    where all ranks read the same, and where each numbers its own rows, each number once. None where the batches cannot
+    be divided into rows."""
+    parts = list[Any]()
+    try:
+        for batches in read[:1] if not local and _same_rows(read) else read:
+            seen = set[Any]()
+            for event in batches:
+                rows = split(event["rows"])
+                indices = event["indices"] if event["indices"] is not None else [None] * len(rows)
+                for index, row in zip(indices, rows, strict=True):
+                    if index is None or index not in seen:
+                        parts.append(row)
+                        seen.add(index)
+    except ValueError:
+        return None
+    return parts
+
+
 def _indexed(read: Sequence[Sequence[Any]]) -> bool:
     return all(
         event["indices"] is not None and all(isinstance(index, int) for index in event["indices"])
@@ -84,28 +156,15 @@ def _indexed(read: Sequence[Sequence[Any]]) -> bool:
 
 def _same_rows(read: Sequence[Sequence[Any]]) -> bool:
     """Whether all ranks read the same rows in the same order, as the ranks of a tensor-parallel group do."""
-    return (
-        len(read) > 1
-        and _indexed(read)
+    if len(read) < 2 or not read[0]:
+        return False
+    indexed = _indexed(read)
+    first = [event["indices"] if indexed else list(row_digests(event["rows"])) for event in read[0]]
+    return all(
+        len(batches) == len(first)
         and all(
-            [event["indices"] for event in batches] == [event["indices"] for event in read[0]] for batches in read[1:]
+            (event["indices"] if indexed else list(row_digests(event["rows"]))) == rows
+            for event, rows in zip(batches, first, strict=True)
         )
+        for batches in read[1:]
     )
-
-
-def is_evaluation(record: RankRecord, loader: str, number: int) -> bool:
-    """Whether an iteration over a loader was an evaluation: between its batches networks were called without
-    gradients, and never with them."""
-    inside, without = False, False
-    for event in record.events:
-        if event["kind"] == "batch" and event["loader"] == loader:
-            inside = event["iteration"] == number
-        elif event["kind"] in ("exhausted", "iteration"):
-            inside = False
-        elif inside and event["kind"] == "forward":
-            if event["gradients"]:
-                return False
-            without = True
-        elif inside and event["kind"] == "step":
-            return False
-    return without

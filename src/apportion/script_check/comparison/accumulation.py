@@ -17,6 +17,11 @@ from apportion.script_check.comparison.combination import combination
 from apportion.script_check.comparison.tensors import Array, shown, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
+from apportion.script_check.rows import count
+
+REGULAR = 0.6
+"""The share of steps that have to have as many micro-batches, with the same fault: steps that a script skips where a
+loss or a gradient is too large also leave out what was accumulated, now and then."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,10 @@ def findings(record: RankRecord) -> list[Finding]:
     for optimizer in sorted({window.optimizer for window in windows}):
         own = [window for window in windows if window.optimizer == optimizer]
         steps = len({event["number"] for event in record.of("contributions") if event["optimizer"] == optimizer})
+        size = Counter(len(window.factors) for window in own).most_common(1)[0][0]
         for judge in (_dropped, _unequal, _undivided):
-            judged = [finding for window in own if (finding := judge(window)) is not None]
-            if len(judged) * 2 > steps and len(judged) > 1:
+            judged = [f for window in own if len(window.factors) == size and (f := judge(window)) is not None]
+            if len({finding.step for finding in judged}) > max(1, REGULAR * steps):
                 found.append(judged[0])
                 break
     return found
@@ -55,8 +61,8 @@ def _windows(record: RankRecord, event: Event) -> list[Window]:
     before = step_of(record, event["optimizer"], event["number"] - 1)
     first = 0 if before is None else before["step"]
     batches = Counter(e["loader"] for e in record.of("batch") if first <= e["step"] < step["step"])
-    if not batches or max(batches.values()) < 2:
-        return []  # not several batches of one loader
+    if max(batches.values(), default=0) < 2 and not _splits_rows(record, first, step["step"]):
+        return []  # neither several batches of one loader nor parts of one
     by_sites = dict[tuple[str, ...], list[str]]()
     for name, sites in event["sites"].items():
         if len(sites) > 1 and step["gradients"].get(name) is not None:
@@ -79,21 +85,26 @@ def _windows(record: RankRecord, event: Event) -> list[Window]:
     return found
 
 
+def _splits_rows(record: RankRecord, first: int, until: int) -> bool:
+    """Whether the rows of the loss functions called between two steps are those of the one batch that was read, each
+    once and in several parts, as the micro-batches of a pipeline are."""
+    batches = [event for event in record.of("batch") if first <= event["step"] < until]
+    read = count(batches[0]["rows"]) if len(batches) == 1 else None
+    parts = [event["rows"] or 0 for event in record.of("criterion") if first <= event["step"] < until]
+    return len(parts) > 1 and sum(parts) == read
+
+
 def _shares(record: RankRecord, first: int, until: int, site: str) -> list[float]:
-    """For each backward at a line, its value over that of the one loss function called since the backward before."""
-    found, values = list[float](), list[float]()
-    for event in record.of("criterion", "backward"):
-        if not first <= event["step"] < until:
-            continue
-        if event["kind"] == "criterion":
-            values.append(
-                event["value"] if event["value"] is not None and event["reduction"] == "mean" else float("nan")
-            )
-        else:
-            if event["site"] == site and len(values) == 1 and values[0] and event["value"] is not None:
-                found.append(event["value"] / values[0])
-            values = []
-    return found
+    """For each backward at a line, its value over that of its loss function, where there is one for each. They are
+    paired in order, as the schedule of a pipeline may call all loss functions before the first backward."""
+    events = [event for event in record.of("criterion", "backward") if first <= event["step"] < until]
+    losses = [event for event in events if event["kind"] == "criterion"]
+    backwards = [event for event in events if event["kind"] == "backward" and event["value"] is not None]
+    if len(losses) != len(backwards) or any(event["site"] != site for event in backwards):
+        return []
+    if any(not event["value"] or event["reduction"] != "mean" for event in losses):
+        return []
+    return [backward["value"] / loss["value"] for loss, backward in zip(losses, backwards, strict=True)]
 
 
 def _dropped(window: Window) -> Finding | None:

@@ -6,56 +6,61 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from apportion.script_check.comparison.tensors import Array, initial, matching, shown
+from apportion.script_check.comparison.tensors import shown
 from apportion.script_check.findings import Finding
-from apportion.script_check.record import RankRecord
+from apportion.script_check.record import Event, RankRecord
 
 
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None = None) -> list[Finding]:
-    """Returns that the ranks begin with different weights. Networks of which each rank holds a part of its own, such as
-    the stages of a pipeline, are not compared: their tensors are not those of one process under their names."""
-    begun = [initial(record) for record in ranks]
-    if union is None or any(_held_in_parts(each, initial(union)) for each in begun):
+    """Returns that the ranks begin, or after a load go on, with different weights. Networks of which each rank holds a
+    part of its own, such as the stages of a pipeline, are not compared: their tensors are not those of one process
+    under their names."""
+    if union is None:
         return []
-    reference = initial(union)
-    placed = matching(ranks, union)
-    trained = {name for record in ranks for event in record.of("network") for name in event["trainable"]}
-    for rank, weights in enumerate(begun[1:], 1):
-        differs = [
-            name
-            for name, array in weights.items()
-            if name in begun[0]
-            and name in trained
-            and placed[rank].get(name, name) == name
-            and not np.array_equal(array, begun[0][name], equal_nan=True)
-            and not np.array_equal(array, reference[name], equal_nan=True)
-        ]
-        if differs:
-            names = tuple(shown(name, list(weights)) for name in differs)
-            return [
-                Finding(
-                    "different_beginnings",
-                    "difference",
-                    f"Rank {rank} begins with other weights than rank 0: {len(differs)} of {len(weights)} tensors "
-                    f"differ "
-                    f"before the first step, {names[0]} first.",
-                    "Broadcast the weights of rank 0 before the first step, or seed all ranks alike when the "
-                    "network is "
-                    "made; DistributedDataParallel broadcasts what it wraps.",
-                    names,
-                    (rank,),
-                    1,
-                    _site(ranks[rank], differs[0]),
-                )
-            ]
+    networks = [record.of("network") for record in ranks]
+    for events in zip(*networks, union.of("network"), strict=False):
+        *begun, one = events
+        if one["step"] >= len(union.steps) or any(
+            event["label"] != one["label"] or _held_in_parts(event, one) for event in begun
+        ):
+            continue
+        for rank, event in enumerate(begun[1:], 1):
+            if differs := _differing(event, begun[0], one):
+                return [_finding(rank, event, differs)]
     return []
 
 
-def _held_in_parts(weights: dict[str, Array], reference: dict[str, Array]) -> bool:
+def _differing(event: Event, first: Event, one: Event) -> list[str]:
+    """The trained tensors that are neither those of rank 0 nor those of one process."""
+    return [
+        name
+        for name, array in event["weights"].items()
+        if name in event["trainable"]
+        and not np.allclose(array, first["weights"][name], 1e-9, 1e-12, equal_nan=True)
+        and not np.allclose(array, one["weights"][name], 1e-9, 1e-12, equal_nan=True)
+    ]
+
+
+def _finding(rank: int, event: Event, differs: Sequence[str]) -> Finding:
+    weights, later = event["weights"], bool(event["step"])
+    names = tuple(shown(name, list(weights)) for name in differs)
+    verb = f"goes on after step {event['step']}" if later else "begins"
+    when = f"before step {event['step'] + 1}" if later else "before the first step"
+    remedy = (
+        "Load the weights on all ranks, or broadcast those of rank 0 after the load."
+        if later
+        else "Broadcast the weights of rank 0 before the first step, or seed all ranks alike when the network is made; "
+        "DistributedDataParallel broadcasts what it wraps."
+    )
+    sentence = (
+        f"Rank {rank} {verb} with other weights than rank 0: {len(differs)} of {len(weights)} tensors differ {when}, "
+        f"{names[0]} first."
+    )
+    site = str(event["sites"].get(differs[0].rpartition(".")[0]) or event["site"])
+    return Finding("different_beginnings", "difference", sentence, remedy, names, (rank,), event["step"] + 1, site)
+
+
+def _held_in_parts(event: Event, one: Event) -> bool:
     """Whether a rank's network is a part of that of one process."""
-    return set(weights) != set(reference) or any(weights[name].shape != reference[name].shape for name in weights)
-
-
-def _site(record: RankRecord, name: str) -> str:
-    module = name.rpartition(".")[0]
-    return next((str(e["sites"][module]) for e in record.of("network") if e["sites"].get(module)), "")
+    weights, whole = event["weights"], one["weights"]
+    return set(weights) != set(whole) or any(weights[name].shape != whole[name].shape for name in weights)

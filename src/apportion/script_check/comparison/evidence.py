@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from apportion.script_check.comparison.combination import Combination, combination, proportional
+from apportion.script_check.comparison.places import Places, placed
 from apportion.script_check.comparison.table import Parting
-from apportion.script_check.comparison.tensors import Array, matching, shown, step_of
+from apportion.script_check.comparison.tensors import Array, shown, step_of
 from apportion.script_check.record import Event, RankRecord
 
 
@@ -34,9 +35,19 @@ class Evidence:
         return [step_of(record, self.found.optimizer, self.found.step) for record in self.ranks]
 
     @cached_property
+    def places(self) -> list[Places]:
+        """By rank, where its tensors lie in one process."""
+        return placed(self.ranks, self.union)
+
+    @cached_property
     def names(self) -> list[dict[str, str]]:
-        """By rank, its names with those of one process."""
-        return matching(self.ranks, self.union)
+        """By rank, the names of its tensors that are whole ones of one process, with the names there."""
+        return [{own: place.name for own, place in each.items() if place.dimension is None} for each in self.places]
+
+    @cached_property
+    def sliced(self) -> set[str]:
+        """The tensors of one process of which ranks hold slices that were made by hand."""
+        return {place.name for each in self.places for place in each.values() if place.dimension is not None}
 
     @cached_property
     def reference(self) -> dict[str, Array]:
@@ -48,8 +59,8 @@ class Evidence:
     def gradients(self) -> list[dict[str, Array]]:
         """The gradients that the optimizer of each rank was given."""
         return [
-            {} if step is None else _named(_present(step["gradients"]), names)
-            for step, names in zip(self.steps, self.names, strict=True)
+            {} if step is None else self._named(rank, _present(step["gradients"]))
+            for rank, step in enumerate(self.steps)
         ]
 
     @cached_property
@@ -57,8 +68,8 @@ class Evidence:
         """By rank, what its own backward has added to each gradient, before any average; tensors of which that is not
         known, such as sharded ones, are left out."""
         return [
-            _named(own_sum(record, self.found.optimizer, self.found.step), names)
-            for record, names in zip(self.ranks, self.names, strict=True)
+            self._named(rank, own_sum(record, self.found.optimizer, self.found.step))
+            for rank, record in enumerate(self.ranks)
         ]
 
     @cached_property
@@ -70,6 +81,12 @@ class Evidence:
     def weights_in_reference(self) -> Combination:
         """How the gradients of one process are made of the ranks' own ones."""
         return combination(self._whole(self.reference), self.own)
+
+    def _named(self, rank: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """A rank's whole tensors under the names of one process."""
+        names = self.names[rank]
+        known = self.places[rank]
+        return {names.get(name, name): a for name, a in arrays.items() if name in names or name not in known}
 
     def _whole(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         shapes = [{name: array.shape for name, array in own.items()} for own in self.own]
@@ -121,10 +138,6 @@ def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]
 
 def _present(arrays: Mapping[str, Array | None]) -> dict[str, Array]:
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _named(arrays: Mapping[str, Array], names: Mapping[str, str]) -> dict[str, Array]:
-    return {names.get(name, name): array for name, array in arrays.items()}
 
 
 def _near(a: Array, b: Array) -> bool:

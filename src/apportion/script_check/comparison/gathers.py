@@ -38,7 +38,7 @@ def findings(union: RankRecord, joined: RankRecord | None) -> list[Finding]:
             "in its place and scale the loss so that the average over the ranks is right.",
             names,
             (),
-            found.step,
+            found.shown,
             cut["site"],
             first.ratio,
         )

@@ -6,8 +6,19 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from apportion.script_check.comparison.tensors import Array, difference, matching, places, scale_of, shown, step_of
-from apportion.script_check.record import Event, RankRecord
+from apportion.script_check.comparison.places import placed
+from apportion.script_check.comparison.table import beside
+from apportion.script_check.comparison.tensors import (
+    Array,
+    Difference,
+    difference,
+    initial,
+    places,
+    scale_of,
+    shown,
+    step_of,
+)
+from apportion.script_check.record import RankRecord
 
 MOST_TENSORS = 32
 MOST_STEPS = 24
@@ -26,7 +37,8 @@ def step_table(ranks: Sequence[RankRecord], union: RankRecord, differs: bool) ->
     beyond MOST_TENSORS. Without ``differs`` nothing is computed again of tensors that are known to agree.
     """
     steps = places(union)[:MOST_STEPS]
-    names = matching(ranks, union)
+    names = placed(ranks, union)
+    begun = [initial(record) for record in ranks]
     rows = [_norms(ranks, union, place) for place in steps]
     tensors = dict[str, dict[str, Any]]()
     for at, (optimizer, number) in enumerate(steps):
@@ -36,14 +48,12 @@ def step_table(ranks: Sequence[RankRecord], union: RankRecord, differs: bool) ->
             assert reference is not None
             scale = scale_of(reference[kind])
             for rank, step in enumerate(made):
-                for name, array in ({} if step is None else step[kind]).items():
-                    own = names[rank].get(name, name)
-                    if own not in reference[kind]:
-                        continue
-                    row = tensors.setdefault(own, _empty(own, len(ranks), len(steps)))
+                arrays: dict[str, Array | None] = {} if step is None else step[kind]
+                for name, array, part in beside(arrays, reference[kind], names[rank], begun[rank]):
+                    row = tensors.setdefault(name, _empty(name, len(ranks), len(steps)))
                     row[kind][rank][at] = 0.0
                     if differs:
-                        _set(row, kind, (rank, at), array, reference, scale)
+                        _set(row, kind, (rank, at), difference(name, rank, array, part, scale))
     ordered = sorted(tensors.values(), key=_first)
     for row in ordered:
         row["name"] = shown(row["name"], list(tensors))
@@ -54,12 +64,9 @@ def _empty(name: str, ranks: int, steps: int) -> dict[str, Any]:
     return {"name": name, **{kind: [[None] * steps for _ in range(ranks)] for kind in KINDS}, "ratios": [None] * ranks}
 
 
-def _set(
-    row: dict[str, Any], kind: str, place: tuple[int, int], array: Array | None, reference: Event, scale: float
-) -> None:
+def _set(row: dict[str, Any], kind: str, place: tuple[int, int], found: Difference | None) -> None:
     """Sets one cell of a tensor's row to how much it differs. ``place``: rank and step."""
     rank, at = place
-    found = difference(row["name"], rank, array, reference[kind][row["name"]], scale)
     if found is None:
         return
     row[kind][rank][at] = _short(found.relative) if isfinite(found.relative) else -1.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.script_check.comparison.tensors import Array, Difference, difference, matching, places, scale_of, step_of
+from apportion.script_check.comparison.places import Place, Places, placed
+from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, places, scale_of, step_of
 from apportion.script_check.record import RankRecord
 
 
@@ -14,7 +15,8 @@ from apportion.script_check.record import RankRecord
 class Parting:
     """The first step at which something differs. ``what``: gradients before the step, or weights after it.
     ``differences``: of each rank's tensors from those of one process, under the names of the latter. ``compared``: the
-    names of all tensors compared at that step."""
+    names of all tensors compared at that step. ``shown``: the step as it is printed, after those of optimizers that had
+    made their last one before, as an optimizer from before a restart has."""
 
     optimizer: int
     step: int
@@ -22,6 +24,7 @@ class Parting:
     differences: tuple[Difference, ...]
     compared: tuple[str, ...]
     site: str
+    shown: int
 
     def of(self, name: str) -> list[Difference]:
         """Returns the differences of one tensor, by rank."""
@@ -35,7 +38,8 @@ class Parting:
 
 def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | None, int]:
     """Returns where the ranks part from one process, None where they do not, and the number of steps compared."""
-    names = matching(ranks, union)
+    names = placed(ranks, union)
+    begun = [initial(record) for record in ranks]
     compared = 0
     for optimizer, number in places(union):
         reference = step_of(union, optimizer, number)
@@ -47,15 +51,38 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | N
             found = list[Difference]()
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
-                for name, array in arrays.items():
-                    own = names[rank].get(name, name)
-                    if own in reference[what]:
-                        differs = difference(own, rank, array, reference[what][own], scale)
-                        found += [differs] if differs is not None else []
+                for name, array, part in beside(arrays, reference[what], names[rank], begun[rank]):
+                    differs = difference(name, rank, array, part, scale)
+                    found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"
                 return Parting(
-                    optimizer, number, kind, tuple(found), tuple(reference[what]), reference["site"]
+                    optimizer,
+                    number,
+                    kind,
+                    tuple(found),
+                    tuple(reference[what]),
+                    reference["site"],
+                    number + _before(union, optimizer),
                 ), compared
         compared += 1
     return None, compared
+
+
+def beside(
+    arrays: Mapping[str, Array | None], reference: Mapping[str, Array | None], names: Places, begun: Mapping[str, Array]
+) -> Iterator[tuple[str, Array | None, Array | None]]:
+    """Yields each array of a rank with its name in one process and what is in its place there. ``names``: the rank's
+    places; ``begun``: what its tensors began with."""
+    for name, array in arrays.items():
+        place = names.get(name) or (None if name in begun else Place(name))
+        if place is not None and place.name in reference:
+            whole = reference[place.name]
+            yield place.name, array, None if whole is None else place.of(whole, begun.get(name))
+
+
+def _before(record: RankRecord, optimizer: int) -> int:
+    """The steps of the optimizers that had made their last one before an optimizer made its first."""
+    first = min(step["step"] for step in record.steps if step["optimizer"] == optimizer)
+    others = {step["optimizer"]: step for step in record.steps if step["optimizer"] != optimizer}
+    return sum(last["number"] for last in others.values() if last["step"] < first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,37 +69,6 @@ def initial(record: RankRecord) -> dict[str, Array]:
     return {
         name: array for event in record.of("network") if not event["step"] for name, array in event["weights"].items()
     }
-
-
-def matching(ranks: Sequence[RankRecord], union: RankRecord) -> list[dict[str, str]]:
-    """Returns for each rank the names of its tensors with the names that they have in one process.
-
-    They are the same, but for stages of a pipeline, where each rank names the layers of its own: a tensor that begins
-    with other values than the one of its name is the one that begins with its values.
-    """
-    reference = initial(union)
-    by_value = defaultdict[tuple[Any, ...], list[str]](list)
-    for name, array in reference.items():
-        by_value[_value(array)].append(name)
-    found = list[dict[str, str]]()
-    for record in ranks:
-        names = dict[str, str]()
-        taken = set[str]()
-        for name, array in initial(record).items():
-            if name in reference and _value(reference[name]) == _value(array):
-                names[name] = name
-                taken.add(name)
-        for name, array in initial(record).items():
-            if name not in names:
-                others = [each for each in by_value[_value(array)] if each not in taken] or by_value[_value(array)]
-                names[name] = others[0] if others else name
-                taken.add(names[name])
-        found.append(names)
-    return found
-
-
-def _value(array: Array) -> tuple[Any, ...]:
-    return (array.shape, array.tobytes())
 
 
 def step_of(record: RankRecord, optimizer: int, number: int) -> Event | None:

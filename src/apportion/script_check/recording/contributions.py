@@ -56,10 +56,9 @@ class Contributions:
         for label, parameter in parameters_of(module).items():
             if parameter is None or not parameter.requires_grad:
                 continue
-            if self._networks.name(parameter) is None and (path := self._networks.module_name(module)) is not None:
-                self.watch(parameter, f"{path}.{label}")
-            else:
-                self.watch(parameter, id(parameter))
+            path = self._networks.module_name(module)
+            name = self._networks.name(parameter) or (None if path is None else f"{path}.{label}")
+            self.watch(parameter, id(parameter) if name is None else name)
 
     def _add(self, key: str | int, gradient: Tensor) -> None:
         found = self._found[key]

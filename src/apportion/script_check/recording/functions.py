@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from apportion.script_check.recording import losses, randomness
+from apportion.script_check.recording import draws, figures, losses, randomness
 from apportion.script_check.recording.precision import Rewriting
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.reductions import Reductions
 from apportion.script_check.recording.splits import Splits
 
 
@@ -20,6 +21,9 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._splits = splits
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
+        self._draws = draws.Draws(recorder)
+        draws.install(recorder, self._draws)
+        self._reductions = Reductions()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,9 +40,15 @@ class Functions(TorchFunctionMode):
                 return result
             if name == "scaled_dot_product_attention":
                 args, kwargs = randomness.attention(self._recorder, args, kwargs)
+        if name in draws.NAMES:
+            return self._draws.call(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
         if self._splits is not None:
             self._splits.function(name, args, kwargs, result)
+        if name in figures.NAMES:
+            figures.figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
+        else:
+            self._reductions.follow(args, result)
         if name in losses.CRITERIA and isinstance(result, Tensor):
             losses.criterion(self._recorder, name, args, kwargs, result)
         return result

@@ -7,18 +7,21 @@ in the rank's own process, in the same order.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Subset
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
 from apportion.script_check.recording.batches import recorded, restored
+from apportion.script_check.recording.orders import order_of
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.rows import joined
 
 
 class Loaders:
@@ -39,12 +42,14 @@ class Loaders:
             loader.__dict__["_apportion_iterations"] = 0
         return str(known)
 
-    def begin(self, loader: DataLoader[Any], length: int | None, full: int | None) -> tuple[str, int]:
-        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0."""
+    def begin(
+        self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
+    ) -> tuple[str, int]:
+        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0. ``seed``: that
+        of its loader processes."""
         key = self.key(loader)
         number = loader.__dict__["_apportion_iterations"]
         loader.__dict__["_apportion_iterations"] = number + 1
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         self.recorder.emit(
             "iteration",
             loader=key,
@@ -53,22 +58,45 @@ class Loaders:
             full=full,
             batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
             rows=_size(loader.dataset),
-            sampler=type(sampler).__name__,
-            shuffles=bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))),
-            replicas=getattr(sampler, "num_replicas", None),
+            worker_seed=seed,
+            subset=type(loader.dataset) is Subset,
+            **order_of(loader),
+            site=self.recorder.site(),
         )
         return key, number
 
 
-def _size(dataset: Any) -> int | None:
+def _plain(indices: Any, dataset: Any) -> list[Any]:
+    """Returns the indices of a batch in the data set that a Subset is taken from, those that are whole numbers of numpy
+    or torch as numbers of Python."""
+    found = list(indices) if isinstance(indices, list | tuple) else [indices]
+    while type(dataset) is Subset:
+        found = [dataset.indices[index] for index in found]
+        dataset = dataset.dataset
+    return [int(each) if hasattr(each, "__index__") else each for each in found]
+
+
+def _whole(dataset: Any) -> Any:
+    """Returns the data set that a Subset is taken from."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _size(sized: Any) -> int | None:
+    """Returns the length of a data set or a sampler; None where it has none."""
     try:
-        return len(dataset)
+        return len(sized)
     except TypeError:
         return None
 
 
 class _Shortened:
-    """The first batches of a sampler and its last one, so that an epoch ends within the steps of a proof."""
+    """The first batches of a sampler and its last one, so that an epoch ends within the steps of a proof.
+
+    The number of batches has the same remainder by 4 as that of the whole epoch, so that accumulation over 2 or 4
+    micro-batches ends in the same way.
+    """
 
     def __init__(self, sampler: Any, most: int) -> None:
         self._sampler, self._most = sampler, most
@@ -77,12 +105,18 @@ class _Shortened:
         return getattr(self._sampler, name)
 
     def __len__(self) -> int:
-        full = len(self._sampler)
-        return self._most if full > 2 * self._most else full
+        return shortened_length(len(self._sampler), self._most)
 
     def __iter__(self) -> Iterator[Any]:
         batches = list(self._sampler)
-        yield from batches if len(batches) <= 2 * self._most else [*batches[: self._most - 1], batches[-1]]
+        length = shortened_length(len(batches), self._most)
+        self.order = batches if length == len(batches) else [*batches[: length - 1], batches[-1]]
+        yield from self.order
+
+
+def shortened_length(batches: int, most: int) -> int:
+    """Returns the number of batches to which an epoch is shortened: at most ``most`` and 3."""
+    return min(batches, most + batches % 4)
 
 
 def install(recorder: Recorder) -> None:
@@ -95,10 +129,11 @@ def install(recorder: Recorder) -> None:
         begin(self, *args, **kwargs)
         if recorder.active:
             loaders.key(self)
+            _watch_accelerate(loaders)
 
     DataLoader.__init__ = made  # type: ignore[method-assign]
+    _shorten(int(recorder.plan["epoch_batches"]))
     if recorder.feed is None:
-        _shorten(int(recorder.plan["epoch_batches"]))
         _record(loaders)
     else:
         _feed(loaders)
@@ -109,10 +144,45 @@ def _shorten(most: int) -> None:
 
     def shortened(self: DataLoader[Any]) -> Any:
         sampler = sampler_of(self)
-        sized = self.batch_sampler is not None and hasattr(sampler, "__len__")
-        return _Shortened(sampler, most) if most and sized else sampler
+        mapped = self._dataset_kind == torch_loader._DatasetKind.Map and self.batch_sampler is not None
+        return _Shortened(sampler, most) if most and mapped and _size(sampler) is not None else sampler
 
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
+
+
+def _watch_accelerate(loaders: Loaders) -> None:
+    """Records which batch the script has where accelerate's loader has read the next one already, and the gathers that
+    drop the rows by which the last batches were filled."""
+    module = sys.modules.get("accelerate.data_loader")
+    shard = getattr(module, "DataLoaderShard", None)
+    if shard is None or hasattr(shard, "_apportion_watched"):
+        return
+    shard._apportion_watched = True
+    iterate = shard.__iter__
+
+    @wraps(iterate)
+    def handed(self: Any) -> Iterator[Any]:
+        for position, batch in enumerate(iterate(self)):
+            base = self.base_dataloader
+            loaders.recorder.emit(
+                "taken",
+                loader=loaders.key(base),
+                iteration=base.__dict__["_apportion_iterations"] - 1,
+                number=position + self.skip_batches,
+            )
+            yield batch
+
+    shard.__iter__ = handed
+    accelerator: Any = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if accelerator is not None:
+        gather = accelerator.gather_for_metrics
+
+        @wraps(gather)
+        def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+            loaders.recorder.emit("gather_for_metrics", site=loaders.recorder.site())
+            return gather(self, *args, **kwargs)
+
+        accelerator.gather_for_metrics = gathered
 
 
 def _record(loaders: Loaders) -> None:
@@ -125,14 +195,19 @@ def _record(loaders: Loaders) -> None:
     def begun(self: Any, loader: DataLoader[Any]) -> None:
         self._apportion_indices = deque()
         self._apportion_loader = loader
+        self._apportion_random = False
+        before = recorder.draws
         begin(self, loader)
+        # One draw is the seed of the loader processes; a sampler that makes its order at once draws in here, too.
+        self._apportion_random = recorder.draws > before + 1
         _start(self, loader)
 
     def _start(self: Any, loader: DataLoader[Any]) -> None:
         sampler = loader._index_sampler
-        length = len(sampler) if hasattr(sampler, "__len__") else None
+        length = _size(sampler)
         full = len(sampler._sampler) if isinstance(sampler, _Shortened) else length
-        self._apportion_place = loaders.begin(loader, length, full)
+        seed = int(self._base_seed) if self._num_workers else None
+        self._apportion_place = loaders.begin(loader, length, full, seed)
         self._apportion_batch = 0
 
     reset = base._reset
@@ -141,33 +216,48 @@ def _record(loaders: Loaders) -> None:
     def again(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:  # persistent loader processes begin another epoch
             self._apportion_indices = deque()
+            self._apportion_random = False
             _start(self, loader)
         reset(self, loader, first_iter)
 
     @wraps(next_index)
     def drawn(self: Any) -> Any:
-        index = next_index(self)
+        before, outer, recorder.drawing = recorder.draws, recorder.drawing, "order"
+        try:
+            index = next_index(self)
+        finally:
+            recorder.drawing = outer
+        self._apportion_random |= recorder.draws > before
         self._apportion_indices.append(index)
         return index
 
     @wraps(next_batch)
     def handed(self: Any) -> Any:
         loader, iteration = self._apportion_place
+        before, recorder.drawing = recorder.draws, "rows"
         try:
             batch = next_batch(self)
         except StopIteration:
             recorder.emit("exhausted", loader=loader, iteration=iteration)
             raise
+        finally:
+            recorder.drawing = ""
         indices = self._apportion_indices.popleft() if self._apportion_indices else None
         mapped = self._dataset_kind == torch_loader._DatasetKind.Map
+        order = self._index_sampler.__dict__.get("order") if isinstance(self._index_sampler, _Shortened) else None
+        if order is not None and not self._apportion_batch and mapped:
+            recorder.emit(
+                "order", loader=loader, iteration=iteration, batches=[_plain(each, self._dataset) for each in order]
+            )
         batch = widened(batch) if recorder.plan["float64"] else batch
         recorder.emit(
             "batch",
             loader=loader,
             iteration=iteration,
             number=self._apportion_batch,
-            indices=(list(indices) if isinstance(indices, list | tuple) else [indices]) if mapped else None,
+            indices=_plain(indices, self._dataset) if mapped else None,
             rows=recorded(batch),
+            random=self._apportion_random or (not mapped and recorder.draws > before),
         )
         self._apportion_batch += 1
         return batch
@@ -177,13 +267,14 @@ def _record(loaders: Loaders) -> None:
 
 def _feed(loaders: Loaders) -> None:
     """Yields what the ranks of another pass have read."""
-    recorder = loaders.recorder
+    recorder, feed = loaders.recorder, loaders.recorder.feed
+    assert feed is not None
     iterate, length = DataLoader.__iter__, DataLoader.__len__
 
     @wraps(iterate)
     def fed(self: DataLoader[Any]) -> Any:
         key = loaders.key(self)
-        iterations = recorder.feed.iterations.get(key, [])
+        iterations = feed.iterations.get(key, [])
         number = self.__dict__["_apportion_iterations"]
         if number >= len(iterations):
             return iterate(self)
@@ -192,7 +283,7 @@ def _feed(loaders: Loaders) -> None:
 
     @wraps(length)
     def fed_length(self: DataLoader[Any]) -> int:
-        iterations = recorder.feed.iterations.get(loaders.key(self), [])
+        iterations = feed.iterations.get(loaders.key(self), [])
         found = iterations[0].length if iterations and not iterations[0].evaluation else None
         return length(self) if found is None else found
 
@@ -209,10 +300,14 @@ class _Fed:
         self._recorder, self._loader, self._place, self._fed = recorder, loader, (key, iteration), fed
         self._number = 0
         if fed.evaluation:
-            size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
-            rows = fed.indices[0] or []
+            size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
+            rows = (fed.indices[0] or []) if fed.indices else []
             self._indices: list[Any] = [rows[start : start + size] for start in range(0, len(rows), size)]
             self._batches: list[Any] = [None] * len(self._indices)
+            if fed.batches:
+                starts = range(0, len(fed.batches), size)
+                self._batches = [joined(fed.batches[start : start + size]) for start in starts]
+                self._indices = [None] * len(self._batches)
         else:
             self._indices, self._batches = list(fed.indices), list(fed.batches)
 
@@ -233,9 +328,16 @@ class _Fed:
             batch = restored(tree)
         else:
             assert self._loader.collate_fn is not None
-            batch = self._loader.collate_fn([self._loader.dataset[index] for index in indices])
+            rows = _whole(self._loader.dataset)
+            batch = self._loader.collate_fn([rows[index] for index in indices])
         batch = widened(batch) if self._recorder.plan["float64"] else batch
         self._recorder.emit(
-            "batch", loader=loader, iteration=iteration, number=number, indices=indices, rows=recorded(batch)
+            "batch",
+            loader=loader,
+            iteration=iteration,
+            number=number,
+            indices=indices,
+            rows=recorded(batch),
+            random=False,
         )
         return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
@@ -44,21 +45,16 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | 
 
 
 def install(recorder: Recorder) -> None:
-    """Record each ``backward`` that the script calls, with the value of what it is called on."""
-    backward = torch.Tensor.backward
-    running = [False]
+    """Record each backward, of the script or of a pipeline's schedule, with the value of what it is called on."""
+    backward = torch.autograd.backward
 
     @wraps(backward)
-    def recorded(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        if running[0]:  # torch calls it once more inside of its own, for the mode that is entered
-            backward(self, *args, **kwargs)
-            return
-        value = float(self.detach()) if self.numel() == 1 and not isinstance(self, DTensor) else None
+    def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        several = list(tensors) if isinstance(tensors, Sequence) else [tensors]
+        first = several[0] if len(several) == 1 else None
+        scalar = isinstance(first, Tensor) and not isinstance(first, DTensor) and first.numel() == 1
+        value = float(first.detach()) if scalar and first is not None else None
         recorder.emit("backward", value=value, site=recorder.site())
-        running[0] = True
-        try:
-            backward(self, *args, **kwargs)
-        finally:
-            running[0] = False
+        backward(tensors, *args, **kwargs)
 
-    torch.Tensor.backward = recorded  # type: ignore[method-assign]
+    torch.autograd.backward = recorded

@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from apportion.process import die_with_parent
 from apportion.script_check.feed import load_feed
+from apportion.script_check.recording import stacks
 from apportion.script_check.recording.plan import load_plan
 from apportion.script_check.recording.recorder import Finished, Recorder
 
@@ -25,7 +28,8 @@ def main(path: str) -> None:
     if plan["feed"]:
         plan["feed"] = load_feed(plan["feed"])
     recorder = Recorder(plan, int(os.environ["RANK"]))
-    recorder.emit("start", pid=os.getpid(), rank=recorder.rank)
+    stacks.install(recorder)
+    recorder.emit("start", pid=os.getpid(), rank=recorder.rank, thread=threading.get_ident(), time=time.monotonic())
     outcome: dict[str, Any] = {"how": "ended"}
     try:
         _install(recorder)
@@ -41,36 +45,53 @@ def main(path: str) -> None:
         traceback.print_exc()
         outcome = _failure(recorder, error)
     if recorder.active:
-        recorder.emit("end", **outcome)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # without the exit of gloo's threads, which may abort or hang
+        parent = os.getppid()
+        recorder.finish(**outcome)
+        # The process waits to be killed: its exit would close the connections that other ranks wait at, which would
+        # then raise, and gloo's threads abort or hang in one exit of ten.
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(0)
 
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
+        clipping,
+        collectives,
         contributions,
         functions,
         gathers,
+        group_making,
         loaders,
         losses,
         modules,
         optimizers,
         precision,
         randomness,
+        reducers,
+        restores,
         saves,
+        scalers,
         splits,
         wrappers,
     )
 
     precision.install(recorder)
     networks = modules.install(recorder)
+    calls = collectives.install(recorder, networks)
+    group_making.install(calls)
+    reducers.install(calls)
+    clipping.install(calls)
     own = contributions.install(recorder, networks)
     optimizers.install(recorder, networks, own, wrappers.install(recorder, networks))
     gathers.install(recorder)
     saves.install(recorder)
     loaders.install(recorder)
     losses.install(recorder)
+    scalers.install(recorder)
+    restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
     functions.install(recorder, splits.install(recorder, networks) if recorder.plan["split_rows"] else None)
@@ -88,13 +109,15 @@ def _run(plan: dict[str, Any]) -> None:
 
 
 def _failure(recorder: Recorder, error: BaseException) -> dict[str, Any]:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if recorder.own(frame.filename)]
+    everything = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in everything if recorder.own(frame.filename)]
     return {
         "how": "raised",
         "type": type(error).__name__,
         "message": str(error),
         "site": f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "",
         "line": (frames[-1].line or "") if frames else "",
+        "stack": [(frame.filename, frame.lineno, frame.name) for frame in reversed(everything)],
     }
 
 

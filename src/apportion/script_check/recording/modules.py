@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -19,7 +20,9 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 
+from apportion.script_check.recording.computed import Computed
 from apportion.script_check.recording.names import Root, root_of
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, placements, values
@@ -30,6 +33,7 @@ class Networks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._computed = Computed(recorder)
         self._depth = 0
         self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
         self._outermost = dict[int, weakref.ref[nn.Module]]()
@@ -61,17 +65,24 @@ class Networks:
             site=self._recorder.site(),
             inputs=[digest(each) for each in inputs if _comparable(each)],
         )
+        self._computed.begin(module, inputs)
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """After each forward of each module, also one that raised."""
         self._depth -= 1
+        if self._recorder.active:
+            self._computed.add(output, self._depth == 0)
 
     def name(self, parameter: Tensor) -> str | None:
         """Returns the name of a parameter; None for one of no network met so far."""
-        found = self._names.get(id(parameter))
-        if found is None or found[0]() is not parameter:
+        if (known := self.known_name(parameter)) is None:
             self._refresh()
-            found = self._names.get(id(parameter))
+            known = self.known_name(parameter)
+        return known
+
+    def known_name(self, parameter: Tensor) -> str | None:
+        """Returns the name of a parameter if it is known already, without another look at the networks."""
+        found = self._names.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
 
     def module_name(self, module: nn.Module) -> str | None:
@@ -104,6 +115,8 @@ class Networks:
             "network",
             label=root.label,
             wrapper=type(module).__name__,
+            averaged=isinstance(module, DistributedDataParallel),
+            sharded=[name for name, each in root.modules() if isinstance(each, FSDPModule)],
             type=type(root.module).__name__,
             weights={name: values(tensor) for name, tensor in tensors},
             trainable=[name for name, parameter in root.parameters() if parameter.requires_grad],

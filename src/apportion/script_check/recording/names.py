@@ -80,6 +80,15 @@ def root_of(module: nn.Module, frame: FrameType | None, own: Any) -> Root:
     return best or Root(type(inner).__name__, inner)
 
 
+def modules_held(frame: FrameType | None, own: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that variables of the script's frames hold, from ``frame`` outwards, wrappers taken off."""
+    while frame is not None:
+        if own(frame.f_code.co_filename):
+            for label, module in _variables(frame):
+                yield label, unwrapped(module)
+        frame = frame.f_back
+
+
 def _variables(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
     """The modules that variables of a frame hold, and attributes of the objects that they hold."""
     for variables in (frame.f_locals, frame.f_globals):
@@ -88,5 +97,5 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
                 yield label, value
             elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):
                 for name, held in list(vars(value).items()):
-                    if isinstance(held, nn.Module):
+                    if issubclass(type(held), nn.Module):  # isinstance asks objects for their class, and some warn
                         yield name, held

@@ -6,8 +6,11 @@ called twice, of which the outer call counts.
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from apportion.script_check.recording.contributions import Contributions
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Finished, Recorder
-from apportion.script_check.recording.tensors import digest, placements, values
+from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
 from apportion.script_check.recording.wrappers import Wrappers
 
 
@@ -36,12 +39,16 @@ class Steps:
         self._made = dict[int, int]()
         self._before = dict[str, Any]()
         self._rates = list[float]()
+        self._internal = False
         self._alive = list[Optimizer]()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: its gradients."""
         self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) + 1
         if depth > 1 or not self._recorder.active:
+            return
+        self._internal = _makes_state(self._recorder)
+        if self._internal:
             return
         if id(optimizer) not in self._numbers:
             self._numbers[id(optimizer)] = len(self._numbers)
@@ -61,7 +68,10 @@ class Steps:
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
             "evaluating": dict(self._networks.evaluating),
+            "decays": [float(group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group],
+            "trainable": {n: p.requires_grad for root in self._networks.roots() for n, p in root.parameters()},
             "forwards": self._networks.forwards,
+            "weights_before": fingerprint(optimizer),
             "generators": generators(),
             "site": self._recorder.site(),
         }
@@ -70,7 +80,7 @@ class Steps:
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """After a step: its weights."""
         self._depth[id(optimizer)] -= 1
-        if self._depth[id(optimizer)] or not self._recorder.active:
+        if self._depth[id(optimizer)] or not self._recorder.active or self._internal:
             return
         self._contributions.stepping = False
         number = self._numbers[id(optimizer)]
@@ -84,6 +94,7 @@ class Steps:
             "step",
             **self._before,
             number=self._made[number],
+            weights_after=fingerprint(optimizer),
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
             buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
             untouched=self._untouched(optimizer),
@@ -130,6 +141,22 @@ class Steps:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+
+
+def _makes_state(recorder: Recorder) -> bool:
+    """Whether torch makes a step of its own, with zero gradients and rates, that an optimizer has a state to load."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not recorder.own(frame.f_code.co_filename):
+        if frame.f_code.co_filename.endswith(os.path.join("distributed", "checkpoint", "state_dict.py")):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def fingerprint(optimizer: Optimizer) -> str:
+    """Returns a digest of the weights of an optimizer as this rank holds them, which tells where a run has resumed."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return digest("".join(digest(local_bytes(parameter)) for parameter in parameters).encode())
 
 
 def generators() -> dict[str, str]:

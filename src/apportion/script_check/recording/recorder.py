@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,12 @@ class Recorder:
         """The number of optimizer steps completed."""
         self.feed = plan.get("feed")
         """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
+        self.files = list[Any]()
+        """Files that stay open for as long as the process runs."""
+        self.draws = 0
+        """The number of times that random numbers were drawn by a function that is watched (see ``draws.py``)."""
+        self.drawing = ""
+        """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -45,6 +52,11 @@ class Recorder:
         with self._lock:
             self._file.write(data)
             self._file.flush()
+
+    def finish(self, **outcome: Any) -> None:
+        """Write the event ``end``, and an empty file beside the record which says that it is complete."""
+        self.emit("end", time=time.monotonic(), **outcome)
+        Path(self.plan["record"], f"rank{self.rank}.end").touch()
 
     def own(self, file: str) -> bool:
         """Whether a source file is the user's: in the script's folder, and not of an installed package."""

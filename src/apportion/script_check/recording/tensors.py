@@ -14,11 +14,20 @@ LARGEST_SAMPLE = 1 << 16
 """The elements recorded of one tensor of a network that has more than ``LARGEST_WHOLE`` of them."""
 LARGEST_WHOLE = 1 << 22
 
+gathering = list[bool]()
+"""Holds something while a DTensor is made whole: its collectives are not the script's."""
+
 
 def whole(tensor: Tensor) -> Tensor:
     """Returns all of a tensor. Of a DTensor that is a collective, which all ranks of its mesh have to call."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    gathering.append(True)
+    try:
+        return tensor.full_tensor()
+    finally:
+        gathering.pop()
 
 
 def values(tensor: Tensor, sampled: bool = False) -> np.ndarray[Any, Any]:
@@ -40,6 +49,16 @@ def values(tensor: Tensor, sampled: bool = False) -> np.ndarray[Any, Any]:
 def placements(tensor: Tensor) -> str:
     """Returns how a DTensor is placed, as torch writes it; empty for an ordinary tensor."""
     return str(tensor.placements) if isinstance(tensor, DTensor) else ""
+
+
+def local_bytes(tensor: Tensor) -> bytes:
+    """Returns the bytes of what this rank holds of a tensor; none of one that is sparse or has no memory."""
+    tensor = tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or local.layout != torch.strided:
+        return b""
+    local = local.to(torch.float64) if local.dtype == torch.bfloat16 else local
+    return np.ascontiguousarray(local.cpu().numpy()).tobytes()
 
 
 def digest(data: bytes | np.ndarray[Any, Any] | Tensor) -> str:

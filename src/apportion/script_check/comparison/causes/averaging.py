@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from apportion.script_check.comparison.combination import combination
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event
@@ -21,7 +22,9 @@ def cause(evidence: Evidence) -> Finding | None:
         sentence, remedy, site = _none(evidence, first.of("wrapper"))
     else:
         sentence, remedy, site = _some(evidence, alone)
-    return Finding("not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.step, site)
+    return Finding(
+        "not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.shown, site
+    )
 
 
 def _late(evidence: Evidence) -> Finding | None:
@@ -38,7 +41,7 @@ def _late(evidence: Evidence) -> Finding | None:
         "Set the flag, or leave no_sync(), before the forward of a window's last micro-batch.",
         evidence.shown(evidence.found.names),
         (),
-        evidence.found.step,
+        evidence.found.shown,
         late[0]["site"],
     )
 
@@ -69,6 +72,12 @@ def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]
             "Make the forward and backward of a window's last micro-batch outside of no_sync().",
             next((forward["site"] for forward in forwards), evidence.found.site),
         )
+    if _sharded(evidence) and (group := _group_of_one(evidence)):
+        return (
+            f"{intro}fully_shard was given a mesh of 1 rank, where {evidence.count} hold the same parameters.",
+            "Pass the mesh of all ranks that hold the same parameters (flatten its data and sequence dimensions).",
+            group,
+        )
     if wrappers:
         ignoring = "the wrapper does not average the parameters that the optimizer holds."
         return intro + ignoring, "Wrap the module whose parameters are trained.", wrappers[0]["site"]
@@ -85,8 +94,14 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
     shown = ", ".join(evidence.shown(alone)[:4]) + (" and others" if len(alone) > 4 else "")
     verb = "is" if len(alone) == 1 else "are"
     they = "it" if len(alone) == 1 else "them"
-    intro = f"{shown} {verb} trained, and no wrapper or collective averages {they} over the ranks"
     site = site_of(evidence, alone[0])
+    if _are_parts(evidence, alone):
+        return (
+            f"{shown}: each rank has only its own part of the gradient, and no collective adds the parts up.",
+            f"Add the gradient of {they} over the ranks of the group by an all_reduce, after backward.",
+            site,
+        )
+    intro = f"{shown} {verb} trained, and no wrapper or collective averages {they} over the ranks"
     own = {union: rank for rank, union in evidence.names[0].items()}
     names = [own.get(name, name) for name in alone]
     if wrapped := first.of("wrapped"):
@@ -107,14 +122,23 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
             site,
         )
     if _sharded(evidence):
+        tensor = "it is an ordinary tensor" if they == "it" else "they are ordinary tensors"
+        if _inside_sharded(first.of("network"), names[0]):
+            return f"{intro}: {tensor} that fully_shard was told to ignore (ignored_params).", _averaged(they), site
         return (
-            f"{intro}: {'it is an ordinary tensor' if they == 'it' else 'they are ordinary tensors'} that no "
-            "fully_shard call manages (the root was not sharded, or ignored_params names the parameter).",
-            "Call fully_shard on the root module as well; average the gradient of an ignored parameter by an "
-            "all_reduce after backward.",
+            f"{intro}: {tensor} that no fully_shard call manages, as the root was not sharded.",
+            "Call fully_shard on the root module as well.",
             site,
         )
     return f"{intro}.", _averaged(they), site
+
+
+def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
+    """Whether the gradients of one process are the plain sum of the ranks' own, while no wrapper averages others."""
+    if evidence.ranks[0].of("wrapper") or _sharded(evidence):
+        return False
+    made = combination({n: evidence.reference[n] for n in alone if n in evidence.reference}, evidence.own)
+    return made.exact and all(abs(factor - 1) < 1e-7 for factor in made.factors)
 
 
 def _averaged(they: str) -> str:
@@ -125,6 +149,23 @@ def _sharded(evidence: Evidence) -> bool:
     return any(
         kind.startswith("FSDP") for event in evidence.ranks[0].of("network") for kind in event["modules"].values()
     )
+
+
+def _inside_sharded(networks: Sequence[Event], name: str) -> bool:
+    """Whether a parameter lies in a module that fully_shard was called on."""
+    parts = name.split(".")
+    above = {".".join(parts[:at]) for at in range(1, len(parts))}
+    return any(
+        kind.startswith("FSDP") and module in above for event in networks for module, kind in event["modules"].items()
+    )
+
+
+def _group_of_one(evidence: Evidence) -> str:
+    """The line that makes a network whose parameters are sharded over a mesh of one rank; empty where none is."""
+    for event in evidence.ranks[0].of("network"):
+        if event["groups"] and all(len(group) == 1 for group in event["groups"].values()):
+            return str(event["sites"].get(event["label"]) or event["site"])
+    return ""
 
 
 def site_of(evidence: Evidence, name: str) -> str:

@@ -18,6 +18,7 @@ def explained(evidence: Evidence) -> Finding:
         weighting.scale,
         lists.cause,
         weighting.ranks_weighted,
+        groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,
     )
@@ -46,10 +47,10 @@ def _weights(evidence: Evidence) -> Finding:
     else:
         why, remedy = "", "Look for what changes weights in the step otherwise on the ranks than in one process."
     sentence = (
-        f"From step {found.step} on, {len(names)} of {len(found.compared)} weights differ on {where} from those of one "
-        f"process, {names[0]} first, though the gradients agree{why}."
+        f"From step {found.shown} on, {len(names)} of {len(found.compared)} weights differ on {where} from those of "
+        f"one process, {names[0]} first, though the gradients agree{why}."
     )
-    return Finding("weights_differ", "difference", sentence, remedy, names, ranks, found.step, found.site)
+    return Finding("weights_differ", "difference", sentence, remedy, names, ranks, found.shown, found.site)
 
 
 def _state_differs(evidence: Evidence) -> bool:
@@ -77,12 +78,12 @@ def _unexplained(evidence: Evidence) -> Finding:
             "Gather with torch.distributed.nn.functional.all_gather, which has a backward.",
             names,
             (),
-            found.step,
+            found.shown,
             cut[0]["site"],
         )
     sentence = (
-        f"From step {found.step} on, {len(names)} of {len(found.compared)} gradients differ from those of one process, "
-        f"{names[0]} first (ratio {first.ratio:.6g}, cosine {first.cosine:.6g} on rank {first.rank}).{lost}"
+        f"From step {found.shown} on, {len(names)} of {len(found.compared)} gradients differ from those of one "
+        f"process, {names[0]} first (ratio {first.ratio:.6g}, cosine {first.cosine:.6g} on rank {first.rank}).{lost}"
     )
     remedy = "Compare what is done to these tensors on the ranks and in one process between backward and the step."
-    return Finding("differs", "difference", sentence, remedy, names, (), found.step, found.site, first.ratio)
+    return Finding("differs", "difference", sentence, remedy, names, (), found.shown, found.site, first.ratio)

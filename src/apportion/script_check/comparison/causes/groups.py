@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
+
+from apportion.script_check.comparison.combination import proportional
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.findings import Finding
 
@@ -29,7 +32,7 @@ def tied(evidence: Evidence) -> Finding | None:
             "Add the gradients of the copies over the ranks that hold them, after backward and before the step.",
             tuple(dict.fromkeys(own.partition(".")[2] or own for _, own in copies)),
             tuple(rank for rank, _ in copies),
-            evidence.found.step,
+            evidence.found.shown,
             evidence.found.site,
         )
     return None
@@ -70,7 +73,7 @@ def inputs(evidence: Evidence) -> Finding | None:
                 "those of the data-parallel dimension of the mesh.",
                 evidence.shown(names),
                 tuple(members),
-                evidence.found.step,
+                evidence.found.shown,
                 _loader(evidence) or first["site"],
             )
     return None
@@ -79,3 +82,45 @@ def inputs(evidence: Evidence) -> Finding | None:
 def _loader(evidence: Evidence) -> str:
     batches = evidence.window(evidence.ranks[0], "batch")
     return str(batches[0]["loader"]).partition(" ")[0] if batches else ""
+
+
+def shards_scaled(evidence: Evidence) -> Finding | None:
+    """Returns the finding that each rank has scaled the shards that it holds by a factor of its own."""
+    factors = dict[int, set[float]]()
+    for name in evidence.found.names:
+        step = evidence.steps[0]
+        placement = "" if step is None else step["placements"].get(name, "")
+        if not placement.startswith("(Shard(dim=") or placement.count("Shard") > 1 or "Replicate" in placement:
+            return None
+        dimension = int(placement.removeprefix("(Shard(dim=").partition(")")[0])
+        given, reference = evidence.gradients[0].get(name), evidence.reference.get(name)
+        if given is None or reference is None:
+            return None
+        size = -(-reference.shape[dimension] // evidence.count)
+        for rank in range(evidence.count):
+            index = [slice(None)] * reference.ndim
+            index[dimension] = slice(rank * size, (rank + 1) * size)
+            part, whole = given[tuple(index)], reference[tuple(index)]
+            if part.size and np.any(whole):
+                if (factor := proportional(part, whole)) is None:
+                    return None
+                factors.setdefault(rank, set()).add(round(factor, 7))
+    if len(factors) < 2 or any(len(each) > 1 for each in factors.values()):
+        return None
+    each = [next(iter(factors[rank])) for rank in sorted(factors)]
+    if len(set(each)) == 1:
+        return None
+    listed = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in zip(sorted(factors), each, strict=True))
+    return Finding(
+        "shards_scaled_apart",
+        "difference",
+        f"Each rank has scaled the shards that it holds by a factor of its own ({listed}, relative to one process): "
+        "the gradients are clipped by the norm of a rank's shards and not by that of all.",
+        "Clip with torch.nn.utils.clip_grad_norm_, which takes the norm of whole tensors, or sum the squares of all "
+        "ranks before the root.",
+        evidence.shown(evidence.found.names),
+        tuple(sorted(factors)),
+        evidence.found.shown,
+        evidence.found.site,
+        each[0],
+    )

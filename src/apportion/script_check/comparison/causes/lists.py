@@ -31,7 +31,7 @@ def cause(evidence: Evidence) -> Finding | None:
                     "has none.",
                     evidence.shown(list(names)),
                     (rank, other),
-                    evidence.found.step,
+                    evidence.found.shown,
                     evidence.found.site,
                 )
     return None

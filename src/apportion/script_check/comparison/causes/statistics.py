@@ -39,7 +39,7 @@ def cause(evidence: Evidence) -> Finding | None:
         "gather with gradient; "
         "if they are meant to be of each rank's rows: --accept loss_statistics."
     )
-    return Finding("loss_statistics", "difference", sentence, remedy, names, (), evidence.found.step, first["site"])
+    return Finding("loss_statistics", "difference", sentence, remedy, names, (), evidence.found.shown, first["site"])
 
 
 def _first(split: RankRecord, found: list[Event]) -> Event:
@@ -72,5 +72,5 @@ def _module(evidence: Evidence, event: Event, names: tuple[str, ...]) -> Finding
         name for name in names if not name.startswith(f"{module}.")
     )
     return Finding(
-        "batch_statistics", "difference", sentence, remedy, (module, *tensors), (), evidence.found.step, site
+        "batch_statistics", "difference", sentence, remedy, (module, *tensors), (), evidence.found.shown, site
     )

@@ -19,7 +19,7 @@ def scale(evidence: Evidence) -> Finding | None:
     if not all(difference.scaled for difference in found.differences):
         return None
     if max(factors) - min(factors) > 1e-9 * abs(max(factors)) or any(
-        len(found.of(name)) != len(_holders(evidence, name)) for name in found.names
+        len(found.of(name)) != len(_holders(evidence, name)) for name in found.names if name not in evidence.sliced
     ):
         return None
     factor = factors[0]
@@ -32,7 +32,7 @@ def scale(evidence: Evidence) -> Finding | None:
         intro = f"{listed}: the gradient is {factor:.10g} times that of one process, the others agree"
     because, remedy = _because(evidence, factor)
     site = _site(evidence)
-    return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.step, site, factor)
+    return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
 
 
 def _holders(evidence: Evidence, name: str) -> list[int]:
@@ -132,21 +132,21 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
         remedy = "Clip after the gradients are averaged over the ranks, so that all ranks clip by the same norm."
         site = clips[0]["site"] if clips else found.site
         return Finding(
-            "clipped_before_average", "difference", sentence, remedy, names, (lower,), found.step, site,
+            "clipped_before_average", "difference", sentence, remedy, names, (lower,), found.shown, site,
             given.factors[lower] * evidence.count,
         )  # fmt: skip
     if given.alike and not wanted.alike:
         counts = _counts(evidence, wanted)
         sentence = (
-            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their weights "
-            f"are {_per_rank(_relative(wanted))}{counts}."
+            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their "
+            f"weights are {_per_rank(_relative(wanted))}{counts}."
         )
         remedy = (
             "Divide each rank's summed loss by the count (rows, tokens) of all ranks, and multiply by the number of "
             "ranks where the wrapper averages."
         )
         return Finding(
-            "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.step, _site(evidence),
+            "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.shown, _site(evidence),
             wanted.factors[0] / given.factors[0],
         )  # fmt: skip
     if not np.allclose(given.factors, wanted.factors, rtol=1e-7):
@@ -156,7 +156,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
         )
         return Finding(
             "ranks_weighted", "difference", sentence, "Weight each rank's loss by its share of the rows of all ranks.",
-            names, (), found.step, _site(evidence),
+            names, (), found.shown, _site(evidence),
         )  # fmt: skip
     return None
 
@@ -207,7 +207,7 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
     sentence = (
         f"{listed}: the gradient on rank {rank} is {factor:.6g} times that of one process and of rank {others}, before "
-        f"step {found.step}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
+        f"step {found.shown}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
-    return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.step, found.site, factor)
+    return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)

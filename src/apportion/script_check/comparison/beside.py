@@ -1,0 +1,50 @@
+"""What no comparison of gradients shows: orders and rows, evaluations, random numbers, settings, schedules, resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apportion.script_check.comparison import (
+    draws,
+    evaluations,
+    orders,
+    resumes,
+    schedules,
+    settings,
+    shared_rows,
+)
+from apportion.script_check.comparison.reading import identified, reading
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import RankRecord
+
+
+def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weights: bool) -> list[Finding]:
+    """Returns what is wrong beside the step. ``union``: the script as one process, None where it does not run so;
+    ``same_weights``: whether its weights are those of the ranks at each step."""
+    readings = identified([reading(record) for record in ranks])
+    found = [
+        *settings.findings(ranks),
+        *orders.findings(ranks, readings),
+        *shared_rows.findings(ranks, readings),
+        *resumes.findings(ranks, readings),
+        *draws.findings(ranks, readings),
+        *evaluations.findings(ranks, readings, union if same_weights else None),
+    ]
+    if union is not None:
+        found += schedules.findings(ranks, union)
+    return found
+
+
+def shortened(ranks: Sequence[RankRecord]) -> list[str]:
+    """Returns a sentence for each loader whose epochs were shortened."""
+    lengths = {
+        event["loader"]: (event["full"], event["length"])
+        for record in ranks
+        for event in record.of("iteration")
+        if event["full"] != event["length"]
+    }
+    return [
+        f"The epochs of the loader at {loader} were shortened from {full} batches to {length}: the first "
+        f"{length - 1} and the last."
+        for loader, (full, length) in lengths.items()
+    ]

@@ -1,0 +1,151 @@
+"""Random numbers of one rank against those of another: the same for different rows, or different for the same rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.comparison.replicas import are_replicas, compute_the_same
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event, RankRecord
+
+_REMEDY = (
+    "Seed the generator with a value that differs between the ranks after the network is made, such as seed + rank."
+)
+
+
+def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
+    """Returns that data-parallel ranks draw the same masks or numbers for different rows, and that ranks draw different
+    masks for the same rows."""
+    if len(ranks) < 2:
+        return []
+    distributed = are_replicas(ranks) and not _same_rows(readings)
+    found = list[Finding]()
+    if distributed:
+        found += _same_masks(ranks) or _same_draws(ranks) or _same_worker_seeds(readings)
+    elif not are_replicas(ranks):
+        found += _unlike_masks(ranks)
+    return found
+
+
+def _same_rows(readings: Sequence[Sequence[Iteration]]) -> bool:
+    """Whether all ranks train on the same rows in the same order."""
+    rows = [[row for each in iterations for batch in each.trained for row in batch.rows] for iterations in readings]
+    return bool(rows[0]) and all(each == rows[0] for each in rows[1:])
+
+
+def _same_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
+    for record in ranks[1:]:
+        for one, two in zip(ranks[0].of("mask"), record.of("mask"), strict=False):
+            same_call = one["function"] == two["function"] and one["shape"] == two["shape"]
+            if same_call and one["state"] == two["state"] and one["rows"] != two["rows"] and not one["sharded"]:
+                return [
+                    Finding(
+                        "same_draws",
+                        "warning",
+                        f"Ranks 0 and {record.rank} draw the same masks for different rows: the generator is in the "
+                        f"same state on both when {one['function']} at {one['site']} draws for step {one['step'] + 1}.",
+                        _REMEDY,
+                        ranks=(0, record.rank),
+                        step=one["step"] + 1,
+                        site=one["site"],
+                    )
+                ]
+    return []
+
+
+def _unlike_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
+    for record in ranks[1:]:
+        for one, two in zip(ranks[0].of("mask"), record.of("mask"), strict=False):
+            same_call = one["function"] == two["function"] and one["site"] == two["site"]
+            if same_call and one["rows"] == two["rows"] and one["state"] != two["state"] and not one["sharded"]:
+                return [
+                    Finding(
+                        "unlike_draws",
+                        "warning",
+                        f"Ranks 0 and {record.rank} draw different masks for the same activations: the states of their "
+                        f"generators differ when {one['function']} at {one['site']} draws for step {one['step'] + 1}.",
+                        "Seed the generator alike on the ranks that hold parts of one network.",
+                        ranks=(0, record.rank),
+                        step=one["step"] + 1,
+                        site=one["site"],
+                    )
+                ]
+    return []
+
+
+def _same_draws(ranks: Sequence[RankRecord]) -> list[Finding]:
+    """Numbers that a line draws for each row of a batch, in training, alike on ranks whose rows differ."""
+    first = _per_row(ranks[0])
+    for record in ranks[1:]:
+        if compute_the_same(ranks[0], record):
+            continue  # no different rows for which they could differ
+        other = _per_row(record)
+        for place, calls in first.items():
+            pairs = list(zip(calls, other.get(place, []), strict=False))
+            if pairs and all(one["digest"] == two["digest"] and one["digest"] for one, two in pairs):
+                event = pairs[0][0]
+                return [
+                    Finding(
+                        "same_draws",
+                        "warning",
+                        f"Ranks 0 and {record.rank} draw the same random numbers for different rows: each of the "
+                        f"{len(pairs)} results of {event['function']} at {event['site']} is the same on both.",
+                        _REMEDY,
+                        ranks=(0, record.rank),
+                        step=event["step"] + 1,
+                        site=event["site"],
+                    )
+                ]
+    return []
+
+
+def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
+    """Loader processes that are seeded alike on two ranks, of data whose rows have other values in each epoch."""
+    places = [{(each.loader, each.number): each for each in iterations if each.trained} for iterations in readings]
+    for place, first in places[0].items():
+        seed = first.begun["worker_seed"]
+        alike = [rank for rank, each in enumerate(places) if place in each and each[place].begun["worker_seed"] == seed]
+        if seed is None or len(alike) < 2:
+            continue
+        if _random_values([each for each in readings[0] if each.loader == first.loader]):
+            return [
+                Finding(
+                    "same_draws",
+                    "warning",
+                    f"The processes of the loader at {first.loader} have the same seeds on ranks "
+                    f"{', '.join(map(str, alike))}, and the values of its rows are drawn at random: the same numbers "
+                    "are drawn for different rows.",
+                    _REMEDY,
+                    ranks=tuple(alike),
+                    step=first.trained[0].step,
+                    site=first.loader.partition(" ")[0],
+                )
+            ]
+    return []
+
+
+def _random_values(iterations: Sequence[Iteration]) -> bool:
+    """Whether a row has other values when it is read again."""
+    seen = dict[object, str]()
+    batches = [batch for iteration in iterations for batch in iteration.batches if batch.indexed]
+    return any(
+        seen.setdefault(row, content) != content
+        for batch in batches
+        for row, content in zip(batch.rows, batch.contents, strict=False)
+    )
+
+
+def _per_row(record: RankRecord) -> dict[str, list[Event]]:
+    """The draws of each place that are made for single rows, or have an entry for each row of the network's batch, at
+    places where the script draws again after its first step."""
+    sizes = {event["rows"] for event in record.of("computed")}
+    found = defaultdict[str, list[Event]](list)
+    for event in record.of("draw"):
+        entries = event["shape"][0] if event["shape"] else None
+        if event["function"] == "randperm" or not event["gradients"]:
+            continue
+        if event["fetching"] or (entries in sizes and entries is not None and entries > 1):
+            found[event["place"]].append(event)
+    return {place: events for place, events in found.items() if events[-1]["step"] > 0}

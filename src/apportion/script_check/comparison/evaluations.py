@@ -1,0 +1,176 @@
+"""Evaluations: rows that count twice, and figures that differ from those of one process with the same weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event, RankRecord
+
+TOLERANCE = 1e-6
+"""What rounding, and a different order of sums, may change of a figure, relative to it."""
+_SHOWN = 4
+
+Place = tuple[int, str, str]
+"""A step, a line, and a function that takes numbers out of a tensor."""
+
+
+@dataclass
+class _Figures:
+    """The numbers taken out of tensors at one place in an evaluation. ``calls``: one list for each call."""
+
+    calls: list[list[float]] = field(default_factory=list)
+    reduced: bool = False
+    """Whether the tensors were the results of collectives, or computed from such."""
+
+    @property
+    def values(self) -> list[float]:
+        return sorted(value for call in self.calls for value in call)
+
+
+def findings(
+    ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]], union: RankRecord | None
+) -> list[Finding]:
+    """Returns the first figure that differs, and rows that count twice. ``union``: the script as one process on the
+    rows that the ranks evaluated, each once; None where its weights are not those of the ranks."""
+    twice = _rows_twice(ranks, readings)
+    figures = [_figures(record) for record in ranks]
+    alone = _figures(union) if union is not None else {}
+    for place, reference in alone.items():
+        found = [each[place] for each in figures if place in each]
+        value = _aggregated(found, len(ranks))
+        if value is None or len(reference.calls) != 1:
+            continue
+        if not _equal(value, reference.values, len(ranks)):
+            return [_differs(place, value, reference.values, twice)]
+    if twice is not None and not _dropped(figures, alone, len(ranks)) and not _gathers_for_metrics(ranks):
+        return [twice]
+    return []
+
+
+def _aggregated(found: Sequence[_Figures], ranks: int) -> list[float] | None:
+    """The figure of a place where all ranks have one and the same, or one rank alone has the result of a collective;
+    None elsewhere: a rank may print what it has computed on its own rows."""
+    if not found or any(len(each.calls) != 1 for each in found):
+        return None
+    if len(found) != ranks and not (len(found) == 1 and found[0].reduced):
+        return None
+    values = found[0].values
+    return values if all(each.calls == found[0].calls for each in found) else None
+
+
+def _equal(found: Sequence[float], reference: Sequence[float], ranks: int) -> bool:
+    """Whether figures are the same, or sums over the ranks of what is divided by their number later, or parts of equal
+    size of what is summed over the ranks later."""
+    return len(found) == len(reference) and all(
+        any(_close(one, factor * two) for factor in (1, ranks, 1 / ranks))
+        for one, two in zip(found, reference, strict=True)
+    )
+
+
+def _close(one: float, two: float) -> bool:
+    return one == two or (one != one and two != two) or abs(one - two) <= TOLERANCE * max(abs(one), abs(two)) + 1e-9
+
+
+def _dropped(figures: Sequence[dict[Place, _Figures]], alone: dict[Place, _Figures], ranks: int) -> bool:
+    """Whether numbers that all ranks, or rank 0, have in an evaluation are those of one process, so that rows read
+    twice were dropped before."""
+    for place, reference in alone.items():
+        found = [each[place] for each in figures if place in each]
+        if len(found) not in (1, ranks) or any(each.values != found[0].values for each in found):
+            continue
+        values = found[0].values
+        if len(values) == len(reference.values) and all(map(_close, values, reference.values)):
+            return True
+    return False
+
+
+def _gathers_for_metrics(ranks: Sequence[RankRecord]) -> bool:
+    return all(record.of("gather_for_metrics") for record in ranks)
+
+
+def _figures(record: RankRecord) -> dict[Place, _Figures]:
+    """The numbers taken after the end of an evaluation, or after forwards without gradients that no loader feeds, and
+    before the next forward with gradients."""
+    found = dict[Place, _Figures]()
+    for event in _in_evaluations(record):
+        if event["site"]:
+            figures = found.setdefault((event["step"], event["site"], event["function"]), _Figures())
+            figures.calls.append(event["values"])
+            figures.reduced |= event["reduced"]
+    return found
+
+
+def _in_evaluations(record: RankRecord) -> Iterator[Event]:
+    evaluating, reading = False, False
+    for event in record.events:
+        kind = event["kind"]
+        if kind == "forward":
+            evaluating = not event["gradients"]
+            reading = reading and evaluating
+        elif kind == "iteration":
+            reading = True
+        elif kind == "exhausted":
+            reading = False
+        elif kind == "figure" and evaluating and not reading:
+            yield event
+
+
+def _rows_twice(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> Finding | None:
+    """Rows of an evaluation that some ranks read twice, unless each rank reads all rows."""
+    places = dict.fromkeys(
+        (each.loader, each.number) for iterations in readings for each in iterations if each.evaluation
+    )
+    for loader, number in places:
+        found = [
+            each for iterations in readings for each in iterations if (each.loader, each.number) == (loader, number)
+        ]
+        rows = [[row for batch in each.batches for row in batch.rows] for each in found]
+        if not all(batch.indexed for each in found for batch in each.batches):
+            continue
+        counts = Counter(row for each in rows for row in each)
+        twice = [row for row in counts if counts[row] > 1]
+        if twice and any(set(each) != set(counts) for each in rows):
+            return _padded(found[0], list(map(str, twice)), sum(counts.values()), len(counts))
+        if twice and any(len(each) != len(set(each)) for each in rows):
+            return _padded(found[0], list(map(str, twice)), sum(counts.values()), len(counts))
+    return None
+
+
+def _padded(iteration: Iteration, twice: Sequence[str], read: int, rows: int) -> Finding:
+    listed = f"{', '.join(twice[:_SHOWN])}{', ...' if len(twice) > _SHOWN else ''}"
+    return Finding(
+        "evaluation",
+        "warning",
+        f"The evaluation over the loader at {iteration.loader} reads {read} rows, of which {rows} are different: "
+        f"{'row' if len(twice) == 1 else 'rows'} {listed} {'counts' if len(twice) == 1 else 'count'} twice.",
+        "Evaluate each row once: give each rank its own part without padding, and divide the sum over all ranks by the "
+        "number of rows.",
+        step=iteration.batches[-1].step - 1 or None,
+        site=iteration.loader.partition(" ")[0],
+    )
+
+
+def _differs(place: Place, value: Sequence[float], alone: Sequence[float], twice: Finding | None) -> Finding:
+    step, site, _ = place
+    cause = (
+        twice.sentence
+        if twice is not None
+        else "Batches, or ranks, of unequal size are weighted equally, or only a part of the rows counts."
+    )
+    numbers = (
+        f"is {value[0]:.9g}, and {alone[0]:.9g} for one process that evaluates the same rows once with the same weights"
+        if len(value) == len(alone) == 1
+        else f"rests on {len(value)} numbers, and on {len(alone)} for one process that evaluates the same rows once"
+    )
+    return Finding(
+        "evaluation",
+        "warning",
+        f"The figure of the evaluation at {site} {numbers}. {cause}",
+        "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks.",
+        step=step or None,
+        site=site,
+    )

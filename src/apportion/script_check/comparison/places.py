@@ -1,0 +1,128 @@
+"""Which tensor of one process each rank's tensor is, or is a part of.
+
+Names are the same on ranks that hold the whole network. A rank that holds a part of it, such as a stage of a pipeline
+or slices made by hand, has names and shapes of its own; its tensors are found by the values that they begin with.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.comparison.tensors import Array, initial
+from apportion.script_check.record import RankRecord
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's tensor lies in one process: in the tensor ``name``, whole, or from row ``start`` on in dimension
+    ``dimension``."""
+
+    name: str
+    dimension: int | None = None
+    start: int = 0
+
+    def of(self, array: Array, like: Array | None) -> Array:
+        """Returns the part of one process's tensor that a rank holds. ``like``: the rank's tensor."""
+        if self.dimension is None or like is None:
+            return array
+        index = [slice(None)] * array.ndim
+        index[self.dimension] = slice(self.start, self.start + like.shape[self.dimension])
+        return array[tuple(index)]
+
+
+Places = Mapping[str, Place]
+
+
+def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
+    """Returns for each rank where its tensors lie in one process; tensors that are found nowhere are left out."""
+    reference = initial(union)
+    begun = [initial(record) for record in ranks]
+    return [_whole(weights, reference) or _parts(rank, weights, reference) for rank, weights in enumerate(begun)]
+
+
+def _whole(weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places | None:
+    """The places of a rank that holds the whole network: its names and shapes are those of one process."""
+    same = set(weights) == set(reference) and all(weights[name].shape == reference[name].shape for name in weights)
+    if not same or not _has_values(weights, reference):
+        return None
+    return {name: Place(name) for name in weights}
+
+
+def _has_values(weights: Mapping[str, Array], reference: Mapping[str, Array]) -> bool:
+    """Whether values do not contradict the names: no tensor begins with the values of one of another name, as those of
+    a pipeline's stages do that are alike."""
+    by_value = {_value(array): name for name, array in reference.items() if _varies(array)}
+    for name, array in weights.items():
+        other = by_value.get(_value(array))
+        if other is not None and other != name and not np.array_equal(array, reference[name]):
+            return False
+    return True
+
+
+def _parts(rank: int, weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places:
+    by_value = defaultdict[tuple[Any, ...], list[int]](list)
+    order = list(reference)
+    for at, name in enumerate(order):
+        by_value[_value(reference[name])].append(at)
+    found = dict[str, Place]()
+    anchors = dict[int, int]()
+    names = list(weights)
+    for at, name in enumerate(names):
+        if name in reference and np.array_equal(weights[name], reference[name]) and _varies(weights[name]):
+            anchors[at] = order.index(name)
+        elif len(candidates := by_value[_value(weights[name])]) == 1 and _varies(weights[name]):
+            anchors[at] = candidates[0]
+    for at, name in enumerate(names):
+        if (candidates := by_value[_value(weights[name])]) and at not in anchors:
+            nearest = min(anchors, key=lambda each: abs(each - at), default=None)
+            goal = at if nearest is None else anchors[nearest] + at - nearest
+            found[name] = Place(order[min(candidates, key=lambda each: abs(each - goal))])
+        elif at in anchors:
+            found[name] = Place(order[anchors[at]])
+        elif (place := _slice(rank, name, weights[name], reference)) is not None:
+            found[name] = place
+    return found
+
+
+def _slice(rank: int, name: str, array: Array, reference: Mapping[str, Array]) -> Place | None:
+    """Where a tensor is a slice of the one of its name, along the one dimension in which their shapes differ."""
+    whole = reference.get(name)
+    if whole is None or whole.ndim != array.ndim:
+        return None
+    dimensions = [at for at in range(array.ndim) if array.shape[at] != whole.shape[at]]
+    if len(dimensions) != 1:
+        return None
+    size = array.shape[dimensions[0]]
+    starts = [rank * size, *range(0, whole.shape[dimensions[0]] - size + 1, max(size, 1))]
+    for start in starts:
+        place = Place(name, dimensions[0], start)
+        if np.array_equal(place.of(whole, array), array):
+            return place
+    return None
+
+
+def _varies(array: Array) -> bool:
+    """Whether a tensor's values tell it from others: constants do not."""
+    return bool(array.size > 1 and np.ptp(array))
+
+
+def _value(array: Array) -> tuple[Any, ...]:
+    return (array.shape, array.tobytes())
+
+
+def unplaced(ranks: Sequence[RankRecord], union: RankRecord) -> list[str]:
+    """Returns the trained tensors of ranks that are no part of those of one process, as ``0.weight on rank 1``."""
+    known = {name for step in union.steps for name in step["gradients"]}
+    found = list[str]()
+    for record, places in zip(ranks, placed(ranks, union), strict=True):
+        begun = initial(record)
+        trained = {name for step in record.steps for name in step["gradients"] if name in begun}
+        for name in begun:
+            if name in trained and (name not in places or places[name].name not in known):
+                found.append(f"{name} on rank {record.rank}")
+    return found

@@ -1,0 +1,233 @@
+"""What a rank read: its iterations over loaders, which of their batches it trained on, and which it evaluated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.record import Event, RankRecord
+from apportion.script_check.rows import Rows
+
+
+@dataclass
+class Batch:
+    """One batch. ``rows``: what identifies its rows, indices where there are any and digests of their values elsewhere.
+    ``contents``: the digests of the values of its rows, none where the batch does not have one value for each index.
+    ``step``: the optimizer step for which it was read, from 1. ``position``: of its event in the record. ``trained``:
+    whether a forward with gradients followed before the next batch was read."""
+
+    rows: tuple[Hashable, ...]
+    indexed: bool
+    random: bool
+    step: int
+    position: int
+    contents: tuple[str, ...] = ()
+    trained: bool = False
+
+
+@dataclass
+class Iteration:
+    """One iteration over a loader. ``begun``: its event ``iteration``; ``position``: of that event in the record.
+    ``exhausted``: whether it was read to its end. ``with_gradients`` and ``without``: the forwards between its
+    batches. ``local``: whether each rank numbers rows of its own (see ``identified``)."""
+
+    loader: str
+    number: int
+    position: int
+    begun: Event
+    batches: list[Batch] = field(default_factory=list)
+    exhausted: bool = False
+    with_gradients: int = 0
+    without: int = 0
+    local: bool = False
+
+    @property
+    def evaluation(self) -> bool:
+        """Whether networks were called without gradients between its batches, and not trained: one forward with
+        gradients may belong to the batch of a training loader that was read before."""
+        trained = self.with_gradients
+        return self.without > 0 and (trained == 0 or (trained == 1 and len(self.batches) > 1))
+
+    @property
+    def trained(self) -> list[Batch]:
+        """The batches that the rank trained on."""
+        return [] if self.evaluation else [batch for batch in self.batches if batch.trained]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the loader was neither shortened nor left before its end."""
+        return self.exhausted and self.begun["length"] == self.begun["full"]
+
+
+@dataclass
+class _Run:
+    """Batches read one after the other, and the forwards that followed."""
+
+    iteration: Iteration
+    batches: list[Batch] = field(default_factory=list)
+    with_gradients: int = 0
+    without: int = 0
+
+
+def reading(record: RankRecord) -> list[Iteration]:
+    """Returns the iterations of a rank over its loaders, in order."""
+    return _Walk(record).iterations
+
+
+def identified(readings: Sequence[Sequence[Iteration]]) -> Sequence[Sequence[Iteration]]:
+    """Returns the iterations of all ranks with rows that are the same on two ranks where they are the same row.
+
+    Where each rank makes a data set of its own rows, one number stands for different rows on different ranks: their
+    values differ, and are the same each time that one rank reads them (those of augmented data are not). The rows then
+    are pairs of the rank and its number.
+    """
+    for loader in {each.loader for iterations in readings for each in iterations}:
+        of_loader = [[each for each in iterations if each.loader == loader] for iterations in readings]
+        if _are_local(of_loader):
+            for rank, iterations in enumerate(of_loader):
+                for iteration in iterations:
+                    iteration.local = True
+                    for batch in iteration.batches:
+                        batch.rows = tuple((rank, row) for row in batch.rows)
+    return readings
+
+
+def _are_local(of_loader: Sequence[Sequence[Iteration]]) -> bool:
+    contents = list[dict[Hashable, str]]()
+    for iterations in of_loader:
+        found = dict[Hashable, str]()
+        for batch in (batch for iteration in iterations for batch in iteration.batches):
+            if not batch.indexed or not batch.contents:
+                return False
+            for row, content in zip(batch.rows, batch.contents, strict=True):
+                if found.setdefault(row, content) != content:
+                    return False  # values that change from one reading to the next do not identify a row
+        contents.append(found)
+    first = next((found for found in contents if found), {})
+    pairs = [(first[row], found[row]) for found in contents if found is not first for row in found if row in first]
+    return 2 * sum(one != two for one, two in pairs) > len(pairs)
+
+
+class _Walk:
+    """Goes through the events of a rank once."""
+
+    def __init__(self, record: RankRecord) -> None:
+        self.iterations = list[Iteration]()
+        self._places = dict[tuple[str, int], Iteration]()
+        self._runs = dict[str, _Run]()
+        self._closed = dict[int, list[_Run]]()
+        self._last = ""
+        self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
+        self._fetched = dict[tuple[str, int, int], Batch]()
+        for position, event in enumerate(record.events):
+            self._see(position, event)
+        for run in list(self._runs.values()):
+            self._close(run)
+        for iteration in self.iterations:
+            _attribute(self._closed.get(id(iteration), []))
+
+    def _see(self, position: int, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "iteration":
+            iteration = Iteration(event["loader"], event["number"], position, event)
+            self.iterations.append(iteration)
+            self._places[event["loader"], event["number"]] = iteration
+        elif kind == "batch":
+            self._read(position, event)
+        elif kind == "taken":
+            batch = self._fetched.get((event["loader"], event["iteration"], event["number"]))
+            if batch is not None:
+                batch.step, batch.position = event["step"] + 1, position
+                self._take(self._places[event["loader"], event["iteration"]], batch)
+        elif kind == "exhausted" and (event["loader"], event["iteration"]) in self._places:
+            self._places[event["loader"], event["iteration"]].exhausted = True
+            run = self._runs.get(event["loader"])
+            if run is not None and (run.with_gradients or run.without):
+                self._close(run)
+        elif kind == "forward":
+            self._count(bool(event["gradients"]))
+
+    def _read(self, position: int, event: Event) -> None:
+        place = (event["loader"], event["iteration"])
+        iteration = self._places.get(place)
+        if iteration is None:
+            return
+        indexed = event["indices"] is not None
+        contents = tuple(row_digests(event["rows"]))
+        rows = tuple(map(_key, event["indices"])) if indexed else contents
+        contents = contents if len(contents) == len(rows) else ()
+        batch = Batch(rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents)
+        iteration.batches.append(batch)
+        if place in self._ahead:
+            self._fetched[(*place, event["number"])] = batch
+        else:
+            self._take(iteration, batch)
+
+    def _take(self, iteration: Iteration, batch: Batch) -> None:
+        for loader, other in list(self._runs.items()):
+            if (other.with_gradients or other.without) and loader != iteration.loader:
+                self._close(other)
+        run: _Run | None = self._runs.get(iteration.loader)
+        if run is not None and (run.with_gradients or run.without or run.iteration is not iteration):
+            self._close(run)
+            run = None
+        if run is None:
+            run = self._runs[iteration.loader] = _Run(iteration)
+        run.batches.append(batch)
+        self._last = iteration.loader
+
+    def _close(self, run: _Run) -> None:
+        self._closed.setdefault(id(run.iteration), []).append(run)
+        del self._runs[run.iteration.loader]
+
+    def _count(self, gradients: bool) -> None:
+        for loader, run in self._runs.items():
+            if gradients:
+                run.with_gradients += 1
+                run.iteration.with_gradients += 1
+            elif loader == self._last:
+                run.without += 1
+                run.iteration.without += 1
+
+
+def _attribute(runs: list[_Run]) -> None:
+    """Marks the batches that were trained on: where several were read before a forward, the last ones, one for each
+    forward, or for as many forwards as follow a single batch elsewhere."""
+    single = [run.with_gradients for run in runs if len(run.batches) == 1 and run.with_gradients]
+    each = min(single, default=1)
+    for run in runs:
+        trained = min(len(run.batches), -(-run.with_gradients // each))
+        for batch in run.batches[len(run.batches) - trained :] if trained else ():
+            batch.trained = True
+
+
+def row_digests(tree: Any) -> Iterator[str]:
+    """Yields for each row of a batch a digest of its values."""
+    arrays = [array for array in _arrays(tree) if array.ndim]
+    if not arrays:
+        return
+    for row in range(len(arrays[0])):
+        found = hashlib.blake2b(digest_size=8)
+        for array in arrays:
+            if row < len(array):
+                found.update(np.ascontiguousarray(array[row]).tobytes())
+        yield found.hexdigest()
+
+
+def _arrays(tree: Any) -> Iterator[np.ndarray[Any, Any]]:
+    if isinstance(tree, Rows):
+        yield tree.values
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _arrays(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _arrays(value)
+
+
+def _key(index: Any) -> Hashable:
+    return index if isinstance(index, int | str | bytes | tuple) else repr(index)

@@ -1,0 +1,155 @@
+"""Which rows a run reads after it has loaded the state that it saved in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from apportion.script_check.comparison.reading import Batch, Iteration
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event, RankRecord
+
+RESTORES = ("restore", "load", "load_state")
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class _Resume:
+    """A load after which a run goes on from the weights that an earlier step left. ``saved`` and ``loaded``: positions
+    in the record of that step and of the load; ``step``: the number of that step; ``until``: the position of the next
+    load."""
+
+    saved: int
+    loaded: int
+    step: int
+    until: int
+
+
+def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
+    """Returns the rows that are read again, or left out, after the first resume at which it is so."""
+    found = list[tuple[int, Finding]]()
+    for record, iterations in zip(ranks, readings, strict=True):
+        for resume in _resumes(record):
+            finding = _compare(record, iterations, resume)
+            if finding is not None:
+                found.append((record.rank, finding))
+                break
+    return [finding for _, finding in found[:1]]
+
+
+def _resumes(record: RankRecord) -> list[_Resume]:
+    found = list[_Resume]()
+    steps = list[tuple[int, Event]]()
+    loaded: int | None = None
+    for position, event in enumerate(record.events):
+        if event["kind"] in RESTORES:
+            loaded = position if loaded is None else loaded
+        elif event["kind"] == "step":
+            if loaded is not None:
+                saved = next((at for at in reversed(steps) if at[1]["weights_after"] == event["weights_before"]), None)
+                if saved is not None:
+                    found.append(_Resume(saved[0], loaded, saved[1]["step"], len(record.events)))
+                loaded = None
+            steps.append((position, event))
+    ends = [following.loaded for following in found[1:]] + [len(record.events)]
+    return [replace(resume, until=end) for resume, end in zip(found, ends, strict=False)]
+
+
+def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _Resume) -> Finding | None:
+    before = next(
+        (
+            iteration
+            for iteration in reversed(iterations)
+            if any(batch.position < resume.saved for batch in iteration.trained)
+        ),
+        None,
+    )
+    if before is None or before.begun["replacement"]:
+        return None
+    read = [batch for batch in before.trained if batch.position < resume.saved]
+    after = next(
+        (
+            each
+            for each in iterations
+            if each.begun["rows"] == before.begun["rows"]
+            and each.position > before.position
+            and any(resume.loaded < batch.position < resume.until for batch in each.trained)
+        ),
+        None,
+    )
+    order = _order(record, before)
+    finished = len(read) == len(order) if order else before.exhausted and read[-1] is before.batches[-1]
+    if after is None or finished:
+        return None
+    again = _again(read, after, resume)
+    return again if again is not None else _left_out(read, order, before, after, resume)
+
+
+def _order(record: RankRecord, iteration: Iteration) -> list[tuple[Hashable, ...]]:
+    for event in record.of("order"):
+        if (event["loader"], event["iteration"]) == (iteration.loader, iteration.number):
+            return [tuple(batch) for batch in event["batches"]]
+    return []
+
+
+def _trained_after(after: Iteration, resume: _Resume) -> list[Batch]:
+    return [batch for batch in after.trained if resume.loaded < batch.position < resume.until]
+
+
+def _again(read: Sequence[Batch], after: Iteration, resume: _Resume) -> Finding | None:
+    old = {row for batch in read for row in batch.rows}
+    batches = _trained_after(after, resume)
+    if after.exhausted and len(batches) > 1 and batches[-1] is after.batches[-1]:
+        batches = batches[:-1]  # a sampler may have filled the last one with the first rows of the epoch
+    new = [row for batch in batches[: len(read)] for row in batch.rows]
+    again = [row for row in new if row in old]
+    if not again:
+        return None
+    first, last = read[0].step, read[-1].step
+    return _finding(
+        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} rows{_named(again)} are read "
+        f"again: the run had trained on them in steps {first} to {last}, in the same epoch.",
+        batches[0].step,
+        after,
+    )
+
+
+def _left_out(
+    read: Sequence[Batch],
+    order: Sequence[tuple[Hashable, ...]],
+    before: Iteration,
+    after: Iteration,
+    resume: _Resume,
+) -> Finding | None:
+    """Rows of the epoch that follow the last one trained on, where the run goes on with later ones."""
+    following = before.batches.index(read[-1]) + 1
+    first = _trained_after(after, resume)[0]
+    place = next((at for at, rows in enumerate(order) if rows == first.rows), None)
+    if place is None or place <= following:
+        return None
+    left = [row for rows in order[following:place] for row in rows]
+    if set(left) <= {row for batch in _trained_after(after, resume) for row in batch.rows}:
+        return None
+    return _finding(
+        f"After the resume from step {resume.step}, {len(left)} rows{_named(left)} are left out: the run goes on with "
+        f"batch {place + 1} of the epoch, and had trained on {following}.",
+        first.step,
+        after,
+    )
+
+
+def _named(rows: Sequence[Hashable]) -> str:
+    numbers = [str(row) for row in rows if isinstance(row, int)][:_SHOWN]
+    return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
+
+
+def _finding(sentence: str, step: int, after: Iteration) -> Finding:
+    return Finding(
+        "resumed_rows",
+        "warning",
+        sentence,
+        "Save the position in the epoch with the weights, and skip exactly the batches that the run has trained on "
+        "(a stateful loader, or a skip of the first batches).",
+        step=step,
+        site=after.loader.partition(" ")[0],
+    )

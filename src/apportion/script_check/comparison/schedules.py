@@ -1,0 +1,104 @@
+"""The learning rates of the ranks, step by step, against those of the script as one process on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from apportion.script_check.comparison.reading import reading
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import RankRecord
+
+TOLERANCE = 1e-9
+"""What rounding may change of a rate, relative to the largest rate."""
+_FASTEST = 16
+
+
+def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
+    """Returns for the first parameter group whose rates differ: a warning where the schedule runs at another rate, a
+    note where all rates are one multiple of those of one process."""
+    found = list[Finding]()
+    unchanged = _batches_per_rank(len(ranks), union)
+    for (optimizer, group), rates in _rates(ranks[0]).items():
+        own = _rates(union).get((optimizer, group), [])
+        length = min(len(rates), len(own))
+        kind, factor = _compared(rates[:length], own[:length], len(ranks) if unchanged else 1)
+        if kind == "same" and abs(factor - 1) > TOLERANCE:
+            found.append(_scaled(optimizer, group, rates[0], own[0], factor))
+        elif kind == "differs":
+            found.append(_differs(ranks[0], optimizer, group, rates[:length], own[:length]))
+    return found[:1]
+
+
+def _rates(record: RankRecord) -> dict[tuple[int, int], list[float]]:
+    found = dict[tuple[int, int], list[float]]()
+    for step in record.steps:
+        for group, rate in enumerate(step["rates"]):
+            found.setdefault((step["optimizer"], group), []).append(rate)
+    return found
+
+
+def _batches_per_rank(ranks: int, union: RankRecord) -> bool:
+    """Whether the script itself would read batches of one rank's size as one process: of a step of the ranks' it then
+    makes as many as there are ranks."""
+    for iteration in reading(union):
+        if iteration.trained and iteration.begun["batch_size"]:
+            return len(iteration.trained[0].rows) == ranks * int(iteration.begun["batch_size"])
+    return False
+
+
+def _compared(rates: Sequence[float], own: Sequence[float], stride: int) -> tuple[Literal["same", "differs"], float]:
+    """Whether the rates are those of one process but for one factor, taken at each step or at every ``stride``-th."""
+    factor = next((rate / alone for rate, alone in zip(rates, own, strict=True) if alone), 1.0)
+    for every in dict.fromkeys((1, stride)):
+        if _fits(rates, own, every, factor):
+            return "same", factor
+    return "differs", factor
+
+
+def _fits(rates: Sequence[float], own: Sequence[float], every: int, factor: float) -> bool:
+    limit = TOLERANCE * max(max(map(abs, rates), default=0.0), 1e-300)
+    return all(abs(rate - factor * alone) <= limit for rate, alone in zip(rates, own[::every], strict=False))
+
+
+def _scaled(optimizer: int, group: int, rate: float, alone: float, factor: float) -> Finding:
+    return Finding(
+        "scaled_rate",
+        "note",
+        f"The learning rates of optimizer {optimizer}, group {group}, are {factor:.6g} times those of one process in "
+        f"each step ({rate:.6g} and {alone:.6g} at first); the comparison used those of the ranks on both sides.",
+        factor=factor,
+    )
+
+
+def _differs(record: RankRecord, optimizer: int, group: int, rates: Sequence[float], own: Sequence[float]) -> Finding:
+    factor = next((rate / alone for rate, alone in zip(rates, own, strict=True) if alone), 1.0)
+    limit = TOLERANCE * max(map(abs, rates))
+    step = next(
+        (k for k, (rate, alone) in enumerate(zip(rates, own, strict=True), 1) if abs(rate - factor * alone) > limit), 1
+    )
+    times = next((n for n in range(2, _FASTEST) if _moves(rates, own, n) and _fits(rates, own, n, factor)), None)
+    slower = next((n for n in range(2, _FASTEST) if _moves(own, rates, n) and _fits(own, rates, n, 1 / factor)), None)
+    speed = (
+        f"the schedule makes {times} of its steps at each optimizer step"
+        if times
+        else f"the schedule makes one of its steps in {slower} optimizer steps"
+        if slower
+        else "the schedule runs at another rate"
+    )
+    return Finding(
+        "schedule",
+        "warning",
+        f"The learning rate of step {step} is {rates[step - 1]:.6g}, and {own[step - 1] * factor:.6g} for one process "
+        f"on the same rows: {speed}.",
+        "Step the scheduler once for each optimizer step, and count its lengths in steps of all ranks together; "
+        "accelerate's prepare() makes a scheduler step once for each rank.",
+        step=step,
+        site=next((s["site"] for s in record.steps if s["optimizer"] == optimizer and s["number"] == step), ""),
+    )
+
+
+def _moves(rates: Sequence[float], own: Sequence[float], every: int) -> bool:
+    """Whether enough steps can be compared at a distance to tell the rate."""
+    sampled = own[::every][: len(rates)]
+    return len(sampled) > 1 and len(set(sampled)) > 1

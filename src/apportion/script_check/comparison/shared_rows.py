@@ -1,0 +1,171 @@
+"""Which rows each rank reads in an epoch: rows that several ranks read, rows that none does, ranks that end early."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+
+from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.comparison.replicas import are_replicas, average_gradients, compute_the_same
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import RankRecord
+
+_SHOWN = 4
+_WHOLE_EPOCH = 3
+"""The fewest batches of an epoch whose last batch may be filled with rows of the first."""
+
+
+def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
+    """Returns the first epoch of each loader in which ranks share rows, leave rows out, or read unlike numbers of
+    batches."""
+    found = list[Finding]()
+    replicas = are_replicas(ranks)
+    seen = set[tuple[str, str]]()
+    for epoch in _epochs(readings):
+        each = [_uneven(epoch)]
+        if replicas:
+            each += [_shared(ranks, epoch), _unread(epoch)]
+        for finding in each:
+            if finding is not None and (finding.name, finding.site) not in seen:
+                seen.add((finding.name, finding.site))
+                found.append(finding)
+    if replicas and not any(record.of("iteration") for record in ranks):
+        found += _without_loader(ranks)
+    return found
+
+
+def _epochs(readings: Sequence[Sequence[Iteration]]) -> Iterator[dict[int, Iteration]]:
+    """The iterations of the same number over the same loader, by rank, where at least two ranks trained on it."""
+    places = dict.fromkeys((each.loader, each.number) for iterations in readings for each in iterations if each.trained)
+    for loader, number in places:
+        epoch = {
+            rank: each
+            for rank, iterations in enumerate(readings)
+            for each in iterations
+            if (each.loader, each.number) == (loader, number) and each.trained
+        }
+        if len(epoch) > 1:
+            yield epoch
+
+
+def _rows(iteration: Iteration) -> list[Hashable]:
+    return [row for batch in iteration.trained for row in batch.rows]
+
+
+def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding | None:
+    first = next(iter(epoch.values()))
+    if first.begun["replacement"]:
+        return None
+    rows = {rank: _rows(iteration) for rank, iteration in epoch.items()}
+    readers = Counter(row for each in rows.values() for row in set(each))
+    twice = [row for row in readers if readers[row] > 1]
+    if not twice or len(readers) < len(epoch):
+        return None
+    sharing = [rank for rank, each in rows.items() if set(each) & set(twice)]
+    identical = all(rows[rank] == rows[sharing[0]] for rank in sharing)
+    if identical:
+        if not all(compute_the_same(ranks[sharing[0]], ranks[rank]) for rank in sharing[1:]):
+            return None  # ranks that compute different parts of the same rows
+    elif _padding(epoch, rows, set(twice)) or (not first.batches[0].indexed and 2 * len(twice) < len(readers)):
+        return None
+    return _shared_finding(first, sharing, twice, len(readers))
+
+
+def _padding(epoch: dict[int, Iteration], rows: dict[int, list[Hashable]], twice: set[Hashable]) -> bool:
+    """Whether the rows that come twice are those by which a sampler fills the last batches of an epoch."""
+    first = next(iter(epoch.values()))
+    at_end = set[Hashable]()
+    for iteration in epoch.values():
+        if iteration.exhausted and iteration.trained[-1] is iteration.batches[-1]:
+            at_end |= set(iteration.batches[-1].rows)
+    if not twice <= at_end:
+        return False
+    most = len(epoch) * max(len(batch.rows) for iteration in epoch.values() for batch in iteration.batches) - 1
+    if not first.begun["pads"] and min(len(each.batches) for each in epoch.values()) < _WHOLE_EPOCH:
+        most = len(epoch) - 1
+    return len(twice) <= most
+
+
+def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int) -> Finding:
+    partitions = first.begun["replicas"]
+    numbers = [str(row) for row in twice if isinstance(row, int)][:_SHOWN]
+    named = f" ({', '.join(numbers)}{', ...' if len(twice) > _SHOWN else ''})" if numbers else ""
+    cause = (
+        f"although its sampler {first.begun['sampler']} divides the rows into {partitions} parts"
+        if partitions
+        else "which has no sampler that distributes rows over the ranks"
+    )
+    remedy = (
+        "Give each rank's sampler its own rank, and the same seed and epoch as the others."
+        if partitions
+        else "Give the loader a DistributedSampler, or have each rank read its own part of the rows."
+    )
+    return Finding(
+        "shared_rows",
+        "warning",
+        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{named} are read by more than one of the ranks "
+        f"{', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}.",
+        remedy,
+        ranks=tuple(sharing),
+        step=first.trained[0].step,
+        site=first.loader.partition(" ")[0],
+    )
+
+
+def _unread(epoch: dict[int, Iteration]) -> Finding | None:
+    first = next(iter(epoch.values()))
+    every = first.begun["rows"]
+    whole = all(each.whole and each.batches and all(batch.indexed for batch in each.batches) for each in epoch.values())
+    if not whole or every is None or first.begun["replacement"] or first.begun["subset"]:
+        return None
+    read = {row for iteration in epoch.values() for batch in iteration.batches for row in batch.rows}
+    left = [row for row in range(every) if row not in read]
+    if not left or any(not isinstance(row, int) for row in read):
+        return None
+    return Finding(
+        "unread_rows",
+        "note",
+        f"In epoch {first.number + 1}, {len(left)} of {every} rows of the loader at {first.loader} are read by no rank "
+        f"({', '.join(map(str, left[:_SHOWN]))}{', ...' if len(left) > _SHOWN else ''}).",
+        "Leave drop_last out if all rows are to be read in each epoch.",
+        site=first.loader.partition(" ")[0],
+    )
+
+
+def _uneven(epoch: dict[int, Iteration]) -> Finding | None:
+    if not all(iteration.exhausted for iteration in epoch.values()):
+        return None
+    counts = {rank: len(iteration.batches) for rank, iteration in epoch.items()}
+    fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+    if counts[fewest] == counts[most]:
+        return None
+    first = epoch[fewest]
+    return Finding(
+        "uneven_batches",
+        "warning",
+        f"In epoch {first.number + 1}, rank {fewest} reads {counts[fewest]} batches from the loader at {first.loader} "
+        f"and rank {most} reads {counts[most]}: after the end on rank {fewest}, the steps of the ranks no longer "
+        "belong together.",
+        "Give all ranks the same number of batches, by a sampler that pads or drops the last rows.",
+        ranks=(fewest, most),
+        step=first.trained[-1].step + 1,
+        site=first.loader.partition(" ")[0],
+    )
+
+
+def _without_loader(ranks: Sequence[RankRecord]) -> list[Finding]:
+    if not average_gradients(ranks) or not all(compute_the_same(ranks[0], record) for record in ranks[1:]):
+        return []
+    site = next((event["site"] for event in ranks[0].of("forward")), "")
+    return [
+        Finding(
+            "shared_rows",
+            "warning",
+            f"All ranks compute the same values from the same rows at {site}, and average {len(ranks)} equal "
+            "gradients.",
+            "Have each rank read or draw rows of its own.",
+            ranks=tuple(record.rank for record in ranks),
+            step=1,
+            site=site,
+        )
+    ]

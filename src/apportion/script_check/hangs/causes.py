@@ -1,0 +1,193 @@
+"""Why ranks wait: from the states of all ranks and their sequences of collectives to one finding."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from apportion.script_check.findings import Finding
+from apportion.script_check.hangs import sentences
+from apportion.script_check.hangs.batches import uneven
+from apportion.script_check.hangs.divergence import SILENT, Divergence, conflicts, drift
+from apportion.script_check.hangs.messages import Channel, traffic, unlike, unmatched
+from apportion.script_check.hangs.mismatches import diverging, mismatch, unlike_message
+from apportion.script_check.hangs.sequences import Sequences, sequences
+from apportion.script_check.hangs.states import State
+from apportion.script_check.record import Event, RankRecord
+
+_EVEN = (
+    "Give all ranks the same number of batches (DistributedSampler, drop_last=True), or run the loop in "
+    "`with model.join():`."
+)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A finding, and the divergence that it rests on, if any."""
+
+    finding: Finding
+    divergence: Divergence | None = None
+
+
+def cause(records: Sequence[RankRecord], states: Sequence[State]) -> Cause | None:
+    """Returns why ranks wait for each other; None where none waits for another."""
+    calls = sequences(records)
+    waiting = [state for state in states if state.how == "waits"]
+    left = [state for state in states if state.how in ("raised", "ended", "died")]
+    if not waiting and len(left) == len(states):
+        return None
+    hard = [each for each in conflicts(calls, records) if each.what not in SILENT]
+    if hard:
+        return Cause(mismatch(hard[0], uneven(records), _EVEN), hard[0])
+    messages = traffic(records)
+    if (pair := unlike(messages)) is not None:
+        return Cause(unlike_message(*pair))
+    raised = [state for state in states if state.how == "raised"]
+    if raised:
+        return Cause(_raised(raised, waiting, records), _absence(calls, waiting))
+    if left and any(_needs(state, {each.rank for each in left}) for state in waiting):
+        return Cause(_gone(left, waiting, records, calls), _absence(calls, waiting))
+    for state in waiting:
+        call = None if state.waiting is None else state.waiting.call
+        if call is not None and call["op"].startswith(("send", "recv")):
+            channel = unmatched(messages, state.rank, call)
+            if channel is not None or call["root"] is None:
+                return Cause(_unmatched(state, call, channel, states))
+    absence = _absence(calls, waiting)
+    return Cause(_waiting(states, calls, absence), absence)
+
+
+def _needs(state: State, ranks: set[int]) -> bool:
+    """Whether a rank waits in a call that one of some ranks would have to make."""
+    call = None if state.waiting is None else state.waiting.call
+    if call is None:
+        return True
+    if call["op"].startswith(("send", "recv")) and call["root"] is not None:
+        return call["root"] in ranks
+    return not call["ranks"] or bool(ranks & {*call["ranks"]})
+
+
+def _absence(calls: Sequences, waiting: Sequence[State]) -> Divergence | None:
+    """The first call in which a rank waits and that another has not made."""
+    found = list[Divergence]()
+    for state in waiting:
+        call = None if state.waiting is None else state.waiting.call
+        if call is not None and call["sequence"] is not None:
+            group, position = call["group"], call["sequence"]
+            here = {r: own[position] if position < len(own) else None for r, own in calls[group].items()}
+            absent = [rank for rank, other in here.items() if other is None]
+            if absent:
+                found.append(Divergence(group, position, "count", here, (state.rank, absent[0])))
+    return min(found, key=lambda each: min(c["time"] for c in each.calls.values() if c is not None), default=None)
+
+
+def _raised(raised: Sequence[State], waiting: Sequence[State], records: Sequence[RankRecord]) -> Finding:
+    first = min(raised, key=lambda state: state.outcome["time"] if state.outcome else 0.0)
+    assert first.outcome is not None
+    others = "".join(f"; {sentences.state(state)}" for state in waiting)
+    line = f" (`{first.outcome['line']}`)" if first.outcome.get("line") else ""
+    sentence = f"{sentences.capital(sentences.state(first))}{line}{others}."
+    names = _without_gradient(first, records)
+    if names:
+        sentence += f" Its backward reached no gradient of {', '.join(names)}."
+        remedy = (
+            "Have the loss depend on all parameters on all ranks, or pass find_unused_parameters=True to "
+            "DistributedDataParallel."
+        )
+        return Finding(
+            "unused_parameters", "difference", sentence, remedy, names, (first.rank,), _step(first), first.site
+        )
+    remedy = f"Correct the error on rank {first.rank}, or have all ranks decide alike to leave out the step."
+    return Finding("rank_raised", "difference", sentence, remedy, (), (first.rank,), _step(first), first.site)
+
+
+def _without_gradient(state: State, records: Sequence[RankRecord]) -> tuple[str, ...]:
+    """The parameters that DistributedDataParallel's error names by number."""
+    assert state.outcome is not None
+    match = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", state.outcome["message"])
+    made = next(record for record in records if record.rank == state.rank).of("ddp")
+    if match is None or not made:
+        return ()
+    names = [name for name, _, _ in made[-1]["parameters"]]
+    return tuple(names[number] for number in map(int, re.findall(r"\d+", match[1])) if number < len(names))
+
+
+def _gone(left: Sequence[State], waiting: Sequence[State], records: Sequence[RankRecord], calls: Sequences) -> Finding:
+    died = [state for state in left if state.how == "died"]
+    first = (died or list(left))[0]
+    ranks = tuple(state.rank for state in (died or left))
+    others = "; ".join(sentences.state(state) for state in waiting)
+    sentence = f"{sentences.capital(sentences.state(first))} while {others}.{_drift(calls, waiting)}"
+    if died:
+        remedy = f"Find out why the process of rank {first.rank} ended: its output may say so."
+        return Finding("rank_died", "difference", sentence, remedy, (), ranks, _step(first), first.site)
+    unequal = uneven(records)
+    remedy = "Have all ranks reach the same collectives before one of them leaves the script."
+    if unequal:
+        sentence, remedy = f"{sentence} {unequal}", _EVEN
+    place = waiting[0].site if waiting else first.site
+    return Finding("rank_ended_early", "difference", sentence, remedy, (), ranks, _step(first), place)
+
+
+def _unmatched(state: State, call: Event, channel: Channel | None, states: Sequence[State]) -> Finding:
+    sends = call["op"].startswith("send")
+    others = "; ".join(sentences.state(each) for each in states if each.rank != state.rank)
+    peer = call["root"]
+    lacks = "receives" if sends else "sends"
+    who = "no rank" if peer is None else f"rank {peer}"
+    tag = f" with tag {channel[3]}" if channel is not None and channel[3] else ""
+    counterpart = (
+        f"{who} {lacks} nothing that belongs to it{tag}"
+        if peer is None
+        else (f"{who} has made no {'receive' if sends else 'send'} that belongs to it{tag}")
+    )
+    sentence = f"{sentences.capital(sentences.state(state))}, and {counterpart}; {others}."
+    remedy = "Pair each receive with a send of the same tag by the other rank, in the same order on both sides."
+    ranks = (state.rank,) if peer is None else (state.rank, peer)
+    name = "unmatched_send" if sends else "unmatched_receive"
+    return Finding(name, "difference", sentence, remedy, (), ranks, _step(state), state.site)
+
+
+def _waiting(states: Sequence[State], calls: Sequences, absence: Divergence | None) -> Finding:
+    """Ranks that wait in calls of which none contradicts another: some have not arrived, and are not gone."""
+    waiting = [state for state in states if state.how == "waits"]
+    others = [state for state in states if state.how in ("loading", "elsewhere")]
+    clauses = "; ".join(sentences.state(state) for state in states)
+    if absence is not None:
+        absent = [rank for rank, call in absence.calls.items() if call is None]
+        clauses = "; ".join(sentences.state(state) for state in states if state.rank in absent)
+    begin = "The ranks do not go on: " if absence is None else f"{diverging(absence)}; "
+    sentence = f"{begin}{clauses}.{_drift(calls, waiting)}"
+    first = (others or waiting)[0]
+    if others:
+        name = "hang"
+        remedy = f"Find out what rank {first.rank} waits for{sentences.at(first.site)}."
+        if first.how == "loading":
+            remedy = f"Find out why the loader processes of rank {first.rank} yield no batch; try num_workers=0."
+    else:
+        name = "diverged_collectives"
+        remedy = "Have all ranks of each group call its collectives, in the same order."
+    return Finding(
+        name, "difference", sentence, remedy, (), tuple(s.rank for s in (others or waiting)), _step(first), first.site
+    )
+
+
+def _drift(calls: Sequences, waiting: Sequence[State]) -> str:
+    """Where the calls of the group in which a rank waits first came from different places."""
+    for state in waiting:
+        call = None if state.waiting is None else state.waiting.call
+        moved = None if call is None or call["sequence"] is None else drift(calls[call["group"]])
+        if moved is not None:
+            position, one, other = moved
+            first, second = calls[call["group"]][one][position], calls[call["group"]][other][position]  # type: ignore[index]
+            return (
+                f" Their calls correspond up to call {position + 1}, which is {sentences.call(first)} in step "
+                f"{first['step'] + 1} on rank {one} and {sentences.call(second)} in step {second['step'] + 1} on rank "
+                f"{other}: one of them left out a call before."
+            )
+    return ""
+
+
+def _step(state: State) -> int | None:
+    return state.steps + 1

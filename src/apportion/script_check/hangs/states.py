@@ -1,0 +1,87 @@
+"""What each rank of a pass was doing when it was stopped: waiting in a collective, ended, raised, or something else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from apportion.script_check.hangs.sequences import KINDS, Waiting, begun_call
+from apportion.script_check.hangs.stacks import Stack, place, stacks, user_frames, waits_for_batch
+from apportion.script_check.record import Event, RankRecord
+
+How = Literal["waits", "raised", "ended", "died", "loading", "elsewhere"]
+_OF_THE_OTHERS = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Tt]imeout|gloo/transport|gloo/rendezvous|recvValue|"
+    r"recvBytes|sendBytes|monitoredBarrier|Socket|failed to recv|wait timeout|op\.preamble|NCCL|unhandled system error"
+)
+"""Messages of collectives that fail because of what another rank does, or does not."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank was doing.
+
+    ``how``: it "waits" in a collective (also one that it has left by an error about its peers), "raised" an exception
+    of its own, "ended", "died" without an exception, was "loading" a batch, or "elsewhere". ``waiting``: the call that
+    it waits in. ``outcome``: its event ``end``. ``site``: of the script. ``stacks``: of its threads, its main thread
+    first.
+    """
+
+    rank: int
+    how: How
+    waiting: Waiting | None = None
+    outcome: Event | None = None
+    site: str = ""
+    stacks: tuple[Stack, ...] = ()
+    last: Event | None = None
+    steps: int = 0
+
+
+def states(records: Sequence[RankRecord], dumps: Mapping[int, str], died: Sequence[int], folder: str) -> list[State]:
+    """Returns the state of each rank. ``dumps``: what ``faulthandler`` has written, by rank; ``folder``: of the
+    script."""
+    return [_state(record, dumps.get(record.rank, ""), record.rank in died, folder) for record in records]
+
+
+def _state(record: RankRecord, dump: str, died: bool, folder: str) -> State:
+    calls = record.of(*KINDS)
+    last, steps = (calls[-1] if calls else None), len(record.steps)
+    outcome = record.outcome
+    if outcome is not None:
+        how: How = "raised" if outcome["how"] == "raised" else "ended"
+        failed = _failed_call(record) if how == "raised" else None
+        if failed is not None:
+            waiting = Waiting(failed, failed["site"], failed["line"], failed["time"])
+            return State(record.rank, "waits", waiting, outcome, failed["site"], (), last, steps)
+        return State(record.rank, how, None, outcome, outcome.get("site", ""), (), last, steps)
+    waiting_in = begun_call(record)
+    if died:
+        return State(record.rank, "died", waiting_in, None, waiting_in.site if waiting_in else "", (), last, steps)
+    threads = _main_first(stacks(dump), record)
+    if waiting_in is not None:
+        return State(record.rank, "waits", waiting_in, None, waiting_in.site, threads, last, steps)
+    frames = threads[0].frames if threads else ()
+    users = user_frames(threads[0], folder) if threads else []
+    site = place(users[0], folder) if users else ""
+    return State(
+        record.rank, "loading" if waits_for_batch(frames) else "elsewhere", None, None, site, threads, last, steps
+    )
+
+
+def _failed_call(record: RankRecord) -> Event | None:
+    """The call by whose error about other ranks a rank has ended."""
+    outcome = record.outcome
+    ends = record.of("collective_end")
+    if outcome is None or not ends or "error" not in ends[-1] or not _OF_THE_OTHERS.search(outcome["message"]):
+        return None
+    if not ends[-1]["error"].endswith(outcome["message"]):
+        return None
+    return next(event for event in record.of(*KINDS) if event["call"] == ends[-1]["call"])
+
+
+def _main_first(found: Sequence[Stack], record: RankRecord) -> tuple[Stack, ...]:
+    start = record.of("start")
+    main = start[0].get("thread") if start else None
+    return tuple(sorted(found, key=lambda stack: stack.thread != main))

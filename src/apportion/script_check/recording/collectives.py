@@ -1,0 +1,280 @@
+"""Records each collective and each message between two ranks: where it begins, where it ends, and with which tensors.
+
+A call is recorded once, by the outermost function: ``all_gather_object`` and not the two collectives that it consists
+of. No tensor is read. The events:
+
+``collective``
+    A call begins. ``call``: its number on this rank. ``op``: see ``operations.py``. ``group``, ``ranks``, ``sequence``:
+    label and global ranks of the group, and the number of the call among the collectives of this rank in the group,
+    from 0 (None for a message). ``root``: the special rank, the peer of a message. ``inputs`` and ``outputs``: shape
+    and type of each tensor. ``names``: for each input (each output of a receive) the parameter that it belongs to, or
+    ""; ``gradient``: whether it is its gradient. ``pending``: that it goes on after the function has returned.
+    ``gradients``: whether autograd recorded; ``requires_grad``: whether an input requires a gradient;
+    ``differentiable``: whether the function has a backward; ``backward``: whether it runs within one. ``site``,
+    ``line``: of the script. ``by``: the module that calls.
+``collective_end``
+    It is complete, or raised ``error``.
+``recorder_collective``
+    The same as ``collective``, for one that is the recorder's own: it makes a DTensor whole.
+``wait``, ``wait_end``
+    The rank waits for a call that was pending; ``call`` is None for one that no function here has begun.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable_collectives
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from apportion.core import torch_private
+from apportion.script_check.recording.groups import Groups
+from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.operations import DIFFERENTIABLE, FUNCTIONAL, PUBLIC, Operation
+from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.tensor_names import TensorNames
+from apportion.script_check.recording.tensors import gathering
+
+_LISTED = 512
+"""The most tensors of one call that are listed."""
+
+
+class Collectives:
+    """The collectives of this rank."""
+
+    def __init__(self, recorder: Recorder, networks: Networks) -> None:
+        self.recorder = recorder
+        self.names = TensorNames(recorder, networks)
+        self.groups = Groups(int(recorder.plan["ranks"]))
+        self._calls = 0
+        self._sequences = dict[str, int]()
+        self._pending = WeakIdKeyDictionary()
+        """The calls that go on, by what is waited for: a work handle, or the tensor of a functional collective."""
+        self._thread = threading.local()
+        self.in_backward = 0
+        """How many backward passes are under way, one within another."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether this thread is inside of a call that is recorded already, or this is not the rank's process."""
+        return getattr(self._thread, "inside", False) or not self.recorder.active
+
+    def begin(self, op: str, group: str, ranks: tuple[int, ...], *, numbered: bool = True, **fields: Any) -> int:
+        """Record that a call begins; returns its number."""
+        call = self._calls
+        self._calls += 1
+        sequence = None
+        if numbered:
+            sequence = self._sequences.get(group, 0)
+            self._sequences[group] = sequence + 1
+        site, line = self._place()
+        self.recorder.emit(
+            "recorder_collective" if gathering else "collective",
+            **{
+                "call": call,
+                "op": op,
+                "group": group,
+                "ranks": ranks,
+                "sequence": sequence,
+                "root": None,
+                "inputs": [],
+                "outputs": [],
+                "names": [],
+                "gradient": [],
+                "pending": False,
+                "gradients": torch.is_grad_enabled(),
+                "requires_grad": False,
+                "differentiable": False,
+                "backward": self.in_backward > 0,
+                "site": site,
+                "line": line,
+                "thread": threading.get_ident(),
+                "time": time.monotonic(),
+                **fields,
+            },
+        )
+        return call
+
+    def end(self, call: int, error: BaseException | None = None) -> None:
+        """Record that a call is complete, or has raised."""
+        failure = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
+        self.recorder.emit("collective_end", call=call, time=time.monotonic(), **failure)
+
+    def recorded(self, call: int, function: Callable[[], Any], *, pending: bool = False) -> Any:
+        """Run the function of a call that has begun, and return its result."""
+        self._thread.inside = True
+        try:
+            result = function()
+        except BaseException as error:
+            self.end(call, error)
+            raise
+        finally:
+            self._thread.inside = False
+        handle = result if isinstance(result, dist.Work) else getattr(result, "elem", None)
+        if handle is not None and (pending or not isinstance(result, dist.Work)):
+            self._pending[handle] = call
+        else:
+            self.end(call)
+        return result
+
+    def waited(self, handle: Any, wait: Callable[[], Any]) -> Any:
+        """Wait for a work handle, or for the tensor of a functional collective, and record that."""
+        call = self._pending.pop(handle, None)
+        site, line = self._place()
+        self.recorder.emit("wait", call=call, site=site, line=line, thread=threading.get_ident(), time=time.monotonic())
+        try:
+            result = wait()
+        except BaseException as error:
+            if call is not None:
+                self.end(call, error)
+            raise
+        if call is not None:
+            self.end(call)
+        self.recorder.emit("wait_end", call=call)
+        return result
+
+    def described(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
+        """Returns what is recorded of the tensors of a call."""
+        named = [self.names.find(tensor) or ("", False) for tensor in (inputs or outputs)[:_LISTED]]
+        return {
+            "inputs": [_shape(tensor) for tensor in inputs[:_LISTED]],
+            "outputs": [_shape(tensor) for tensor in outputs[:_LISTED]],
+            "names": [name for name, _ in named],
+            "gradient": [gradient for _, gradient in named],
+            "requires_grad": any(tensor.requires_grad for tensor in inputs),
+        }
+
+    def _place(self) -> tuple[str, str]:
+        frame = self.recorder.frame()
+        if frame is None:
+            return "", ""
+        return self.recorder.site(), linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def _shape(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tuple(local.shape), str(local.dtype).removeprefix("torch.")
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors of an argument: itself, or those of the lists that it consists of."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, list | tuple) else []
+
+
+def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, differentiable: bool = False) -> Any:
+    """Returns a function of torch that records its calls."""
+    bind = inspect.signature(function).bind
+
+    @wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or collectives.inside:
+            return function(*args, **kwargs)
+        try:
+            given = bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # which says what is wrong with the arguments
+        found = collectives.groups.label(given.get("group"))
+        if found is None or collectives.recorder.rank not in found[1]:
+            return function(*args, **kwargs)
+        label, ranks = found
+        inputs = [tensor for name in operation.inputs for tensor in tensors_in(given.get(name))]
+        outputs = [tensor for name in operation.outputs for tensor in tensors_in(given.get(name))]
+        pending = (operation.to_one and function.__name__ in ("isend", "irecv")) or bool(given.get("async_op"))
+        reduces = given.get("op", given.get("reduceOp", "sum" if "reduce" in operation.name else None))
+        call = collectives.begin(
+            operation.name,
+            label,
+            ranks,
+            numbered=not operation.to_one,
+            root=_root(operation, given, ranks),
+            tag=given.get("tag") or 0,
+            reduces=None if reduces is None else str(reduces).rpartition(".")[2].lower(),
+            pending=pending,
+            differentiable=differentiable,
+            by=sys._getframe(1).f_globals.get("__name__", ""),
+            **{**collectives.described(inputs, outputs), **_sharded_names(collectives)},
+        )
+        return collectives.recorded(call, lambda: function(*args, **kwargs), pending=pending)
+
+    return recorded
+
+
+def _root(operation: Operation, given: Mapping[str, Any], ranks: tuple[int, ...]) -> int | None:
+    if not operation.root:
+        return None
+    root = given.get(operation.root)
+    if root is not None:
+        return int(root)
+    position = given.get(f"group_{operation.root}")
+    if position is not None:
+        return int(ranks[position])
+    return None if operation.name == "recv" else ranks[0]
+
+
+def _sharded_names(collectives: Collectives) -> dict[str, Any]:
+    """The parameters whose shards fully_shard sends as one tensor: those that its function was called with."""
+    frame = sys._getframe(2)
+    for _ in range(4):
+        if frame.f_back is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            return {}
+        parameters = frame.f_locals.get("fsdp_params")
+        if isinstance(parameters, list):
+            found = [collectives.names.find(each.sharded_param) for each in parameters]
+            reduces = frame.f_code.co_name == "foreach_reduce"
+            return {"names": [each[0] if each else "" for each in found], "gradient": [reduces] * len(found)}
+        frame = frame.f_back
+    return {}
+
+
+def replace_everywhere(function: Any, wrapper: Any, packages: tuple[str, ...]) -> None:
+    """Put a wrapper in the place of a function in all modules of some packages that have it under any name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(packages):
+            for attribute, value in list(vars(module).items()):
+                if value is function:
+                    setattr(module, attribute, wrapper)
+
+
+def install(recorder: Recorder, networks: Networks) -> Collectives:
+    """Record the collectives of torch's functions; returns what is known of them."""
+    collectives = Collectives(recorder, networks)
+    functional = torch_private.functional_collectives()
+    for module, operations, differentiable in (
+        (dist, PUBLIC, False),
+        (functional, FUNCTIONAL, True),
+        (differentiable_collectives, DIFFERENTIABLE, True),
+    ):
+        for name, operation in operations.items():
+            function = getattr(module, name, None)
+            if function is not None:
+                wrapper = _wrapper(collectives, function, operation, differentiable=differentiable)
+                replace_everywhere(function, wrapper, ("torch.distributed",))
+    dist.Work.wait = _waiting(collectives, dist.Work.wait)  # type: ignore[method-assign]
+    if functional is not None:
+        replace_everywhere(
+            functional.wait_tensor, _waiting(collectives, functional.wait_tensor), ("torch.distributed",)
+        )
+    return collectives
+
+
+def _waiting(collectives: Collectives, wait: Any) -> Any:
+    @wraps(wait)
+    def waited(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or collectives.inside:
+            return wait(handle, *args, **kwargs)
+        return collectives.waited(handle, lambda: wait(handle, *args, **kwargs))
+
+    return waited

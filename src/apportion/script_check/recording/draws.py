@@ -1,0 +1,160 @@
+"""Records the random numbers that a script draws, and hands out those of all ranks in a pass that is fed.
+
+Ranks that draw the same numbers for different rows are found by it. Where ranks draw different numbers, as for the
+noise of a loss or for the rows of a batch, one process computes the same only with the ranks' own numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.tensors import digest
+
+NAMES = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
+    "multinomial", "poisson", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_",
+    "log_normal_",
+}  # fmt: skip
+"""The functions of torch that draw, but for dropout."""
+LARGEST = 1 << 16
+"""The most elements of a draw whose values are recorded."""
+_SETUP = ("torch/nn/init.py", "torch/utils/data/", "torch/optim/", "torch/distributed/")
+
+
+class Draws:
+    """The draws of this rank. A place is a line of the script, a function, and whether gradients are computed; the
+    n-th draw at a place on one rank belongs to the n-th of another."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._numbers = defaultdict[str, int](int)
+
+    def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw with torch as the script asks, and record the result; in a pass that is fed, with the ranks' numbers."""
+        self._recorder.draws += 1
+        if not self._counts():
+            return function(*args, **kwargs)
+        generator = kwargs.get("generator")
+        state = digest((generator if isinstance(generator, torch.Generator) else torch.default_generator).get_state())
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor) or isinstance(result, DTensor) or result.is_meta:
+            return result
+        values = None if result.dtype == torch.bfloat16 else result.detach().cpu().numpy().copy()
+        if values is None:
+            return result
+        fed = self._record(name, state, values)
+        return result if fed is None else _replaced(result, fed, name.endswith("_"))
+
+    def call_numpy(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same for functions of numpy and Python that draw from their global generators."""
+        self._recorder.draws += 1
+        if not self._counts():
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        values = np.asarray(result)
+        if values.dtype.kind not in "iufb":
+            return result
+        fed = self._record(name, "", values)
+        if fed is None:
+            return result
+        return fed.astype(values.dtype) if values.ndim else type(result)(fed)
+
+    def _record(self, name: str, state: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+        """Writes one draw down; returns what it is replaced by, None where it stays."""
+        recorder = self._recorder
+        site, gradients = recorder.site(), torch.is_grad_enabled()
+        place = f"{site} {name} {'with' if gradients else 'without'} gradients"
+        number = self._numbers[place]
+        self._numbers[place] += 1
+        fed = None
+        if recorder.feed is not None and not recorder.drawing:
+            fed = recorder.feed.draw(place, number, values.shape)
+        own = values if fed is None else fed
+        recorder.emit(
+            "draw",
+            place=place,
+            number=number,
+            function=name,
+            site=site,
+            gradients=gradients,
+            fetching=recorder.drawing == "rows",
+            state=state,
+            digest=digest(own),
+            shape=own.shape,
+            values=own if own.size <= LARGEST else None,
+        )
+        return fed
+
+    def _counts(self) -> bool:
+        """Whether a draw is the script's own: not one by which a sampler makes an order."""
+        recorder = self._recorder
+        if recorder.drawing == "order" or not recorder.active or torch.compiler.is_compiling():
+            return False
+        return not self._is_setup()
+
+    def _is_setup(self) -> bool:
+        """Whether torch itself draws: initial weights, the seed of loader processes."""
+        frame, own = sys._getframe(3), self._recorder.own
+        while frame is not None and not own(frame.f_code.co_filename):
+            if any(part in frame.f_code.co_filename for part in _SETUP[:1]) or frame.f_code.co_name == "_next_seed":
+                return True
+            if not self._recorder.drawing and any(part in frame.f_code.co_filename for part in _SETUP[1:]):
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is None
+
+
+def _replaced(result: Tensor, values: np.ndarray[Any, Any], in_place: bool) -> Tensor:
+    with torch.no_grad():
+        if values.shape == tuple(result.shape):
+            result.detach().copy_(torch.from_numpy(values))
+            return result
+        if in_place:
+            return result
+        return torch.from_numpy(values).to(result.dtype).requires_grad_(result.requires_grad)
+
+
+def install(recorder: Recorder, drawing: Draws) -> None:
+    """Watch the functions of numpy and Python that draw from global generators, and count those that shuffle, by which
+    an order that is drawn differs from a fixed one."""
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            recorder.draws += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def watching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return drawing.call_numpy(name, function, args, kwargs)
+
+        return watched
+
+    for owner, names in (
+        (random, ("shuffle", "sample", "choice", "choices")),
+        (random.Random, ("shuffle", "sample", "choice", "choices", "randrange")),
+        (np.random, ("shuffle", "permutation", "default_rng")),
+    ):
+        for name in names:
+            setattr(owner, name, counting(getattr(owner, name)))
+    for owner, names in (
+        (random, ("random", "uniform", "gauss", "normalvariate", "betavariate", "randint", "randrange")),
+        (np.random, ("rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal", "beta",
+                     "binomial", "randint", "choice")),
+    ):  # fmt: skip
+        for name in names:
+            setattr(owner, name, watching(f"{owner.__name__}.{name}", getattr(owner, name)))

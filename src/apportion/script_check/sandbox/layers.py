@@ -1,0 +1,169 @@
+"""Prepares the mounts that are to cover the user's folders: overlays, and what stands in where there can be none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from apportion.script_check.sandbox import linux
+from apportion.script_check.sandbox.mount_table import MountTable
+from apportion.script_check.sandbox.scope import within
+
+DISCARDED = "discarded"
+"""The folder in that of the records for upper layers that cannot be on a tmpfs."""
+_LARGEST_COPIED = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A mount that is to be moved to ``path``. ``descriptor`` is of its root, and stays valid wherever it is."""
+
+    path: str
+    descriptor: int
+
+
+class Layers:
+    """Mounts below ``stage``, a tmpfs. ``records`` is the first of them: a writable view of that folder."""
+
+    def __init__(self, stage: str, records: str, table: MountTable, user_namespace: bool) -> None:
+        self._stage, self._table, self._user_namespace = stage, table, user_namespace
+        self._descriptor = os.open(stage, os.O_PATH)
+        self._prepared: list[Prepared] = []
+        view = self._new_view()
+        linux.mount(records, view, flags=linux.MS_BIND)
+        table.containing(records).change_flags(view, remove=linux.MS_RDONLY)
+        self._records = self._add(records, view)
+
+    def prepared(self) -> list[Prepared]:
+        """Returns what is to be moved, outer folders first."""
+        return sorted(self._prepared, key=lambda each: each.path.count("/"))
+
+    def close(self) -> None:
+        """Take the tmpfs itself out of the tree; the overlays still have their layers on it."""
+        linux.unmount(f"/proc/self/fd/{self._descriptor}")
+        os.close(self._descriptor)
+
+    def prepare(self, path: str, needed: Collection[str], temporary: bool) -> None:
+        """Prepare a folder and the mounts in it. Where it cannot be an overlay, one for temporary files is empty, and
+        another one stays as it is, read-only. Raises OSError where one of the ``needed`` folders is in it."""
+        try:
+            self._overlay(path)
+        except OSError as error:
+            if error.errno == errno.EINVAL and self._user_namespace and self._table.below(path):
+                self._divide(path, needed)
+            elif any(within(each, [path]) for each in needed):
+                raise
+            elif temporary:
+                self.prepare_empty(path, stat.S_IMODE(os.stat(path).st_mode))
+            return
+        for mount in self._table.below(path):
+            try:
+                self._overlay(mount.path)
+            except OSError:
+                if any(within(each, [mount.path]) for each in needed):
+                    raise
+                self._bind(mount.path)
+
+    def prepare_empty(self, path: str, mode: int) -> None:
+        """Prepare an empty tmpfs."""
+        view = self._new_view()
+        linux.mount("tmpfs", view, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"mode={mode:o}")
+        self._add(path, view)
+
+    def _overlay(self, path: str) -> None:
+        view = self._new_view()
+        lower = os.open(path, os.O_PATH | os.O_DIRECTORY)
+        try:
+            layers = self._layers_of(path, lower, os.path.basename(view))
+            options = f"lowerdir=/proc/self/fd/{lower},upperdir={layers}/upper,workdir={layers}/work"
+            # a folder of the user's can be renamed as such with redirect_dir alone, which takes the administrator's
+            # attributes; without it the kernel has programs copy the folder, as between two disks
+            options += ",userxattr" if self._user_namespace else ",redirect_dir=on"
+            linux.mount("overlay", view, "overlay", options=options)
+        finally:
+            os.close(lower)
+        if os.access(path, os.R_OK | os.X_OK):
+            _try_to_write(view)
+        self._add(path, view)
+
+    def _layers_of(self, path: str, lower: int, name: str) -> str:
+        """Makes the folders of an overlay's upper layer; the path to them has no character that options give a
+        meaning to."""
+        status = os.stat(path)
+        descriptor = self._descriptor
+        if self._user_namespace and not _mapped(status.st_gid):
+            # a tmpfs of this user namespace cannot hold files of a group that is not in it, but a disk can
+            descriptor, name = self._records, os.path.join(DISCARDED, name)
+        layers = os.path.join(f"/proc/self/fd/{descriptor}", name + "-layers")
+        for each in ("upper", "work"):
+            os.makedirs(os.path.join(layers, each))
+        os.chmod(os.path.join(layers, "upper"), stat.S_IMODE(status.st_mode))
+        try:
+            os.chown(os.path.join(layers, "upper"), status.st_uid, status.st_gid)
+        except OSError:  # of another user, who cannot be in this namespace
+            pass
+        return layers
+
+    def _divide(self, path: str, needed: Collection[str]) -> None:
+        """Prepares each folder in a folder for itself: a user namespace may not look at what is below the mounts in
+        it, which an overlay of the whole would show."""
+        view = self._new_view()
+        linux.mount("tmpfs", view, "tmpfs", 0, f"mode={stat.S_IMODE(os.stat(path).st_mode):o}")
+        self._add(path, view)
+        with os.scandir(path) as entries:
+            for entry in entries:
+                copy = os.path.join(view, entry.name)
+                if entry.is_symlink():
+                    os.symlink(os.readlink(entry.path), copy)
+                elif entry.is_dir():
+                    os.mkdir(copy)
+                    self.prepare(entry.path, needed, temporary=True)
+                elif entry.is_file():
+                    _copy_or_bind(entry, copy)
+
+    def _bind(self, path: str) -> None:
+        view = self._new_view()
+        linux.mount(path, view, flags=linux.MS_BIND)
+        self._add(path, view)
+
+    def _new_view(self) -> str:
+        view = os.path.join(self._stage, str(len(os.listdir(self._stage))))
+        os.mkdir(view)
+        return view
+
+    def _add(self, path: str, view: str) -> int:
+        prepared = Prepared(path, os.open(view, os.O_PATH))
+        self._prepared.append(prepared)
+        return prepared.descriptor
+
+
+def _copy_or_bind(entry: os.DirEntry[str], copy: str) -> None:
+    try:
+        if entry.stat().st_size <= _LARGEST_COPIED:
+            with open(entry.path, "rb") as source, open(copy, "wb") as target:
+                target.write(source.read())
+            os.chmod(copy, stat.S_IMODE(entry.stat().st_mode))
+        else:
+            os.close(os.open(copy, os.O_CREAT))
+            linux.mount(entry.path, copy, flags=linux.MS_BIND)
+    except OSError:  # a file that this user may not read
+        return
+
+
+def _try_to_write(view: str) -> None:
+    """Raises OSError where an overlay does not take a file although its folder may be written."""
+    if not os.access(view, os.W_OK):
+        return
+    path = os.path.join(view, f".apportion-{os.getpid()}")
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    os.unlink(path)
+
+
+def _mapped(group: int) -> bool:
+    """Whether a group is one of this user namespace; the number of one that is not is shown as that of nobody."""
+    with open("/proc/self/gid_map") as file:
+        extents = [tuple(map(int, line.split())) for line in file]
+    return any(first <= group < first + count for first, _, count in extents)

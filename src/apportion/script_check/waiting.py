@@ -1,0 +1,202 @@
+"""Waits for the ranks of a pass, and tells ranks that wait for each other from ranks that compute.
+
+A rank has ended when its record says so: its process then stays until it is killed. Ranks hang when, for longer than
+any earlier pause of this script, none of those that have not ended has recorded anything, used a processor, waited for
+one, or waited for a disk. So a busy machine, a large data set and a slow step are no hang.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from apportion.script_check.hangs.sequences import begun_call
+from apportion.script_check.processes import Activity, activity, handles, rank_processes
+from apportion.script_check.record import read_records
+from apportion.script_check.recording.stacks import SIGNAL, file_of
+
+SHORTEST = 8.0
+"""Seconds without any activity after which ranks that are all inside of collectives count as hanging."""
+AFTER_AN_END = 4.0
+"""The same, once a rank has ended, for which no rank needs to wait any longer."""
+OUTSIDE = 14.0
+"""The same, where a rank is not inside of a collective: it may be asleep on purpose."""
+SPINNING = 60.0
+"""Seconds without a new event after which ranks inside of collectives count as hanging though they use processors, as
+NCCL does while it waits."""
+TIMES = 8.0
+"""How many times as long as the longest pause so far from which the script went on by itself."""
+_LOOK = 0.1
+_NOTICED = 1.0
+"""Pauses shorter than this are not looked at, so that watching costs nothing while a script runs."""
+_STRAY = 0.15
+"""The share of looks that may find a process active in a pause: threads that wake up at intervals."""
+
+
+@dataclass(frozen=True)
+class Waited:
+    """How the wait ended. ``how``: all ranks "ended", they "hang", or the "limit" has passed. ``unfinished``: the ranks
+    that have not ended, and of these ``died``: those whose process has. ``quiet``: seconds without activity;
+    ``stacks``: by rank, what ``faulthandler`` has written of those that have not ended."""
+
+    how: Literal["ended", "hang", "limit"]
+    unfinished: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
+    quiet: float = 0.0
+    stacks: Mapping[int, str] = field(default_factory=dict)
+
+
+def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: float) -> Waited:
+    """Wait until all ranks have ended, or hang, or the deadline has passed.
+
+    ``record``: the folder of their records; ``roots``: the processes that were started, ranks or parents of ranks;
+    ``deadline``: of ``time.monotonic()``.
+    """
+    watch = _Watch(record, ranks, roots)
+    while True:
+        watch.look()
+        now = time.monotonic()
+        hanging = watch.hanging()
+        if not watch.running or hanging or now > deadline:
+            how: Literal["ended", "hang", "limit"] = "ended" if not watch.running else "hang" if hanging else "limit"
+            died = tuple(sorted(watch.died))
+            unfinished = tuple(sorted((*watch.running, *died)))
+            return Waited(how, unfinished, died, now - watch.quiet_since, watch.stacks())
+        time.sleep(_LOOK)
+
+
+class _Watch:
+    """What is seen of the ranks."""
+
+    def __init__(self, record: Path, ranks: int, roots: Sequence[int]) -> None:
+        self._record, self._roots = record, roots
+        self._ranks = range(ranks)
+        self._pids = dict[int, int]()
+        self._sizes = dict[int, int]()
+        self._last = dict[int, Activity]()
+        self._looks = deque[tuple[float, bool]]()
+        self._longest = 0.0
+        self._inside: tuple[float, bool] = (0.0, False)
+        self.running: list[int] = list(self._ranks)
+        self.died = set[int]()
+        self.recorded_at = self.quiet_since = time.monotonic()
+
+    def look(self) -> None:
+        """Look at the records and, in a pause, at the processes."""
+        now = time.monotonic()
+        if len(self._pids) < len(self._ranks):
+            self._pids |= rank_processes(self._roots)
+        ended = [rank for rank in self._ranks if (self._record / f"rank{rank}.end").exists()]
+        self.died = {rank for rank in self._ranks if rank not in ended and not self._alive(rank)}
+        running = [rank for rank in self._ranks if rank not in ended and rank not in self.died]
+        if self._grown() or running != self.running:
+            self._longest = max(self._longest, now - self.quiet_since if self._looks else 0.0)
+            self._looks.clear()
+            self._last.clear()
+            self.recorded_at = self.quiet_since = now
+        self.running = running
+        if now - self.recorded_at > _NOTICED:
+            self._looks.append((now, self._active()))
+            self._drop_busy(now)
+
+    def hanging(self) -> bool:
+        """Whether the ranks hang."""
+        if not self.running:
+            return False
+        now = time.monotonic()
+        shortest = AFTER_AN_END if len(self.running) < len(self._ranks) else SHORTEST
+        needed = max(shortest, TIMES * self._longest)
+        if now - self.quiet_since > needed:
+            return now - self.quiet_since > max(OUTSIDE, needed) or self._all_inside()
+        return now - self.recorded_at > max(SPINNING, needed) and self._all_inside()
+
+    def stacks(self) -> dict[int, str]:
+        """Returns the Python stacks of the ranks that have not ended, which these are asked for."""
+        for rank in self.running:
+            if rank in self._pids and handles(self._pids[rank], SIGNAL):
+                try:
+                    os.kill(self._pids[rank], SIGNAL)
+                except OSError:
+                    continue
+        found = dict[int, str]()
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            texts = {rank: self._stack(rank) for rank in self.running if rank in self._pids}
+            if texts == found and all(texts.values()):
+                break
+            found = texts
+            time.sleep(_LOOK)
+        return found
+
+    def _stack(self, rank: int) -> str:
+        try:
+            return file_of(self._record, rank).read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def _alive(self, rank: int) -> bool:
+        """Whether a rank's process is there, or has yet to be started."""
+        pid = self._pids.get(rank)
+        return any(map(_running, self._roots)) if pid is None else _running(pid)
+
+    def _grown(self) -> bool:
+        sizes = dict[int, int]()
+        for rank in self._ranks:
+            try:
+                sizes[rank] = (self._record / f"rank{rank}.pkl").stat().st_size
+            except OSError:
+                sizes[rank] = 0
+        changed, self._sizes = sizes != self._sizes, sizes
+        return changed
+
+    def _active(self) -> bool:
+        """Whether a rank has used a processor or a disk since the last look, or waits for one."""
+        active = False
+        for rank in self.running:
+            done = activity(self._pids[rank]) if rank in self._pids else None
+            if done is None:
+                active = True  # nothing is known of it
+                continue
+            before = self._last.get(rank)
+            self._last[rank] = done
+            used = 0 if before is None else done.ticks - before.ticks
+            moved = before is not None and done.transferred > before.transferred
+            active = active or used > 1 or moved or done.ready > 0
+        return active
+
+    def _drop_busy(self, now: float) -> None:
+        """Has the pause begin after the last time at which ranks were active, but for stray threads."""
+        busy = sum(active for _, active in self._looks)
+        while self._looks and busy > max(1, _STRAY * len(self._looks)):
+            self.quiet_since, active = self._looks.popleft()
+            busy -= active
+        if not self._looks:
+            self.quiet_since = now
+
+    def _all_inside(self) -> bool:
+        """Whether each rank that has not ended is inside of a collective."""
+        if self._inside[0] != self.recorded_at:
+            records = [each for each in read_records(self._record) if each.rank in self.running]
+            inside = bool(records) and all(begun_call(each) is not None for each in records)
+            self._inside = self.recorded_at, inside
+        return self._inside[1]
+
+
+def _running(pid: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        pass
+    if Path("/proc/self").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True

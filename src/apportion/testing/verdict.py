@@ -1,0 +1,239 @@
+"""Compares what the ranks and one process have recorded, and says what differs first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from apportion.script_check.comparison.table import Parting, parting
+from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, scale_of, shown
+from apportion.script_check.record import Event, RankRecord
+from apportion.testing.explanation import Cause, Circumstances, explained
+
+
+class DifferentNetwork(AssertionError):
+    """The ranks do not train the network that one process trains. ``disagreement``: what differs first, and why."""
+
+    def __init__(self, message: str, disagreement: Disagreement) -> None:
+        super().__init__(message)
+        self.disagreement = disagreement
+
+    def __reduce__(self) -> tuple[type[DifferentNetwork], tuple[str, Disagreement]]:
+        return type(self), (str(self), self.disagreement)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first thing that differs. ``sentence``: what it is; ``differences``: tensor by tensor and rank by rank, from
+    one process or, before the first step, from rank 0; ``step``: the optimizer step, counted from 1, or None."""
+
+    sentence: str
+    cause: Cause
+    differences: tuple[Difference, ...] = ()
+    step: int | None = None
+    notes: tuple[str, ...] = ()
+    verdict: str = "Another network"
+
+
+_SEED_REMEDY = (
+    "Broadcast rank 0's weights before the first step, or seed all ranks alike where the model is made. A model given "
+    "as a module has the same weights on all ranks; one given as a function is made on each rank, with generators that "
+    "are seeded differently."
+)
+_STALE_REMEDY = "The optimizer holds other parameters than the model: make it after the model is wrapped or sharded."
+
+
+def disagreement(
+    ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...], buffers: bool = True
+) -> Disagreement | None:
+    """Returns the first thing that differs between the ranks and one process; None where nothing does. ``shares``: of
+    each rank, its part of a batch's rows."""
+    for look in (_beginning, _counts, _nothing_moves):
+        if (found := look(ranks, union)) is not None:
+            return found
+    parted, _ = parting(ranks, union)
+    if parted is not None:
+        return _parted(parted, ranks, union, shares)
+    found = _rates(ranks, union)
+    return found if found is not None or not buffers else _buffers(ranks, union)
+
+
+def _beginning(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
+    first = initial(ranks[0])
+    scale = scale_of(first)
+    found = list[Difference]()
+    for record in ranks[1:]:
+        for name, array in initial(record).items():
+            if name in first and array.shape == first[name].shape:
+                differs = difference(shown(name, list(first)), record.rank, array, first[name], scale)
+                found += [differs] if differs is not None else []
+    if not found:
+        return None
+    names = list(dict.fromkeys(each.name for each in found))
+    cause = Cause(
+        "initial weights",
+        f"The ranks begin with different weights: {len(names)} of {len(first)} tensors differ, {names[0]} first.",
+        _SEED_REMEDY,
+    )
+    return Disagreement("before the first step, weights of the ranks differ from those of rank 0", cause, tuple(found))
+
+
+def _counts(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
+    calls = [[call["made"] for call in record.of("call")] for record in [union, *ranks]]
+    for number, made in enumerate(zip(*calls, strict=True), 1):
+        if len(set(made)) > 1:
+            by_rank = ", ".join(f"rank {rank} made {steps}" for rank, steps in enumerate(made[1:]))
+            return Disagreement(
+                f"in call {number} of step, the number of optimizer steps differs",
+                Cause(
+                    "number of steps",
+                    f"In call {number} one process made {made[0]} optimizer steps, {by_rank}.",
+                    "Decide on all ranks alike whether an optimizer step is made, by a value that is reduced over the "
+                    "ranks: a loss that is not finite, an end of data or a condition on a rank's own rows is not the "
+                    "same on each.",
+                ),
+                step=number,
+            )
+    return None
+
+
+def _nothing_moves(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
+    """What a comparison does not show, as one process makes the same mistake: steps that change no parameter."""
+    for record in (*ranks, union):
+        steps = record.steps
+        before = initial(record)
+        moving = any(rate for step in steps for rate in step["rates"]) or not any(step["rates"] for step in steps)
+        weights: Mapping[str, Array] = steps[-1]["weights"] if steps else {}
+        same = [name for name in weights if name in before and before[name].shape == weights[name].shape]
+        if moving and same and all(np.array_equal(before[name], weights[name]) for name in same):
+            where = "in one process" if record is union else f"on rank {record.rank}"
+            return Disagreement(
+                f"no parameter of the model changes in {len(steps)} optimizer steps {where}",
+                Cause("not updated", "The optimizer steps change none of the model's parameters.", _STALE_REMEDY),
+                verdict="Nothing is trained",
+            )
+    return None
+
+
+def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]) -> Disagreement:
+    compared = parted.compared
+    named = tuple(
+        Difference(shown(each.name, compared), each.rank, each.relative, each.ratio, each.cosine)
+        for each in parted.differences
+    )
+    where = f", at {parted.site}" if parted.site else ""
+    sentence = f"from optimizer step {parted.step} on, {parted.what} differ from those of one process{where}"
+    seen = Circumstances(parted.what, len(ranks), len(compared), shares, _statistics(ranks[0]))
+    cause = explained(named, seen) if parted.what == "gradients" else _update(parted, ranks, union, named, seen)
+    return Disagreement(sentence, cause, named, parted.step, tuple(_notes(parted.step, ranks, union)))
+
+
+def _update(
+    parted: Parting,
+    ranks: Sequence[RankRecord],
+    union: RankRecord,
+    named: tuple[Difference, ...],
+    seen: Circumstances,
+) -> Cause:
+    """The cause where gradients agree and the weights after the step do not."""
+    if (rates := _rates(ranks, union)) is not None and rates.step is not None and rates.step <= parted.step:
+        return rates.cause
+    if parted.step == 1 and (still := _unmoved(parted, ranks)):
+        return Cause(
+            "not updated",
+            f"The gradients agree, and {still} of {seen.compared} parameters do not change on the ranks, as they do in "
+            "one process.",
+            _STALE_REMEDY,
+        )
+    names = list(dict.fromkeys(each.name for each in named))
+    return Cause(
+        "update",
+        f"The gradients agree, and the updates of {len(names)} of {seen.compared} parameters differ, {names[0]} first.",
+        "Look at the optimizer: its state, parameter groups and weight decay on each rank, a norm or a mean that it "
+        "takes over one rank's shard, and weights that are changed outside of it.",
+    )
+
+
+def _unmoved(parted: Parting, ranks: Sequence[RankRecord]) -> int:
+    before = initial(ranks[0])
+    weights: Mapping[str, Array] = ranks[0].steps[0]["weights"]
+    return sum(
+        name in before and before[name].shape == array.shape and np.array_equal(before[name], array)
+        for name, array in weights.items()
+        if name in parted.names
+    )
+
+
+def _statistics(record: RankRecord) -> tuple[str, ...]:
+    modules: Mapping[str, str] = {k: v for event in record.of("network") for k, v in event["modules"].items()}
+    return tuple(
+        f"{name.partition('.')[2] or name} ({kind})"
+        for name, kind in modules.items()
+        if "BatchNorm" in kind and "Sync" not in kind
+    )
+
+
+def _notes(step: int, ranks: Sequence[RankRecord], union: RankRecord) -> Iterator[str]:
+    calls = [record.of("call") for record in [union, *ranks]]
+    if all(calls) and any(call["drew"] for call in calls[0]):
+        drew = sorted({name for call in calls[0] for name in call["drew"]})
+        yield (
+            f"The step draws random numbers ({', '.join(drew)}), which differ between the ranks and one process: have "
+            "them among the rows."
+        )
+    one_step_each = all(call["made"] == 1 for each in calls for call in each)
+    if one_step_each and all(each[step - 1]["loss"] is not None for each in calls):
+        losses = [each[step - 1]["loss"] for each in calls]
+        yield f"Losses of step {step}: {', '.join(f'{loss:.6g}' for loss in losses[1:])}; one process: {losses[0]:.6g}."
+
+
+def _rates(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
+    for number, steps in enumerate(zip(*(record.steps for record in [union, *ranks]), strict=False), 1):
+        for rank, step in enumerate(steps[1:]):
+            if step["rates"] != steps[0]["rates"]:
+                return Disagreement(
+                    f"at optimizer step {number}, learning rates differ from those of one process",
+                    Cause(
+                        "learning rates",
+                        f"The learning rate at step {number} is {_rate(step)} on rank {rank} and {_rate(steps[0])} in "
+                        "one process.",
+                        "Advance the schedule once for each optimizer step on each rank, and have nothing in it depend "
+                        "on the rank or the world size.",
+                    ),
+                    step=number,
+                )
+    return None
+
+
+def _rate(step: Event) -> str:
+    return ", ".join(f"{rate:.6g}" for rate in step["rates"])
+
+
+def _buffers(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
+    for number, steps in enumerate(zip(*(record.steps for record in [union, *ranks]), strict=False), 1):
+        reference: Mapping[str, Array] = steps[0]["buffers"]
+        scale = scale_of(reference)
+        found = [
+            differs
+            for rank, step in enumerate(steps[1:])
+            for name, array in step["buffers"].items()
+            if name in reference
+            and (differs := difference(shown(name, list(reference)), rank, array, reference[name], scale)) is not None
+        ]
+        if found:
+            names = list(dict.fromkeys(each.name for each in found))
+            cause = Cause(
+                "buffers",
+                f"The weights agree, and {len(names)} of {len(reference)} buffers do not, {names[0]} first.",
+                "Compute buffers from the rows of all ranks, or broadcast them after the step. Where each rank is to "
+                "have its own, give buffers=False.",
+            )
+            return Disagreement(
+                f"from optimizer step {number} on, buffers differ from those of one process",
+                cause,
+                tuple(found),
+                number,
+            )
+    return None

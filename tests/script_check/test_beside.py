@@ -1,0 +1,262 @@
+"""What no comparison of gradients shows, from records made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from rank_events import Rank
+
+from apportion.script_check.comparison import beside
+from apportion.script_check.findings import Finding
+
+EPOCH = ([0, 2], [4, 6], [8, 10])
+OTHER = ([1, 3], [5, 7], [9, 11])
+SHUFFLED = ([8, 2], [0, 10], [6, 4])
+OTHER_SHUFFLED = ([9, 3], [1, 11], [7, 5])
+
+
+def _found(ranks: Sequence[Rank], union: Rank | None = None) -> dict[str, Finding]:
+    records = [rank.record for rank in ranks]
+    found = beside.findings(records, union and union.record, same_weights=True)
+    return {finding.name: finding for finding in found}
+
+
+def _names(ranks: Sequence[Rank], union: Rank | None = None) -> dict[str, str]:
+    return {name: finding.severity for name, finding in _found(ranks, union).items()}
+
+
+def _two() -> tuple[Rank, Rank]:
+    return Rank(0), Rank(1)
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    one, two = _two()
+    for rank, epochs in ((one, (EPOCH, SHUFFLED)), (two, (OTHER, OTHER_SHUFFLED))):
+        for epoch in epochs:
+            rank.epoch(epoch)
+            rank.emit("draw", place="a", number=0, function="randn_like", site="train.py:3", gradients=True,
+                      fetching=False, state="s", digest=f"d{rank.rank}", shape=(2, 1), values=None)  # fmt: skip
+    assert _names((one, two)) == {}
+
+
+def test_the_same_order_in_two_epochs() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, SHUFFLED), (two, OTHER_SHUFFLED)):
+        rank.epoch(epoch)
+        rank.epoch(epoch)
+    found = _found((one, two))["same_order"]
+    assert found.severity == "warning"
+    assert found.ranks == (0, 1)
+    assert "set_epoch" in found.remedy
+    assert "8, 2, 0" in found.sentence
+
+
+def test_a_fixed_order_is_a_note() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        for _ in range(2):
+            rank.epoch(epoch, shuffles=None, epochs=False)
+    assert _names((one, two)) == {"fixed_order": "note"}
+
+
+def test_an_order_that_random_numbers_made_is_shuffled() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, SHUFFLED), (two, OTHER_SHUFFLED)):
+        for _ in range(2):
+            place = rank.iteration(shuffles=None, epochs=False)
+            for rows in epoch:
+                rank.read(place, rows, random=True)
+                rank.train()
+            rank.emit("exhausted", loader=place[0], iteration=place[1])
+    assert _names((one, two)) == {"same_order": "warning"}
+
+
+def test_rows_that_two_ranks_read() -> None:
+    one, two = _two()
+    for rank in (one, two):
+        rank.emit("computed", inputs="i", outputs="o", rows=2)
+        rank.epoch(EPOCH, replicas=None, sampler="RandomSampler", rows=None)
+    found = _found((one, two))["shared_rows"]
+    assert found.severity == "warning"
+    assert "6 of 6 rows" in found.sentence
+
+
+def test_ranks_that_compute_parts_of_the_same_rows_are_healthy() -> None:
+    one, two = _two()
+    for rank in (one, two):
+        rank.emit("computed", inputs=f"i{rank.rank}", outputs=f"o{rank.rank}", rows=2)
+        rank.epoch(EPOCH, replicas=None, rows=None)
+    assert _names((one, two)) == {}
+
+
+def test_a_row_that_fills_the_last_batch_is_healthy() -> None:
+    one, two = _two()
+    one.epoch(EPOCH, rows=11)
+    two.epoch(([1, 3], [5, 7], [9, 0]), rows=11)
+    assert _names((one, two)) == {}
+
+
+def test_the_same_row_in_the_middle_of_an_epoch() -> None:
+    one, two = _two()
+    one.epoch(EPOCH)
+    two.epoch(([1, 0], [5, 7], [9, 11]))
+    assert _names((one, two)) == {"shared_rows": "warning", "unread_rows": "note"}
+
+
+def test_rows_of_data_sets_that_each_rank_numbers_itself_are_not_shared() -> None:
+    one, two = _two()
+    for rank in (one, two):
+        place = rank.iteration(rows=6, replicas=None)
+        for rows in ([0, 1], [2, 3]):
+            rank.read(place, [row + 100 * rank.rank for row in rows])
+            rank.events[-1]["indices"] = rows
+            rank.train()
+    assert _names((one, two)) == {}
+
+
+def test_a_loader_that_one_rank_ends_earlier() -> None:
+    one, two = _two()
+    one.epoch(EPOCH)
+    two.epoch(OTHER[:2])
+    assert _names((one, two))["uneven_batches"] == "warning"
+
+
+@pytest.mark.parametrize(("resumed", "name"), [((4, 6), None), ((0, 2), "again"), ((8, 10), "left out")])
+def test_rows_after_a_resume(resumed: tuple[int, int], name: str | None) -> None:
+    one, two = _two()
+    for rank, shift in ((one, 0), (two, 1)):
+        place = rank.iteration()
+        order = [[row + shift for row in rows] for rows in EPOCH]
+        rank.emit("order", loader=place[0], iteration=place[1], batches=order)
+        rank.read(place, order[0])
+        rank.train()
+        rank.emit("restore", what="Linear", site="train.py:30")
+        place = rank.iteration()
+        rank.read(place, order[0])  # read and not trained on
+        rank.read(place, [row + shift for row in resumed])
+        rank.train()
+    found = _found((one, two))
+    if name is None:
+        assert found == {}
+    else:
+        assert list(found) == ["resumed_rows"]
+        assert name in found["resumed_rows"].sentence
+
+
+def test_a_load_of_other_weights_is_no_resume() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        rank.emit("restore", what="Linear", site="train.py:30")
+        place = rank.iteration()
+        rank.read(place, epoch[0])
+        rank.train(weights_before="pretrained")
+        rank.read(place, epoch[1])
+        rank.train()
+    assert _names((one, two)) == {}
+
+
+def _mask(rank: Rank, state: str, rows: str) -> None:
+    rank.emit("mask", function="dropout", state=state, rows=rows, shape=(2, 4), sharded=False, site="net.py:3")
+
+
+def test_the_same_masks_for_different_rows() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        _mask(rank, "s", f"r{rank.rank}")
+        rank.epoch(epoch)
+    found = _found((one, two))["same_draws"]
+    assert (found.severity, found.site) == ("warning", "net.py:3")
+
+
+def test_different_masks_for_replicated_activations() -> None:
+    one, two = _two()
+    for rank in (one, two):
+        rank.events[0]["placements"] = {"net.weight": "(Shard(dim=0),)"}
+        _mask(rank, f"s{rank.rank}", "r")
+        rank.epoch(EPOCH)
+    assert _names((one, two)) == {"unlike_draws": "warning"}
+
+
+def test_the_same_noise_for_different_rows() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        rank.emit("computed", inputs=f"i{rank.rank}", outputs=f"o{rank.rank}", rows=2)
+        place = rank.iteration()
+        for number, rows in enumerate(epoch):
+            rank.read(place, rows)
+            rank.emit("draw", place="train.py:7", number=number, function="randn_like", site="train.py:7",
+                      gradients=True, fetching=False, state="s", digest=f"d{number}", shape=(2, 1),
+                      values=None)  # fmt: skip
+            rank.train()
+    assert _names((one, two)) == {"same_draws": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name"),
+    [
+        ("evaluating", {"net": ("net", "net.0")}, "flags"),
+        ("rates", [0.2], "learning_rates"),
+        ("decays", [0.1], "weight_decay"),
+        ("trainable", {"net.weight": False}, "trained_parameters"),
+    ],
+)
+def test_settings_that_differ_between_ranks(field: str, value: object, name: str) -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        rank.epoch(epoch)
+    next(event for event in two.events if event["kind"] == "step")[field] = value
+    assert _names((one, two)) == {name: "warning"}
+
+
+def _scheduled(rates: Sequence[float], own: Sequence[float], own_batch: int) -> dict[str, str]:
+    ranks, union = _two(), Rank(0)
+    for rank, shift in ((ranks[0], 0), (ranks[1], 100), (union, 0)):
+        place = rank.iteration(batch_size=own_batch if rank is union else 2)
+        for number, rate in enumerate(own if rank is union else rates):
+            first = 4 * number + shift
+            rank.read(place, [first, first + 1, first + 2, first + 3] if rank is union else [first, first + 1])
+            rank.train(rate)
+    return _names(ranks, union)
+
+
+def test_a_schedule_that_runs_at_another_rate() -> None:
+    falling = [1 - step / 20 for step in range(12)]
+    assert _scheduled(falling[::2], falling[:6], own_batch=4) == {"schedule": "warning"}
+    assert _scheduled(falling[::2], falling[:6], own_batch=2) == {}
+    assert _scheduled(falling[:6], falling[:6], own_batch=4) == {}
+
+
+def test_a_rate_scaled_by_the_number_of_ranks_is_a_note() -> None:
+    falling = [1 - step / 20 for step in range(6)]
+    assert _scheduled([2 * rate for rate in falling], falling, own_batch=4) == {"scaled_rate": "note"}
+
+
+def _evaluated(value: float, alone: float, rows: tuple[Sequence[int], Sequence[int]]) -> dict[str, str]:
+    ranks, union = _two(), Rank(0)
+    for rank, epoch, read in ((ranks[0], EPOCH, rows[0]), (ranks[1], OTHER, rows[1])):
+        rank.epoch(epoch)
+        rank.evaluate([read])
+        rank.figure(value)
+    union.epoch(EPOCH)
+    union.evaluate([sorted({*rows[0], *rows[1]})])
+    union.figure(alone)
+    return _names(ranks, union)
+
+
+def test_figures_of_an_evaluation() -> None:
+    assert _evaluated(0.5, 0.5, ((0, 1), (2, 3))) == {}
+    assert _evaluated(0.5, 0.4, ((0, 1), (2, 3))) == {"evaluation": "warning"}
+    assert _evaluated(1.0, 0.5, ((0, 1), (2, 3))) == {}, "a sum over two ranks that is divided later"
+    assert _evaluated(0.5, 0.5, ((0, 1), (2, 0))) == {}, "the row that was read twice was dropped"
+    assert _evaluated(0.5, 0.4, ((0, 1), (2, 0))) == {"evaluation": "warning"}
+    assert _evaluated(0.5, 0.5, ((0, 1), (0, 1))) == {}, "each rank evaluates all rows"
+
+
+def test_shortened_epochs_are_named() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        rank.epoch(epoch, full=40)
+    assert beside.shortened([one.record, two.record]) == [
+        "The epochs of the loader at train.py:5 were shortened from 40 batches to 3: the first 2 and the last."
+    ]

@@ -1,0 +1,265 @@
+"""What is concluded from the recorded numbers of ranks and of one process, without running a script."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apportion.script_check.comparison import accumulation, beginnings, held, numbers
+from apportion.script_check.comparison.causes import restart
+from apportion.script_check.comparison.combination import combination, proportional
+from apportion.script_check.comparison.places import Place, placed, unplaced
+from apportion.script_check.record import RankRecord
+
+RNG = np.random.default_rng(0)
+WEIGHTS = {"net.0.weight": RNG.normal(size=(4, 3)), "net.0.bias": np.zeros(4), "net.1.weight": RNG.normal(size=(2, 4))}
+
+
+def network(weights: dict[str, Any], step: int = 0, **more: Any) -> dict[str, Any]:
+    modules = {name.rpartition(".")[0]: "Linear" for name in weights}
+    return {
+        "kind": "network", "step": step, "weights": weights, "trainable": list(weights), "modules": modules,
+        "sites": dict.fromkeys(modules, "train.py:7"), "groups": {}, "placements": {}, "label": "net",
+        "site": "train.py:9", **more,
+    }  # fmt: skip
+
+
+def step(number: int, gradients: dict[str, Any], weights: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "kind": "step", "step": number, "number": number, "optimizer": 0, "gradients": gradients,
+        "weights": weights or {}, "buffers": {}, "rates": [0.1], "placements": {}, "state": {}, "site": "train.py:20",
+    }  # fmt: skip
+
+
+def contributions(number: int, own: dict[str, list[Any]], sites: list[str] | None = None) -> dict[str, Any]:
+    found = {name: sites or ["train.py:19"] * len(arrays) for name, arrays in own.items()}
+    return {
+        "kind": "contributions", "step": number - 1, "optimizer": 0, "number": number, "own": own, "sites": found,
+    }  # fmt: skip
+
+
+def record(rank: int, own: dict[str, Any], given: dict[str, Any], *more: dict[str, Any]) -> RankRecord:
+    """One rank, whose backward adds ``own`` to the gradients, and whose optimizer is given ``given`` at step 1."""
+    events = [network(WEIGHTS), *more, contributions(1, {n: [a] for n, a in own.items()}), step(1, given)]
+    return RankRecord(rank, tuple(events))
+
+
+def gradients() -> list[dict[str, Any]]:
+    return [{name: RNG.normal(size=array.shape) for name, array in WEIGHTS.items()} for _ in range(2)]
+
+
+def summed(factors: tuple[float, ...], parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: sum(f * part[name] for f, part in zip(factors, parts, strict=True)) for name in WEIGHTS}
+
+
+def judged(own: list[dict[str, Any]], given: list[dict[str, Any]], one: dict[str, Any], *more: dict[str, Any]) -> Any:
+    ranks = [record(rank, own[rank], given[rank], *more) for rank in range(2)]
+    found = numbers.findings(ranks, record(0, one, one))
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def test_gradients_that_agree_give_no_finding() -> None:
+    own = gradients()
+    mean = summed((0.5, 0.5), own)
+    assert judged(own, [mean, mean], mean) is None
+
+
+def test_a_scale_of_one_part_in_a_million_in_one_tensor_is_found() -> None:
+    own = gradients()
+    mean = summed((0.5, 0.5), own)
+    given = {**mean, "net.1.weight": mean["net.1.weight"] * (1 + 1e-6)}
+    finding = judged(own, [given, given], mean)
+    assert finding.name == "scale"
+    assert finding.tensors == ("1.weight",)
+    assert finding.factor == pytest.approx(1 + 1e-6, rel=1e-12)
+
+
+def test_rounding_is_no_difference() -> None:
+    own = gradients()
+    mean = summed((0.5, 0.5), own)
+    given = {**mean, "net.0.bias": mean["net.0.bias"] * (1 + 1e-14)}
+    assert judged(own, [given, given], mean) is None
+
+
+def test_a_sum_under_an_average_and_a_sum_without_one_are_told_apart() -> None:
+    own = gradients()
+    averaged = judged(own, [summed((0.5, 0.5), own)] * 2, summed((1.0, 1.0), own))
+    assert averaged.name == "scale"
+    assert averaged.factor == pytest.approx(0.5)
+    assert "the loss is a sum over rows" in averaged.sentence
+    added = judged(own, [summed((1.0, 1.0), own)] * 2, summed((0.5, 0.5), own))
+    assert added.factor == pytest.approx(2.0)
+    assert "summed and not averaged" in added.sentence
+
+
+def test_gradients_of_their_own_are_not_averaged() -> None:
+    own = gradients()
+    finding = judged(own, own, summed((0.5, 0.5), own))
+    assert finding.name == "not_averaged"
+    assert "no wrapper and no collective" in finding.sentence
+
+
+def test_a_tensor_that_is_left_out_of_the_average_is_named_with_its_line() -> None:
+    own = gradients()
+    mean = summed((0.5, 0.5), own)
+    finding = judged(own, [{**mean, "net.1.weight": each["net.1.weight"]} for each in own], mean)
+    assert finding.name == "not_averaged"
+    assert finding.tensors == ("1.weight",)
+    assert finding.site == "train.py:7"
+
+
+def test_ranks_with_unequal_counts_that_are_weighted_alike() -> None:
+    own = gradients()
+    finding = judged(own, [summed((0.5, 0.5), own)] * 2, summed((0.75, 0.25), own))
+    assert finding.name == "ranks_weighted_alike"
+    assert "1.5 on rank 0 and 0.5 on rank 1" in finding.sentence
+
+
+def test_gradients_clipped_before_their_average() -> None:
+    own = gradients()
+    finding = judged(own, [summed((0.1, 0.2), own)] * 2, summed((0.15, 0.15), own))
+    assert finding.name == "clipped_before_average"
+    assert "0.2 on rank 0 and 0.4 on rank 1" in finding.sentence
+
+
+def test_gradients_of_different_parameters_that_are_added() -> None:
+    shape = WEIGHTS["net.0.weight"].shape
+    weights = {"net.a.weight": RNG.normal(size=shape), "net.b.weight": RNG.normal(size=shape)}
+    a, b = RNG.normal(size=shape), RNG.normal(size=shape)
+    both = (a + b) / 2
+    ranks = [
+        RankRecord(0, (network(weights), contributions(1, {"net.a.weight": [a]}), step(1, {"net.a.weight": both}))),
+        RankRecord(1, (network(weights), contributions(1, {"net.b.weight": [b]}), step(1, {"net.b.weight": both}))),
+    ]
+    one = {"net.a.weight": a / 2, "net.b.weight": b / 2}
+    union = RankRecord(0, (network(weights), contributions(1, {n: [g] for n, g in one.items()}), step(1, one)))
+    (finding,) = numbers.findings(ranks, union)
+    assert finding.name == "different_lists"
+    assert finding.tensors[0] == "a.weight"
+    assert finding.ranks == (0, 1)
+
+
+def test_a_tensor_scaled_on_one_rank_only() -> None:
+    same = gradients()[0]
+    clipped = {name: array * 0.25 for name, array in same.items()}
+    finding = judged([same, same], [clipped, {**clipped, "net.0.bias": same["net.0.bias"]}], clipped)
+    assert finding.name == "scaled_apart"
+    assert finding.tensors == ("0.bias",)
+    assert finding.ranks == (1,)
+    assert finding.factor == pytest.approx(4.0)
+
+
+def test_factors_of_parts_are_solved_for() -> None:
+    parts = gradients()
+    found = combination(summed((0.3, -2.0), parts), parts)
+    assert found.exact
+    assert found.factors == pytest.approx((0.3, -2.0))
+    assert not combination(parts[0], [parts[0], parts[0]]).determined
+    assert combination(parts[0], [parts[1]]).residual > 0.5
+    assert proportional(parts[0]["net.0.weight"] * 3, parts[0]["net.0.weight"]) == pytest.approx(3.0)
+    assert proportional(parts[0]["net.0.weight"], parts[1]["net.0.weight"]) is None
+
+
+def accumulated(*steps: tuple[float, ...], sites: list[str] | None = None) -> RankRecord:
+    """One process that accumulates micro-batches, with the factors given for each step."""
+    events: list[dict[str, Any]] = [network(WEIGHTS)]
+    for number, factors in enumerate(steps, 1):
+        own = [{name: RNG.normal(size=array.shape) for name, array in WEIGHTS.items()} for _ in factors]
+        for micro in range(len(factors)):
+            events.append({"kind": "batch", "step": number - 1, "loader": "train.py:3", "number": micro})
+            events.append(
+                {"kind": "criterion", "step": number - 1, "value": 2.0, "reduction": "mean", "site": "train.py:18"}
+            )
+            events.append({"kind": "backward", "step": number - 1, "value": 2.0, "site": "train.py:19"})
+        events.append(contributions(number, {name: [each[name] for each in own] for name in WEIGHTS}, sites))
+        given = {name: sum(f * each[name] for f, each in zip(factors, own, strict=True)) for name in WEIGHTS}
+        events.append(step(number, given))
+    return RankRecord(0, tuple(events))
+
+
+@pytest.mark.parametrize(
+    ("factors", "name"),
+    [
+        ((0.0, 1.0), "dropped_micro_batches"),
+        ((0.25, 1.0), "micro_batches_unequal"),
+        ((1.0, 1.0), "accumulation_undivided"),
+        ((0.25, 0.25), "accumulation_divided_twice"),
+    ],
+)
+def test_micro_batches_that_are_weighted_wrongly(factors: tuple[float, ...], name: str) -> None:
+    (finding,) = accumulation.findings(accumulated(*[factors] * 4))
+    assert finding.name == name
+    assert finding.site == "train.py:19"
+
+
+def test_micro_batches_that_are_averaged_give_no_finding() -> None:
+    assert accumulation.findings(accumulated(*[(0.5, 0.5)] * 4)) == []
+
+
+def test_what_another_line_adds_and_a_script_wipes_is_no_micro_batch() -> None:
+    assert accumulation.findings(accumulated(*[(0.0, 1.0)] * 4, sites=["train.py:19", "train.py:30"])) == []
+
+
+def test_a_step_that_is_skipped_once_drops_no_micro_batches() -> None:
+    assert accumulation.findings(accumulated((0.5, 0.5), (0.0, 1.0), (0.5, 0.5))) == []
+
+
+def test_stages_and_slices_are_placed_by_their_values() -> None:
+    stage = {"net.0.weight": WEIGHTS["net.1.weight"], "net.0.bias": np.zeros(4)}
+    half = {**WEIGHTS, "net.0.weight": WEIGHTS["net.0.weight"][2:], "net.0.bias": np.zeros(4)}
+    union = RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS)))
+    first, second = placed([RankRecord(0, (network(stage),)), RankRecord(1, (network(half),))], union)
+    assert first["net.0.weight"] == Place("net.1.weight")
+    assert second["net.0.weight"] == Place("net.0.weight", 0, 2)
+    assert np.array_equal(
+        second["net.0.weight"].of(WEIGHTS["net.0.weight"], half["net.0.weight"]), half["net.0.weight"]
+    )
+
+
+def test_a_trained_tensor_that_is_nowhere_in_one_process_is_named() -> None:
+    other = {"net.0.weight": RNG.normal(size=(2, 3)), "net.0.bias": np.zeros(4)}
+    union = RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS)))
+    assert unplaced([RankRecord(0, (network(other), step(1, other)))], union) == ["net.0.weight on rank 0"]
+
+
+def test_an_optimizer_with_parameters_of_before() -> None:
+    orphans = {f"optimizer0.{at}": array for at, array in enumerate(WEIGHTS.values())}
+    none = dict.fromkeys(orphans)
+    (finding,) = held.findings([RankRecord(0, (network(WEIGHTS), step(1, none, orphans)))])
+    assert finding.name == "stale_optimizer"
+    assert "No parameter of the network moves" in finding.sentence
+    assert held.findings([RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS, WEIGHTS)))]) == []
+
+
+def test_ranks_that_begin_with_different_weights() -> None:
+    other = {**WEIGHTS, "net.1.weight": RNG.normal(size=(2, 4))}
+    ranks = [RankRecord(0, (network(WEIGHTS),)), RankRecord(1, (network(other),))]
+    (finding,) = beginnings.findings(ranks, RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS))))
+    assert finding.name == "different_beginnings"
+    assert finding.tensors == ("1.weight",)
+    assert finding.ranks == (1,)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_weights_after_a_load_are_those_that_were_saved(whole: bool) -> None:
+    weights = WEIGHTS["net.0.weight"]
+    after = weights if whole else np.concatenate([weights[:2], weights[:2]])
+    file = {"tensors": {"0.weight": weights if whole else weights[:2]}, "path": "last.pt", "site": "train.py:30"}
+    events = (
+        network({"net.0.weight": weights}),
+        step(1, {"net.0.weight": weights}, {"net.0.weight": weights}),
+        {"kind": "save", "step": 1, **file},
+        {"kind": "load", "step": 1, **file},
+        network({"net.0.weight": after}, 1),
+    )
+    found = restart.findings([RankRecord(0, events)])
+    if whole:
+        assert found == []
+        return
+    (finding,) = found
+    assert finding.name == "loaded_weights"
+    assert finding.step == 2
+    assert "rows 2 to 3 repeat rows 0 to 1" in finding.sentence
