@@ -48,7 +48,7 @@ def printed(script):
 def findings(text):
     """The paragraphs of what the command prints that are findings, without the notes."""
     paragraphs = text.rstrip().split("\n\n")
-    return [paragraph for paragraph in paragraphs if paragraph.startswith("  ") and "--accept" in paragraph]
+    return [each for each in paragraphs if each.startswith("  ") and not each.startswith("  Note: ")]
 
 
 def entry(name):

@@ -59,7 +59,7 @@ def test_it_shows_in_which_collective_ranks_wait(tmp_path: Path) -> None:
         "ranks": [{"rank": 0, "state": "waits", "site": "", "steps": 3, "collective": call}],
     }
     text = page(Answer("the ranks wait for each other", (FINDING,), ranks=("Rank 0 waits",), hang=hang), tmp_path)
-    assert "Call 4 of the group world" in text
+    assert "Call 5 of the group world" in text
     assert "float64 [2, 3]" in text
     assert "train.py:7" in text
     assert "no call" in text
