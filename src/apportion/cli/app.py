@@ -230,7 +230,7 @@ def check(  # noqa: PLR0913 (the flags)
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="updates to compare (default: 20 of a script, 8 of a strategy)")
+        int | None, typer.Option(min=1, help="updates to compare (default: 24 of a script, 8 of a strategy)")
     ] = None,
     accept: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a finding that is intended; again for each one")

@@ -15,12 +15,14 @@ from apportion.script_check.findings import Answer, Finding
 WIDTH = 80
 """The columns of a line, where no name or path in it is longer."""
 MOST_TENSORS = 4
+HANG = "the ranks wait for each other"
+"""The verdict that no accepted finding changes."""
 _VERDICTS = {
     "another network": "Another network: on {ranks} ranks {script} trains another network than one process does.",
     "the same network, but": "The same network, but: each step of {script} on {ranks} ranks is that of one "
     "process, and something beside it is wrong.",
     "the same network": "The same network: on {ranks} ranks {script} computes what one process does.",
-    "the ranks wait for each other": "The ranks wait for each other: {script} does not go on with {ranks} ranks.",
+    HANG: "The ranks wait for each other: {script} does not go on with {ranks} ranks.",
     "undecided": "Undecided: {reason}",
     "could not run": "Could not run: {reason}",
 }
@@ -42,9 +44,11 @@ def answer_lines(answer: Answer, target: str) -> Iterator[str]:
         yield typer.style(line, fg=colour, bold=True)
     for finding in answer.findings:
         yield ""
-        yield from finding_lines(finding, Path(target).parent)
+        yield from finding_lines(finding, Path(target).parent, answer.verdict != HANG)
     if answer.ranks:
-        yield from ("", *answer.ranks)
+        yield ""
+        for line in answer.ranks:
+            yield from [line] if line.startswith(" ") else _wrapped(line)
     about = [*_compared(answer.compared), *answer.about]
     if about:
         yield ""
@@ -53,18 +57,18 @@ def answer_lines(answer: Answer, target: str) -> Iterator[str]:
             yield typer.style(line, dim=True)
 
 
-def finding_lines(finding: Finding, folder: Path) -> Iterator[str]:
+def finding_lines(finding: Finding, folder: Path, acceptable: bool) -> Iterator[str]:
     """Yields a finding: its sentence, the tensors, the line of the script, the remedy, and how it is accepted.
-    ``folder``: where the files of ``finding.site`` are."""
+    ``folder``: where the files of ``finding.site`` are; ``acceptable``: whether accepting it changes the verdict."""
     label = "Accepted: " if finding.accepted else _LABELS.get(finding.severity, "")
     yield from _indented("", label + finding.sentence)
     if finding.tensors and finding.tensors[0] not in finding.sentence:
         yield from _indented("tensors: ", _listed(finding.tensors))
     if finding.site:
-        yield from _indented("at ", f"{finding.site}{_source(finding.site, folder)}")
+        yield _shortened(f"  at {finding.site}{_source(finding.site, folder)}")
     if finding.remedy:
         yield from _indented("fix: ", finding.remedy)
-    if not finding.accepted and finding.severity != "note":
+    if acceptable and not finding.accepted and finding.severity != "note":
         yield typer.style(f"  accept with: --accept {finding.name}", dim=True)
 
 
@@ -89,6 +93,10 @@ def _source(site: str, folder: Path) -> str:
     file, _, line = site.partition(" ")[0].rpartition(":")
     text = linecache.getline(str(folder / file), int(line)).strip() if file and line.isdigit() else ""
     return f": {text}" if text else ""
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rstrip()} ..."
 
 
 def _sentence(text: str) -> str:

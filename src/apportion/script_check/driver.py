@@ -62,7 +62,8 @@ def _hanging(passed: Passed, script: Script) -> Answer | None:
     if found is None or (waited.how == "limit" and not found.all_wait):
         return None
     findings = (found.finding, *report.silent(passed.records))
-    return Answer("the ranks wait for each other", findings, ranks=found.lines, hang=found.details)
+    compared = {"ranks": len(passed.records), "loaders": row_table(passed.records)}
+    return Answer("the ranks wait for each other", findings, compared, ranks=found.lines, hang=found.details)
 
 
 def _unusable(passed: Passed) -> str | None:

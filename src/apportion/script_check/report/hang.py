@@ -8,6 +8,7 @@ from typing import Any
 
 from apportion.reporting.html import tables
 from apportion.reporting.html.document import numbers, section
+from apportion.script_check.hangs.sentences import operation
 
 Json = Mapping[str, Any]
 
@@ -19,7 +20,7 @@ def hang_sections(answer: Json) -> Iterator[str]:
         calls = divergence["calls"]
         heads = ["rank", "call", "tensors", "line"]
         table = tables.table(heads, [(rank, *_call(call)) for rank, call in calls.items()], texts=4)
-        about = f"Call {divergence['sequence']} of the group {divergence['group']} is the first one that is not alike."
+        about = f"Call {divergence['sequence'] + 1} of the group {divergence['group']} is the first one that differs."
         yield section("The first collective that differs", f"<p>{escape(about)}</p>{table}")
     if ranks := hang.get("ranks"):
         heads = ["rank", "state", "steps", "waits in", "tensors", "line"]
@@ -40,4 +41,4 @@ def _call(call: Json | None) -> tuple[str, str, str]:
     if call is None:
         return ("no call", "", "")
     tensors = ", ".join(f"{kind} {list(shape)}" for shape, kind in (call["inputs"] or call["outputs"] or ()))
-    return (str(call["op"]), tensors, str(call["site"]))
+    return (operation(call), tensors, str(call["site"]))

@@ -36,7 +36,8 @@ def check_page(answer: Json, title: str, folder: Path) -> str:
     compared: Json = answer["compared"]
     sections = [_head(answer, title)]
     if answer["findings"]:
-        found = "".join(_finding(finding, folder) for finding in answer["findings"])
+        acceptable = not answer["hang"]
+        found = "".join(_finding(finding, folder, acceptable) for finding in answer["findings"])
         sections.append(section("What was found", found))
     sections += hang_sections(answer)
     if table := compared.get("table"):
@@ -66,7 +67,7 @@ def _head(answer: Json, title: str) -> str:
     )
 
 
-def _finding(finding: Json, folder: Path) -> str:
+def _finding(finding: Json, folder: Path, acceptable: bool) -> str:
     kind = "accepted" if finding["accepted"] else finding["severity"]
     label = {"accepted": "Accepted: ", "note": "Note: "}.get(kind, "")
     parts = [f'<p class="sentence">{escape(label + finding["sentence"])}</p>']
@@ -84,7 +85,9 @@ def _finding(finding: Json, folder: Path) -> str:
     facts = [("step", finding["step"]), ("factor", factor)]
     facts += [("ranks", ", ".join(map(str, finding["ranks"])) or None)]
     words = ", ".join(f"{name} {value}" for name, value in facts if value is not None)
-    accept = "" if kind in ("accepted", "note") else f" Accept it with <code>--accept {escape(finding['name'])}</code>."
+    accept = ""
+    if acceptable and kind not in ("accepted", "note"):
+        accept = f" Accept it with <code>--accept {escape(finding['name'])}</code>."
     parts.append(f'<p class="over">{escape(words.capitalize() + "." if words else "")}{accept}</p>')
     return f'<div class="finding {kind}">{"".join(parts)}</div>'
 
