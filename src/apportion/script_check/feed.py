@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from apportion.script_check.rows import count, turned
 
 
 @dataclass
@@ -28,11 +30,14 @@ class FedIteration:
 @dataclass
 class Feed:
     """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer.
-    ``iterations``: by loader, in order."""
+    ``iterations``: by loader, in order. ``constants``: of each step in turn, what a script without a loader brings into
+    its computation, as the names of functions with values; ``windows``: how many of them make one step."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
     iterations: dict[str, list[FedIteration]] = field(default_factory=dict)
+    constants: list[list[Any]] = field(default_factory=list)
+    windows: int = 1
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
@@ -44,3 +49,20 @@ def load_feed(path: str) -> Feed:
     value = pickle.loads(Path(path).read_bytes())
     assert isinstance(value, Feed)
     return value
+
+
+def reordered(feed: Feed) -> Feed:
+    """Returns a feed with the rows of each batch in the opposite order."""
+    return replace(
+        feed, iterations={loader: [_turned(each) for each in found] for loader, found in feed.iterations.items()}
+    )
+
+
+def _turned(fed: FedIteration) -> FedIteration:
+    if fed.evaluation:
+        return fed
+    return replace(
+        fed,
+        batches=[None if tree is None else turned(tree, count(tree) or 0) for tree in fed.batches],
+        indices=[None if rows is None else rows[::-1] for rows in fed.indices],
+    )

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from apportion.script_check.feed import Feed
@@ -55,6 +55,7 @@ class Conditions:
     epoch_batches: int = 8
     float64: bool = True
     no_gpu: bool = False
+    memory: int = field(default_factory=lambda: _available_memory())
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
@@ -72,6 +73,7 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         ranks=ranks,
         steps=conditions.steps,
         epoch_batches=conditions.epoch_batches,
+        memory=conditions.memory,
         float64=conditions.float64,
         no_gpu=conditions.no_gpu,
         feed=None if feed is None else str(folder / "feed.pkl"),
@@ -149,6 +151,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     except ProcessLookupError:
         pass
     process.wait()
+
+
+def _available_memory() -> int:
+    """The bytes that processes can use without swapping; half of all where the system does not report them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _free_port() -> int:

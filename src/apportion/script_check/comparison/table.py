@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.script_check.comparison.tensors import Array, Difference, difference, matching, places, scale_of, step_of
+from apportion.script_check.comparison.tensors import (
+    IN_FLOAT64,
+    Array,
+    Bounds,
+    Difference,
+    difference,
+    matching,
+    places,
+    scale_of,
+    step_of,
+)
 from apportion.script_check.record import RankRecord
 
 
@@ -33,14 +43,17 @@ class Parting:
         return list(dict.fromkeys(each.name for each in self.differences))
 
 
-def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | None, int]:
-    """Returns where the ranks part from one process, None where they do not, and the number of steps compared."""
+def parting(
+    ranks: Sequence[RankRecord], union: RankRecord, bounds: Mapping[tuple[int, int], Bounds] | None = None
+) -> tuple[Parting | None, int]:
+    """Returns where the ranks part from one process, None where they do not, and the number of steps compared.
+    ``bounds``: of each step to compare, by optimizer and number; without them, those of float64."""
     names = matching(ranks, union)
     compared = 0
     for optimizer, number in places(union):
         reference = step_of(union, optimizer, number)
         steps = [step_of(record, optimizer, number) for record in ranks]
-        if reference is None or not any(steps):
+        if reference is None or not any(steps) or (bounds is not None and (optimizer, number) not in bounds):
             continue
         for what in ("gradients", "weights"):
             scale = scale_of(reference[what])
@@ -50,7 +63,8 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | N
                 for name, array in arrays.items():
                     own = names[rank].get(name, name)
                     if own in reference[what]:
-                        differs = difference(own, rank, array, reference[what][own], scale)
+                        bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
+                        differs = difference(own, rank, array, reference[what][own], scale, bound)
                         found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"

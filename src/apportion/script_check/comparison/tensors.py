@@ -19,6 +19,18 @@ FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """What rounding may change. ``relative``: of a tensor, relative to its norm; ``floor``: relative to the norm of all
+    tensors."""
+
+    relative: float = RELATIVE
+    floor: float = FLOOR
+
+
+IN_FLOAT64 = Bounds()
+
+
+@dataclass(frozen=True)
 class Difference:
     """How one rank's tensor differs from the same tensor of one process.
 
@@ -38,7 +50,9 @@ class Difference:
         return self.cosine > 1 - 1e-9
 
 
-def difference(name: str, rank: int, found: Array | None, reference: Array | None, scale: float) -> Difference | None:
+def difference(
+    name: str, rank: int, found: Array | None, reference: Array | None, scale: float, bounds: Bounds = IN_FLOAT64
+) -> Difference | None:
     """Returns how a tensor differs from its reference; None where rounding explains it. No gradient counts as zero.
     ``scale``: the norm of all tensors together."""
     if found is None and reference is None:
@@ -53,7 +67,7 @@ def difference(name: str, rank: int, found: Array | None, reference: Array | Non
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None if np.array_equal(a, b, equal_nan=True) else Difference(name, rank, float("inf"), 0.0, 0.0)
     distance, norm, other = (float(np.linalg.norm(each)) for each in (a - b, b, a))
-    if distance <= RELATIVE * norm + FLOOR * scale:
+    if distance <= bounds.relative * norm + bounds.floor * scale:
         return None
     product = float(a @ b)
     cosine = product / (norm * other) if norm and other else 0.0
@@ -75,28 +89,59 @@ def initial(record: RankRecord) -> dict[str, Array]:
 def matching(ranks: Sequence[RankRecord], union: RankRecord) -> list[dict[str, str]]:
     """Returns for each rank the names of its tensors with the names that they have in one process.
 
-    They are the same, but for stages of a pipeline, where each rank names the layers of its own: a tensor that begins
-    with other values than the one of its name is the one that begins with its values.
+    They are the same, but for stages of a pipeline, where each rank names the layers of its own: a network whose
+    tensors begin with other values than those of their names is the run of tensors that begin with its values.
     """
     reference = initial(union)
+    order, values = list(reference), {name: _value(array) for name, array in reference.items()}
     by_value = defaultdict[tuple[Any, ...], list[str]](list)
-    for name, array in reference.items():
-        by_value[_value(array)].append(name)
+    for name, value in values.items():
+        by_value[value].append(name)
     found = list[dict[str, str]]()
     for record in ranks:
-        names = dict[str, str]()
-        taken = set[str]()
-        for name, array in initial(record).items():
-            if name in reference and _value(reference[name]) == _value(array):
-                names[name] = name
-                taken.add(name)
-        for name, array in initial(record).items():
-            if name not in names:
-                others = [each for each in by_value[_value(array)] if each not in taken] or by_value[_value(array)]
-                names[name] = others[0] if others else name
-                taken.add(names[name])
+        networks = [
+            {name: _value(array) for name, array in event["weights"].items()}
+            for event in record.of("network")
+            if not event["step"]
+        ]
+        names = {
+            name: name
+            for network in networks
+            if all(values.get(name) == value for name, value in network.items())
+            for name in network
+        }
+        for network in networks:
+            if not network.keys() <= names.keys():
+                names |= _run(network, order, values, set(names.values())) or _singly(network, by_value, set(names))
         found.append(names)
     return found
+
+
+def _run(
+    network: Mapping[str, tuple[Any, ...]], order: Sequence[str], values: Mapping[str, tuple[Any, ...]], taken: set[str]
+) -> dict[str, str]:
+    """The names of the first run of tensors with a network's values, none of them taken; empty where there is none."""
+    wanted = list(network.values())
+    for start in range(len(order) - len(wanted) + 1):
+        run = order[start : start + len(wanted)]
+        if not taken.intersection(run) and [values[name] for name in run] == wanted:
+            return dict(zip(network, run, strict=True))
+    return {}
+
+
+def _singly(
+    network: Mapping[str, tuple[Any, ...]], by_value: Mapping[tuple[Any, ...], list[str]], taken: set[str]
+) -> dict[str, str]:
+    """The names of the tensors with a network's values, each by itself: that of its own name where that has its value,
+    and otherwise one not taken."""
+    names = {name: name for name, value in network.items() if name in by_value.get(value, ())}
+    taken = taken | set(names)
+    for name, value in network.items():
+        if name not in names:
+            same = by_value.get(value, [])
+            names[name] = next((each for each in same if each not in taken), same[0] if same else name)
+            taken.add(names[name])
+    return names
 
 
 def _value(array: Array) -> tuple[Any, ...]:

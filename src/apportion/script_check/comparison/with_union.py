@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from apportion.script_check.comparison.table import Parting, parting
-from apportion.script_check.comparison.tensors import shown
+from apportion.script_check.comparison.tensors import Bounds, shown
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 
-def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
-    """Returns how the ranks' gradients and weights differ from those of one process."""
-    found, _ = parting(ranks, union)
+def findings(
+    ranks: Sequence[RankRecord], union: RankRecord, bounds: Mapping[tuple[int, int], Bounds] | None = None
+) -> list[Finding]:
+    """Returns how the ranks' gradients and weights differ from those of one process, by more than ``bounds`` (see
+    ``table.parting``)."""
+    found, _ = parting(ranks, union, bounds)
     return [] if found is None else [_explained(found, len(ranks))]
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from functools import wraps
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
-from apportion.script_check.recording.batches import recorded, restored
+from apportion.script_check.recording import dispatching, samplers
+from apportion.script_check.recording.batches import LARGEST_BATCH, recorded, restored, size
+from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
 
@@ -24,12 +27,12 @@ from apportion.script_check.recording.recorder import Recorder
 class Loaders:
     """The loaders of this rank, in the order in which the script makes them."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, constants: Constants) -> None:
+        self.recorder, self._constants = recorder, constants
         self._made = dict[str, int]()
 
-    def key(self, loader: DataLoader[Any]) -> str:
-        """Returns by what name a loader is known."""
+    def key(self, loader: Any) -> str:
+        """Returns by what name a loader, or a sampler that is used as one, is known."""
         known = loader.__dict__.get("_apportion_key")
         if known is None:
             site = self.recorder.site()
@@ -39,8 +42,13 @@ class Loaders:
             loader.__dict__["_apportion_iterations"] = 0
         return str(known)
 
+    def note_loader(self) -> None:
+        """The script reads from a loader: what it computes with needs no other record."""
+        self._constants.has_loader = True
+
     def begin(self, loader: DataLoader[Any], length: int | None, full: int | None) -> tuple[str, int]:
         """Record that an iteration begins; returns the loader's name and the iteration's number, from 0."""
+        self.note_loader()
         key = self.key(loader)
         number = loader.__dict__["_apportion_iterations"]
         loader.__dict__["_apportion_iterations"] = number + 1
@@ -60,10 +68,10 @@ class Loaders:
         return key, number
 
 
-def _size(dataset: Any) -> int | None:
+def _size(sized: Any) -> int | None:
     try:
-        return len(dataset)
-    except TypeError:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # such as the sampler of an iterable data set
         return None
 
 
@@ -81,13 +89,13 @@ class _Shortened:
         return self._most if full > 2 * self._most else full
 
     def __iter__(self) -> Iterator[Any]:
-        batches = list(self._sampler)
+        batches = list(islice(self._sampler, len(self._sampler)))  # as some go on without an end
         yield from batches if len(batches) <= 2 * self._most else [*batches[: self._most - 1], batches[-1]]
 
 
-def install(recorder: Recorder) -> None:
+def install(recorder: Recorder, constants: Constants) -> None:
     """Record, shorten and feed the loaders of torch."""
-    loaders = Loaders(recorder)
+    loaders = Loaders(recorder, constants)
     begin = DataLoader.__init__
 
     @wraps(begin)
@@ -95,8 +103,11 @@ def install(recorder: Recorder) -> None:
         begin(self, *args, **kwargs)
         if recorder.active:
             loaders.key(self)
+            if recorder.feed is None:
+                dispatching.install(loaders)
 
     DataLoader.__init__ = made  # type: ignore[method-assign]
+    samplers.install(loaders)
     if recorder.feed is None:
         _shorten(int(recorder.plan["epoch_batches"]))
         _record(loaders)
@@ -109,7 +120,7 @@ def _shorten(most: int) -> None:
 
     def shortened(self: DataLoader[Any]) -> Any:
         sampler = sampler_of(self)
-        sized = self.batch_sampler is not None and hasattr(sampler, "__len__")
+        sized = self.batch_sampler is not None and _size(sampler) is not None
         return _Shortened(sampler, most) if most and sized else sampler
 
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
@@ -129,8 +140,11 @@ def _record(loaders: Loaders) -> None:
         _start(self, loader)
 
     def _start(self: Any, loader: DataLoader[Any]) -> None:
+        if loader.__dict__.get("_apportion_dispatched"):
+            self._apportion_place = ("", 0)
+            return
         sampler = loader._index_sampler
-        length = len(sampler) if hasattr(sampler, "__len__") else None
+        length = _size(sampler)
         full = len(sampler._sampler) if isinstance(sampler, _Shortened) else length
         self._apportion_place = loaders.begin(loader, length, full)
         self._apportion_batch = 0
@@ -153,6 +167,8 @@ def _record(loaders: Loaders) -> None:
     @wraps(next_batch)
     def handed(self: Any) -> Any:
         loader, iteration = self._apportion_place
+        if self._apportion_loader.__dict__.get("_apportion_dispatched"):
+            return next_batch(self)
         try:
             batch = next_batch(self)
         except StopIteration:
@@ -167,7 +183,7 @@ def _record(loaders: Loaders) -> None:
             iteration=iteration,
             number=self._apportion_batch,
             indices=(list(indices) if isinstance(indices, list | tuple) else [indices]) if mapped else None,
-            rows=recorded(batch),
+            rows=None if mapped and size(batch) > LARGEST_BATCH else recorded(batch),
         )
         self._apportion_batch += 1
         return batch
@@ -209,9 +225,9 @@ class _Fed:
         self._recorder, self._loader, self._place, self._fed = recorder, loader, (key, iteration), fed
         self._number = 0
         if fed.evaluation:
-            size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
+            most: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
             rows = fed.indices[0] or []
-            self._indices: list[Any] = [rows[start : start + size] for start in range(0, len(rows), size)]
+            self._indices: list[Any] = [rows[start : start + most] for start in range(0, len(rows), most)]
             self._batches: list[Any] = [None] * len(self._indices)
         else:
             self._indices, self._batches = list(fed.indices), list(fed.batches)
@@ -236,6 +252,11 @@ class _Fed:
             batch = self._loader.collate_fn([self._loader.dataset[index] for index in indices])
         batch = widened(batch) if self._recorder.plan["float64"] else batch
         self._recorder.emit(
-            "batch", loader=loader, iteration=iteration, number=number, indices=indices, rows=recorded(batch)
+            "batch",
+            loader=loader,
+            iteration=iteration,
+            number=number,
+            indices=indices,
+            rows=None if size(batch) > LARGEST_BATCH else recorded(batch),
         )
         return batch

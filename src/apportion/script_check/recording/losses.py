@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import DTensor, whole
+from apportion.script_check.recording.tensors import whole
 
 CRITERIA = {
     "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
@@ -43,4 +44,4 @@ def install(recorder: Recorder) -> None:
         recorder.emit("backward", value=value, site=recorder.site())
         backward(self, *args, **kwargs)
 
-    torch.Tensor.backward = recorded  # type: ignore[method-assign,assignment]
+    torch.Tensor.backward = recorded  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ def main(path: str) -> None:
     recorder.emit("start", pid=os.getpid(), rank=recorder.rank)
     outcome: dict[str, Any] = {"how": "ended"}
     try:
-        _install(recorder)
+        close = _install(recorder)
         recorder.emit("installed")
         _run(plan)
+        close()
     except Finished:
         outcome = {"how": "enough steps"}
     except SystemExit as ending:
@@ -45,25 +47,33 @@ def main(path: str) -> None:
         os._exit(0)  # without the exit of gloo's threads, which may abort or hang
 
 
-def _install(recorder: Recorder) -> None:
+def _install(recorder: Recorder) -> Callable[[], None]:
+    """Sets the hooks; returns what is to be called after the script."""
     from apportion.script_check.recording import (  # torch is imported here, once
+        constants,
         functions,
         loaders,
         losses,
         modules,
         optimizers,
+        plain_optimizers,
         precision,
         randomness,
+        spawning,
     )
 
     precision.install(recorder)
+    spawning.install(recorder)
     networks = modules.install(recorder)
-    optimizers.install(recorder, networks)
-    loaders.install(recorder)
+    found, replay = constants.install(recorder, networks)
+    steps = optimizers.install(recorder, networks, replay)
+    loaders.install(recorder, found)
     losses.install(recorder)
+    plain = plain_optimizers.install(recorder, networks, steps)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
-    functions.install(recorder)
+    functions.install(recorder, plain, found)
+    return plain.close
 
 
 def _run(plan: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Records each optimizer step: the gradients before it, the weights after it, learning rates and training state.
 
 torch's global hooks see every optimizer that subclasses its own. An optimizer that calls ``super().step()`` has them
-called twice, of which the outer call counts.
+called twice, of which the outer call counts. ``plain_optimizers.py`` adds those of other classes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.constants import Replay
+from apportion.script_check.recording.modules import Networks, gathered
+from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
 from apportion.script_check.recording.tensors import digest, placements, values
 
@@ -24,31 +26,49 @@ from apportion.script_check.recording.tensors import digest, placements, values
 class Steps:
     """The optimizer steps of this rank."""
 
-    def __init__(self, recorder: Recorder, networks: Networks) -> None:
-        self._recorder, self._networks = recorder, networks
+    def __init__(self, recorder: Recorder, networks: Networks, replay: Replay | None) -> None:
+        self._recorder, self._networks, self._replay = recorder, networks, replay
+        self._skipped = False
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
         self._made = dict[int, int]()
         self._before = dict[str, Any]()
         self._rates = list[float]()
-        self._alive = list[Optimizer]()
+        self._alive = list[Any]()
+        self._variables = dict[int, tuple[Tensor, str | None]]()
+        self.begun = 0
+        """The number of steps begun."""
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Before a step: its gradients."""
         self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) + 1
         if depth > 1 or not self._recorder.active:
             return
-        if id(optimizer) not in self._numbers:
-            self._numbers[id(optimizer)] = len(self._numbers)
-            self._alive.append(optimizer)  # so that no other gets its id
-        number = self._numbers[id(optimizer)]
+        self.begun += 1
+        self._skipped = self._replay is not None and not self._replay.step(optimizer)
+        if self._skipped:
+            return
+        number = self._number(optimizer)
         if self._made.get(number, 0) >= self._recorder.plan["steps"]:
             raise Finished
+        with gathered(self._networks.roots(), gradients=True):
+            self._before = self.observed(optimizer)
+        self._feed_rates(optimizer, number)
+
+    def before_plain(self, optimizer: Any) -> None:
+        """Before a step of an optimizer that torch's hooks do not see. Raises Finished after the last one."""
+        if self._made.get(self._number(optimizer), 0) >= self._recorder.plan["steps"]:
+            raise Finished
+        self._rates = []
+
+    def observed(self, optimizer: Any) -> dict[str, Any]:
+        """Returns what is recorded of an optimizer before a step."""
+        number = self._numbers.get(id(optimizer), len(self._numbers))
         parameters = dict(self._parameters(optimizer, number))
         sampled = self._networks.sampled
-        self._before = {
+        return {
             "optimizer": number,
-            "type": type(optimizer).__name__,
+            "type": getattr(optimizer, "kind", type(optimizer).__name__),
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
@@ -57,14 +77,18 @@ class Steps:
             "generators": generators(),
             "site": self._recorder.site(),
         }
-        self._feed_rates(optimizer, number)
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """After a step: its weights."""
         self._depth[id(optimizer)] -= 1
-        if self._depth[id(optimizer)] or not self._recorder.active:
+        if self._depth[id(optimizer)] or not self._recorder.active or self._skipped:
             return
-        number = self._numbers[id(optimizer)]
+        with gathered(self._networks.roots(), gradients=True):
+            self.completed(optimizer, self._before)
+
+    def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
+        """Record a step, ``before`` as ``observed`` has returned it."""
+        number = self._number(optimizer)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate  # as a schedule may compute the next rate from this one
         self._rates = []
@@ -73,7 +97,7 @@ class Steps:
         self._recorder.step += 1
         self._recorder.emit(
             "step",
-            **self._before,
+            **{**before, "optimizer": number},
             number=self._made[number],
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
             buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
@@ -81,7 +105,13 @@ class Steps:
             state=_state(dict(self._parameters(optimizer, number)), optimizer),
         )
 
-    def _parameters(self, optimizer: Optimizer, number: int) -> Iterator[tuple[str, Tensor]]:
+    def _number(self, optimizer: Any) -> int:
+        if id(optimizer) not in self._numbers:
+            self._numbers[id(optimizer)] = len(self._numbers)
+            self._alive.append(optimizer)  # so that no other gets its id
+        return self._numbers[id(optimizer)]
+
+    def _parameters(self, optimizer: Any, number: int) -> Iterator[tuple[str, Tensor]]:
         position = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -90,27 +120,23 @@ class Steps:
                 position += 1
 
     def _variable(self, parameter: Tensor) -> str | None:
-        frame = self._recorder.frame()
-        while frame is not None:
-            if self._recorder.own(frame.f_code.co_filename):
-                for variables in (frame.f_locals, frame.f_globals):
-                    for label, value in list(variables.items()):
-                        if value is parameter:
-                            return label
-            frame = frame.f_back
-        return None
+        known = self._variables.get(id(parameter))
+        if known is None or known[0] is not parameter:
+            name = variable_of(parameter, self._recorder.frame(), self._recorder.own)
+            known = self._variables[id(parameter)] = (parameter, name)  # held, so that no other gets its id
+        return known[1]
 
-    def _untouched(self, optimizer: Optimizer) -> list[str]:
-        """The trainable parameters of the networks that no optimizer seen so far holds."""
+    def _untouched(self, optimizer: Any) -> list[str]:
+        """The trainable parameters, of the networks called with gradients, that no optimizer seen so far holds."""
         held = {id(p) for each in self._alive for group in each.param_groups for p in group["params"]}
         return [
             name
             for root in self._networks.roots()
             for name, parameter in root.parameters()
-            if parameter.requires_grad and id(parameter) not in held
+            if parameter.requires_grad and id(parameter) not in held and root.label in self._networks.trained
         ]
 
-    def _feed_rates(self, optimizer: Optimizer, number: int) -> None:
+    def _feed_rates(self, optimizer: Any, number: int) -> None:
         """Takes the learning rates of the pass that this one is fed from, so that a difference between the schedules
         is found as such and not in every weight."""
         self._rates = []
@@ -125,7 +151,7 @@ class Steps:
 
 def generators() -> dict[str, str]:
     """Returns a digest of the state of each generator of random numbers on the CPU."""
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return {
         "torch": digest(torch.get_rng_state()),
         "python": digest(repr(random.getstate()).encode()),
@@ -133,7 +159,7 @@ def generators() -> dict[str, str]:
     }
 
 
-def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, float]]:
+def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str, float]]:
     """The norm of each tensor of an optimizer's state, by parameter; sharded ones are left out."""
     return {
         name: {
@@ -145,9 +171,9 @@ def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dic
     }
 
 
-def install(recorder: Recorder, networks: Networks) -> Steps:
+def install(recorder: Recorder, networks: Networks, replay: Replay | None) -> Steps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = Steps(recorder, networks)
+    steps = Steps(recorder, networks, replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

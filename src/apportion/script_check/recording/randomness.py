@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import DTensor, digest
+from apportion.script_check.recording.tensors import digest
 
 DROPOUTS = {
     "dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
@@ -41,6 +42,15 @@ def attention(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any])
         kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         args = (*args[:position], 0.0, *args[position + 1 :]) if len(args) > position else args
     return args, kwargs
+
+
+def attention_module(recorder: Recorder, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the arguments of ``multi_head_attention_forward``, which hides what it calls, without its dropout."""
+    position = 10
+    if len(args) > position and args[position]:
+        _draws(recorder, "multi_head_attention_forward", args[0])
+        return (*args[:position], 0.0, *args[position + 1 :])
+    return args
 
 
 def _draws(recorder: Recorder, name: str, rows: Tensor) -> None:

@@ -25,7 +25,7 @@ class Recorder:
         self.plan, self.rank = plan, rank
         self.step = 0
         """The number of optimizer steps completed."""
-        self.feed = plan.get("feed")
+        self.feed: Any = plan.get("feed")
         """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()

@@ -1,0 +1,71 @@
+"""Records the lists of indices that a script takes from a batch sampler without a loader, and feeds those of all ranks.
+
+A ``BatchSampler`` that the script iterates over by itself is a loader whose batches are lists of indices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler
+
+if TYPE_CHECKING:
+    from apportion.script_check.recording.loaders import Loaders
+
+
+def install(loaders: Loaders) -> None:
+    """Watch torch's batch sampler where the script itself iterates over it."""
+    recorder = loaders.recorder
+    iterate = BatchSampler.__iter__
+
+    @wraps(iterate)
+    def watched(self: BatchSampler) -> Iterator[list[Any]]:
+        if not recorder.own(sys._getframe(1).f_code.co_filename) or not recorder.active:
+            return iterate(self)
+        return _fed(loaders, self, iterate) if recorder.feed is not None else _recorded(loaders, self, iterate(self))
+
+    BatchSampler.__iter__ = watched  # type: ignore[method-assign]
+
+
+def _begin(loaders: Loaders, sampler: BatchSampler, length: int) -> tuple[str, int]:
+    loaders.note_loader()
+    inner: Any = sampler.sampler
+    key = loaders.key(sampler)
+    number = sampler.__dict__["_apportion_iterations"]
+    sampler.__dict__["_apportion_iterations"] = number + 1
+    loaders.recorder.emit(
+        "iteration",
+        loader=key,
+        number=number,
+        length=length,
+        full=len(sampler),
+        batch_size=sampler.batch_size,
+        rows=None,
+        sampler=type(inner).__name__,
+        shuffles=bool(getattr(inner, "shuffle", False)),
+        replicas=getattr(inner, "num_replicas", None),
+    )
+    return key, number
+
+
+def _recorded(loaders: Loaders, sampler: BatchSampler, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    key, iteration = _begin(loaders, sampler, len(sampler))
+    for number, indices in enumerate(batches):
+        loaders.recorder.emit("batch", loader=key, iteration=iteration, number=number, indices=list(indices), rows=None)
+        yield indices
+    loaders.recorder.emit("exhausted", loader=key, iteration=iteration)
+
+
+def _fed(loaders: Loaders, sampler: BatchSampler, iterate: Any) -> Iterator[list[Any]]:
+    iterations = loaders.recorder.feed.iterations.get(loaders.key(sampler), [])
+    number = sampler.__dict__["_apportion_iterations"]
+    if number >= len(iterations):
+        return _recorded(loaders, sampler, iterate(sampler))
+    rows = iterations[number].indices
+    if iterations[number].evaluation:
+        read = rows[0] or []
+        rows = [read[start : start + sampler.batch_size] for start in range(0, len(read), sampler.batch_size)]
+    return _recorded(loaders, sampler, iter([list(indices) for indices in rows if indices is not None]))
