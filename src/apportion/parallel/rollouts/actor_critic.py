@@ -81,7 +81,7 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     def make() -> Unrolled:
         return Unrolled(model(), state=state, observations=numbers, rewards=normalise_rewards, parts=parts)
 
-    def rollouts() -> Rollouts:
+    def rollouts() -> Any:
         sizes = {"actors": actors, "environments": environments, "steps": steps}
         return Rollouts(environment, **sizes, gamma=gamma if normalise_rewards else 0.0, state=state)
 
