@@ -9,12 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from apportion.script_check.recording.batches import recorded
-
-if TYPE_CHECKING:
-    from apportion.script_check.recording.loaders import Loaders
+from apportion.script_check.recording.known_loaders import Loaders
 
 _MODULE, _CLASS = "accelerate.data_loader", "DataLoaderDispatcher"
 

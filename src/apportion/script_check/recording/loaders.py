@@ -13,66 +13,16 @@ from functools import wraps
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
 from apportion.script_check.recording import dispatching, samplers
 from apportion.script_check.recording.batches import LARGEST_BATCH, recorded, restored, size
 from apportion.script_check.recording.constants import Constants
+from apportion.script_check.recording.known_loaders import Loaders, length_of
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
-
-
-class Loaders:
-    """The loaders of this rank, in the order in which the script makes them."""
-
-    def __init__(self, recorder: Recorder, constants: Constants) -> None:
-        self.recorder, self._constants = recorder, constants
-        self._made = dict[str, int]()
-
-    def key(self, loader: Any) -> str:
-        """Returns by what name a loader, or a sampler that is used as one, is known."""
-        known = loader.__dict__.get("_apportion_key")
-        if known is None:
-            site = self.recorder.site()
-            self._made[site] = number = self._made.get(site, 0) + 1
-            known = site if number == 1 else f"{site} ({number})"
-            loader.__dict__["_apportion_key"] = known
-            loader.__dict__["_apportion_iterations"] = 0
-        return str(known)
-
-    def note_loader(self) -> None:
-        """The script reads from a loader: what it computes with needs no other record."""
-        self._constants.has_loader = True
-
-    def begin(self, loader: DataLoader[Any], length: int | None, full: int | None) -> tuple[str, int]:
-        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0."""
-        self.note_loader()
-        key = self.key(loader)
-        number = loader.__dict__["_apportion_iterations"]
-        loader.__dict__["_apportion_iterations"] = number + 1
-        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        self.recorder.emit(
-            "iteration",
-            loader=key,
-            number=number,
-            length=length,
-            full=full,
-            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            rows=_size(loader.dataset),
-            sampler=type(sampler).__name__,
-            shuffles=bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))),
-            replicas=getattr(sampler, "num_replicas", None),
-        )
-        return key, number
-
-
-def _size(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):  # such as the sampler of an iterable data set
-        return None
 
 
 class _Shortened:
@@ -120,7 +70,7 @@ def _shorten(most: int) -> None:
 
     def shortened(self: DataLoader[Any]) -> Any:
         sampler = sampler_of(self)
-        sized = self.batch_sampler is not None and _size(sampler) is not None
+        sized = self.batch_sampler is not None and length_of(sampler) is not None
         return _Shortened(sampler, most) if most and sized else sampler
 
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
@@ -144,7 +94,7 @@ def _record(loaders: Loaders) -> None:
             self._apportion_place = ("", 0)
             return
         sampler = loader._index_sampler
-        length = _size(sampler)
+        length = length_of(sampler)
         full = len(sampler._sampler) if isinstance(sampler, _Shortened) else length
         self._apportion_place = loaders.begin(loader, length, full)
         self._apportion_batch = 0
@@ -175,20 +125,26 @@ def _record(loaders: Loaders) -> None:
             recorder.emit("exhausted", loader=loader, iteration=iteration)
             raise
         indices = self._apportion_indices.popleft() if self._apportion_indices else None
-        mapped = self._dataset_kind == torch_loader._DatasetKind.Map
         batch = widened(batch) if recorder.plan["float64"] else batch
-        recorder.emit(
-            "batch",
-            loader=loader,
-            iteration=iteration,
-            number=self._apportion_batch,
-            indices=(list(indices) if isinstance(indices, list | tuple) else [indices]) if mapped else None,
-            rows=None if mapped and size(batch) > LARGEST_BATCH else recorded(batch),
-        )
+        _emit(recorder, self, indices, batch)
         self._apportion_batch += 1
         return batch
 
     base.__init__, base._reset, base._next_index, base.__next__ = begun, again, drawn, handed
+
+
+def _emit(recorder: Recorder, iterator: Any, indices: Any, batch: Any) -> None:
+    """Records one batch: large ones by their indices alone."""
+    loader, iteration = iterator._apportion_place
+    mapped = iterator._dataset_kind == torch_loader._DatasetKind.Map
+    recorder.emit(
+        "batch",
+        loader=loader,
+        iteration=iteration,
+        number=iterator._apportion_batch,
+        indices=(list(indices) if isinstance(indices, list | tuple) else [indices]) if mapped else None,
+        rows=None if mapped and size(batch) > LARGEST_BATCH else recorded(batch),
+    )
 
 
 def _feed(loaders: Loaders) -> None:

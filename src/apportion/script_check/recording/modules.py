@@ -60,7 +60,7 @@ class Networks:
         self.sampled = False
         """Whether the networks are so large that samples of their tensors are recorded."""
         self.evaluating = dict[str, tuple[str, ...]]()
-        """By network, the modules that were in evaluation mode at its last forward with gradients."""
+        """The modules of each network that were in evaluation mode at its last forward with gradients."""
         self.trained = set[str]()
         """The labels of the networks that were called with gradients."""
         self.forwards = 0

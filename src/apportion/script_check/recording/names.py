@@ -47,8 +47,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module inside of wrappers such as DistributedDataParallel and a compiled module."""
     for _ in range(_DEEPEST):
         for attribute in _WRAPPERS[:2]:
-            inner = module._modules.get(attribute)
-            if inner is not None and len(module._modules) == 1:
+            inner = dict(module.named_children()).get(attribute)
+            if inner is not None and len(dict(module.named_children())) == 1:
                 module = inner
                 break
         else:

@@ -23,7 +23,7 @@ from apportion.script_check.recording.recorder import Finished, Recorder
 from apportion.script_check.recording.tensors import digest, placements, values
 
 
-class Steps:
+class OptimizerSteps:
     """The optimizer steps of this rank."""
 
     def __init__(self, recorder: Recorder, networks: Networks, replay: Replay | None) -> None:
@@ -171,9 +171,9 @@ def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str,
     }
 
 
-def install(recorder: Recorder, networks: Networks, replay: Replay | None) -> Steps:
+def install(recorder: Recorder, networks: Networks, replay: Replay | None) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = Steps(recorder, networks, replay)
+    steps = OptimizerSteps(recorder, networks, replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from apportion.script_check.recording.modules import Networks
-from apportion.script_check.recording.optimizers import Steps
+from apportion.script_check.recording.optimizers import OptimizerSteps
 from apportion.script_check.recording.recorder import Recorder
 
 _CHANGES = {"__isub__", "__iadd__", "__imul__", "sub_", "add_", "mul_", "copy_", "addcdiv_", "addcmul_", "lerp_"}
 
 
 class _Plain:
-    """What ``Steps`` asks of an optimizer, for an object of another class. ``kind``: the name of that."""
+    """What ``OptimizerSteps`` asks of an optimizer, for an object of another class. ``kind``: the name of that."""
 
     def __init__(self, kind: str, parameters: list[Tensor], of: Any) -> None:
         self.kind, self.of = kind, of
@@ -38,7 +38,7 @@ class _Plain:
 class PlainOptimizers:
     """The optimizers of other classes on this rank, and the updates without one."""
 
-    def __init__(self, recorder: Recorder, networks: Networks, steps: Steps) -> None:
+    def __init__(self, recorder: Recorder, networks: Networks, steps: OptimizerSteps) -> None:
         self._recorder, self._networks, self._steps = recorder, networks, steps
         self._known = dict[int, _Plain]()
         self._wrappers = list[Any]()
@@ -140,7 +140,7 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _tensors(held, depth + 1)
 
 
-def install(recorder: Recorder, networks: Networks, steps: Steps) -> PlainOptimizers:
+def install(recorder: Recorder, networks: Networks, steps: OptimizerSteps) -> PlainOptimizers:
     """Watch the classes that the script defines, and ``backward``."""
     plain = PlainOptimizers(recorder, networks, steps)
     build = builtins.__build_class__

@@ -26,7 +26,7 @@ class Recorder:
         self.step = 0
         """The number of optimizer steps completed."""
         self.feed: Any = plan.get("feed")
-        """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
+        """What the pass is fed with (see ``feed.py``); None where it reads what the script reads."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()

@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
-if TYPE_CHECKING:
-    from apportion.script_check.recording.loaders import Loaders
+from apportion.script_check.recording.known_loaders import Loaders
 
 
 def install(loaders: Loaders) -> None:
