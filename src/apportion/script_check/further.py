@@ -8,21 +8,22 @@ from dataclasses import replace
 from apportion.script_check.comparison import gathers, numbers, with_union
 from apportion.script_check.comparison.causes import statistics
 from apportion.script_check.comparison.numbers import Further
-from apportion.script_check.feed import Feed
 from apportion.script_check.passes import Conditions, run_pass
 from apportion.script_check.record import RankRecord
+from apportion.script_check.references import Reference
 from apportion.script_check.script import Script
 
 
 def further_passes(
-    script: Script, ranks: Sequence[RankRecord], union: RankRecord, conditions: Conditions, feed: Feed
+    script: Script, ranks: Sequence[RankRecord], reference: Reference, conditions: Conditions
 ) -> Further:
     """Run the passes that what was recorded so far asks for; returns their records."""
-    found = Further()
+    union, feed, bounds = reference.passed.records[0], reference.feed, reference.bounds
+    found = Further(bounds=bounds)
     if gathers.suspected(union):
         joined = run_pass("joined", script, 1, replace(conditions, join_gathers=True), feed)
         found = replace(found, joined=joined.records[0])
-    if with_union.wants_split(ranks, union):
+    if with_union.wants_split(ranks, union, bounds):
         split = run_pass("split", script, 1, replace(conditions, split_rows=True), feed).records[0]
         found = replace(found, split=split)
         names = statistics.modules(split)
