@@ -35,7 +35,6 @@ THOROUGH = [
     "loaders.py pad",
     "loaders.py prefetch",
     "loaders.py stream --workers 2",
-    "modules.py bn",
     "modules.py ckpt",
     "modules.py compile",
     "modules.py complex",
