@@ -12,8 +12,9 @@ from apportion.script_check import failures
 from apportion.script_check.comparison import ranks_agree, with_union
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, same_rows
 from apportion.script_check.findings import Answer, Finding, answer
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.references import Reference, reference, replayed
+from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.rows import Unjoinable
 from apportion.script_check.script import Script
 
@@ -67,7 +68,7 @@ def check_script(
 def _spread(script: Script, ranks: int, conditions: Conditions) -> _Spread:
     """Runs the script on the ranks: as it is, then with the CPU for the GPUs that it asks for, then in its own
     precision where float64 may be what it does not accept."""
-    passed = run_pass("ranks", script, ranks, conditions)
+    passed = run_until_port_is_free("ranks", script, ranks, conditions)
     about = list[str]()
     for _ in range(2):
         failed = next((r for r in passed.failed if r.outcome is not None), None)
@@ -87,7 +88,7 @@ def _spread(script: Script, ranks: int, conditions: Conditions) -> _Spread:
             )
         else:
             break
-        passed = run_pass(f"ranks{len(about)}", script, ranks, conditions)
+        passed = run_until_port_is_free(f"ranks{len(about)}", script, ranks, conditions)
     return _Spread(passed, conditions, tuple(about))
 
 

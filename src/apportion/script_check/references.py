@@ -10,8 +10,9 @@ import numpy as np
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.tensors import Bounds, initial
 from apportion.script_check.feed import Feed, reordered
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 from apportion.script_check.union import replay_feed, union_feed
 
@@ -32,7 +33,7 @@ def reference(spread: Passed, script: Script, conditions: Conditions) -> Referen
     found, feed = _in_form(spread, script, conditions)
     if conditions.float64 or found.passed.failed:
         return found
-    other = run_pass("union-reordered", script, 1, conditions, reordered(feed))
+    other = run_until_port_is_free("union-reordered", script, 1, conditions, reordered(feed))
     bounds = measured_bounds(found.passed.records[0], other.records[0])
     sentence = f"Rounding was measured by the rows of each batch in another order: {len(bounds)} steps can be compared."
     return replace(found, bounds=bounds, about=(*found.about, sentence))
@@ -49,20 +50,20 @@ def _in_form(spread: Passed, script: Script, conditions: Conditions) -> tuple[Re
     weights = True
     if not _begin_alike(ranks):
         feed = union_feed(ranks, weights=False)
-        alone = run_pass("union-unfed", script, 1, conditions, feed)
+        alone = run_until_port_is_free("union-unfed", script, 1, conditions, feed)
         if not alone.failed and _holds_all(ranks, alone.records[0]):
             if not _accumulates(ranks, alone.records[0]):
                 return Reference(alone), feed
             weights = False
     feed = union_feed(ranks, weights=weights)
-    union = run_pass("union", script, 1, conditions, feed)
+    union = run_until_port_is_free("union", script, 1, conditions, feed)
     if ranks[0].of("batch") and _accumulates(ranks, union.records[0]):
         sentence = (
             f"As one process the script accumulates over {len(ranks)} times as many batches for a step, so it read "
             f"those of the ranks one after another."
         )
         feed = union_feed(ranks, weights=weights, interleaved=True)
-        return Reference(run_pass("union-interleaved", script, 1, conditions, feed), (sentence,)), feed
+        return Reference(run_until_port_is_free("union-interleaved", script, 1, conditions, feed), (sentence,)), feed
     return Reference(union), feed
 
 
@@ -79,7 +80,7 @@ def replayed(spread: Passed, union: Passed, script: Script, conditions: Conditio
     feed = replay_feed(ranks, accumulated=_brought(one) != count)
     if feed is None:
         return None
-    passed = run_pass("union-replayed", script, 1, conditions, feed)
+    passed = run_until_port_is_free("union-replayed", script, 1, conditions, feed)
     if passed.failed or not passed.records[0].steps:
         return None
     return Reference(
