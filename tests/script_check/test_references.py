@@ -10,7 +10,9 @@ from apportion.script_check.comparison.coverage import coverage, gradients_alike
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.feed import FedIteration, Feed, reordered
+from apportion.script_check.passes import Passed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.retried import port_was_taken
 from apportion.script_check.rows import Rows, Structure, joined, turned
 from apportion.script_check.union import replay_feed, union_feed
 
@@ -114,3 +116,11 @@ def test_objects_of_the_script_are_joined_by_their_parts() -> None:
     whole = joined([first, second])
     assert whole.parts["x"].values.tolist() == [1, 2, 3]
     assert whole.parts["y"] == ["a", "b", "c"]
+
+
+def test_a_pass_whose_port_was_taken_is_seen() -> None:
+    def ended(message: str) -> Passed:
+        return Passed([record(0, {"kind": "end", "how": "raised", "message": message})], [""], (), 1.0)
+
+    assert port_was_taken(ended("The server socket has failed to listen on any local network address. EADDRINUSE"))
+    assert not port_was_taken(ended("a row is missing"))

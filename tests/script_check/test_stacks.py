@@ -35,7 +35,6 @@ THOROUGH = [
     "loaders.py pad",
     "loaders.py prefetch",
     "loaders.py stream --workers 2",
-    "modules.py bn",
     "modules.py ckpt",
     "modules.py compile",
     "modules.py complex",
@@ -58,6 +57,7 @@ THOROUGH = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("call", [*FAST, *(pytest.param(call, marks=pytest.mark.thorough) for call in THOROUGH)])
 def test_a_healthy_script_is_the_same_network(call: str) -> None:
     if call.startswith("accelerate"):
@@ -70,6 +70,7 @@ def test_a_healthy_script_is_the_same_network(call: str) -> None:
     assert found.about or not target.startswith("cuda"), "a CPU in place of a GPU is mentioned"
 
 
+@pytest.mark.processes
 @pytest.mark.thorough
 def test_a_script_that_starts_other_ranks_gets_their_number() -> None:
     found = check_script(Script(str(SCRIPTS / "spawned_ranks.py")), ranks=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apportion.script_check.comparison import beside, numbers, ranks_agree, schedules
@@ -21,9 +21,11 @@ from apportion.script_check.failures import unusable
 from apportion.script_check.findings import Answer, Finding, answer
 from apportion.script_check.further import further_passes
 from apportion.script_check.hangs import report
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.references import Reference, on_same_rows, reference, replayed
+from apportion.script_check.retried import run_until_port_is_free
+from apportion.script_check.rows import Unjoinable
 from apportion.script_check.script import Script
 from apportion.script_check.spread import Spread, spread_over
 from apportion.script_check.union import union_feed
@@ -33,6 +35,7 @@ EPOCH_BATCHES = 8
 STEPS = 24
 """The most steps of an optimizer: they reach into the third epoch of a shortened loader, of at most 11 batches."""
 _UNCOMPILED = "What the script compiles ran uncompiled, in float64."
+_UNREADABLE = "they have no indices to read them again by"
 _OWN_ROWS = (
     "the script chooses its rows without a DataLoader, and as one process it chooses others than the ranks: have it "
     "read them through a loader or a batch sampler of torch, or divide the batch of all ranks by their number"
@@ -58,7 +61,11 @@ def check_script(
             return replace(hanging, about=spread.about)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return Answer("could not run", reason=reason, about=spread.about)
-        found = _compare(_passes(spread, script))
+        try:
+            passes = _passes(spread, script)
+        except Unjoinable as error:
+            passes = _Passes(spread, None, unlike=f"there is no union of the rows, as {error}, and {_UNREADABLE}")
+        found = _compare(passes)
         if any(finding.name == "schedule" for finding in found.findings) and beside.shortened(spread.passed.records):
             found = replace(found, findings=_schedules(found.findings, script, ranks, spread.conditions))
         return answer(found.findings, accept, undecided=found.reason, compared=found.compared, about=found.about)
@@ -80,12 +87,18 @@ def _hanging(passed: Passed, script: Script) -> Answer | None:
 @dataclass(frozen=True)
 class _Passes:
     """The passes over a script: its ranks, the script as one process, and those of one process that are made where they
-    can change the answer. ``unlike``: whether one process computes with other rows than the ranks."""
+    can change the answer. ``unlike``: why one process is not one to compare the ranks with; empty where it is."""
 
     spread: Spread
-    reference: Reference
-    further: Further
-    unlike: bool = False
+    reference: Reference | None
+    further: Further = field(default_factory=Further)
+    unlike: str = ""
+
+    @property
+    def union(self) -> RankRecord | None:
+        """The record of the script as one process; None where there is none."""
+        usable = self.reference is not None and unusable(self.reference.passed, 1) is None
+        return self.reference.passed.records[0] if self.reference is not None and usable else None
 
     @property
     def about(self) -> list[str]:
@@ -94,41 +107,37 @@ class _Passes:
         compiled = [_UNCOMPILED] if any(record.of("compiled") for record in ranks) else []
         sandbox = [self.spread.passed.sandbox] if self.spread.passed.sandbox else []
         own = [*self.spread.about, *compiled, *sandbox, *beside.shortened(ranks)]
-        return [*own, *self.reference.about, *self.further.about]
+        return [*own, *(self.reference.about if self.reference is not None else ()), *self.further.about]
 
 
 def _passes(spread: Spread, script: Script) -> _Passes:
     """Runs the script as one process, and what else can change the answer."""
     ranks, conditions = spread.passed.records, spread.conditions
     found = reference(spread.passed, script, conditions)
-    if unusable(found.passed, 1) is not None:
-        return _Passes(spread, found, Further())
+    if (reason := unusable(found.passed, 1)) is not None:
+        unlike = f"there is no reference, as the script does not run as one process: {reason}"
+        return _Passes(spread, found, unlike=unlike)
     if not on_same_rows(ranks, found):
         other = replayed(spread.passed, found.passed, script, conditions)
         if other is None:
-            return _Passes(spread, found, Further(), unlike=True)
+            return _Passes(spread, found, unlike=_OWN_ROWS)
         parted, _ = parting(ranks, other.passed.records[0])
         if parted is not None and gradients_alike(ranks, parted.step):
             # the mean over ranks that are weighted unequally on purpose, such as by their tokens, differs as well
-            return _Passes(spread, other, Further(), unlike=True)
+            return _Passes(spread, other, unlike=_OWN_ROWS)
         found = other
     return _Passes(spread, found, further_passes(script, ranks, found, conditions))
 
 
 def _compare(passes: _Passes) -> Answer:
     """Returns what was found, without a verdict."""
-    spread, bounds = passes.spread.passed.records, passes.reference.bounds
+    spread, union, undecided = passes.spread.passed.records, passes.union, passes.unlike
     findings: list[Finding] = [*report.findings(spread), *ranks_agree.findings(spread)]
-    reason = unusable(passes.reference.passed, 1)
-    union = None if reason is not None else passes.reference.passed.records[0]
-    compared = {**extent(spread, union), "loaders": row_table(spread)}
-    if union is None:
-        undecided = f"there is no reference, as the script does not run as one process: {reason}"
-        findings += numbers.findings(spread, None)
-    elif passes.unlike:
-        undecided = _OWN_ROWS
+    compared = {**extent(spread, None if undecided else union), "loaders": row_table(spread)}
+    if union is None or undecided:
         findings += numbers.findings(spread, None)
     else:
+        bounds = passes.further.bounds
         undecided = _undecided(spread, union, bounds)
         findings += numbers.findings(spread, union, passes.further)
         differs = any(finding.severity == "difference" for finding in findings)
@@ -154,8 +163,8 @@ def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditio
     """Compares the schedules again with whole epochs, as a schedule may be computed from the length of a loader that
     was shortened on the ranks and not in one process."""
     whole = replace(conditions, epoch_batches=0)
-    spread = run_pass("whole-ranks", script, ranks, whole)
-    union = run_pass("whole-union", script, 1, whole, union_feed(spread.records))
+    spread = run_until_port_is_free("whole-ranks", script, ranks, whole)
+    union = run_until_port_is_free("whole-union", script, 1, whole, union_feed(spread.records))
     others = tuple(finding for finding in findings if finding.name not in ("schedule", "scaled_rate"))
     if unusable(spread, ranks) is not None or unusable(union, 1) is not None:
         return tuple(findings)

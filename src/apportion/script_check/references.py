@@ -12,8 +12,9 @@ from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds, initial, step_of
 from apportion.script_check.feed import Feed, reordered
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 from apportion.script_check.union import draws_to_join, replay_feed, union_feed
 
@@ -37,7 +38,7 @@ def reference(spread: Passed, script: Script, conditions: Conditions) -> Referen
     found = _in_form(spread, script, conditions)
     if conditions.float64 or found.passed.failed:
         return found
-    other = run_pass("union-reordered", script, 1, conditions, reordered(found.feed))
+    other = run_until_port_is_free("union-reordered", script, 1, conditions, reordered(found.feed))
     bounds = measured_bounds(found.passed.records[0], other.records[0])
     sentence = f"Rounding was measured by the rows of each batch in another order: {len(bounds)} steps can be compared."
     return replace(found, bounds=bounds, about=(*found.about, sentence))
@@ -54,23 +55,23 @@ def _in_form(spread: Passed, script: Script, conditions: Conditions) -> Referenc
     weights = True
     if not _begin_alike(ranks):
         feed = union_feed(ranks, weights=False)
-        alone = run_pass("union-unfed", script, 1, conditions, feed)
+        alone = run_until_port_is_free("union-unfed", script, 1, conditions, feed)
         if not alone.failed and _holds_all(ranks, alone.records[0]):
             if not _accumulates(ranks, alone.records[0]):
                 return Reference(alone, feed)
             weights = False
     feed = union_feed(ranks, weights=weights)
-    union = run_pass("union", script, 1, conditions, feed)
+    union = run_until_port_is_free("union", script, 1, conditions, feed)
     if union.records and draws_to_join(ranks, union.records[0]):
         feed = union_feed(ranks, weights=weights, join_draws=True)
-        return Reference(run_pass("union-draws", script, 1, conditions, feed), feed)
+        return Reference(run_until_port_is_free("union-draws", script, 1, conditions, feed), feed)
     if ranks[0].of("batch") and _accumulates(ranks, union.records[0]):
         sentence = (
             f"As one process the script accumulates over {len(ranks)} times as many batches for a step, so it read "
             f"those of the ranks one after another."
         )
         feed = union_feed(ranks, weights=weights, interleaved=True)
-        return Reference(run_pass("union-interleaved", script, 1, conditions, feed), feed, (sentence,))
+        return Reference(run_until_port_is_free("union-interleaved", script, 1, conditions, feed), feed, (sentence,))
     return Reference(union, feed)
 
 
@@ -95,7 +96,7 @@ def replayed(spread: Passed, union: Passed, script: Script, conditions: Conditio
     feed = replay_feed(ranks, accumulated=_brought(one) != count)
     if feed is None:
         return None
-    passed = run_pass("union-replayed", script, 1, conditions, feed)
+    passed = run_until_port_is_free("union-replayed", script, 1, conditions, feed)
     if passed.failed or not passed.records[0].steps:
         return None
     sentence = (

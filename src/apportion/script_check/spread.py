@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from apportion.script_check import failures
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, Passed
+from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 
 
@@ -21,7 +22,7 @@ class Spread:
 def spread_over(script: Script, ranks: int, conditions: Conditions) -> Spread:
     """Run the script on the ranks: as it is, then with the CPU for the GPUs that it asks for, then in its own precision
     where float64 may be what it does not accept."""
-    passed = run_pass("ranks", script, ranks, conditions)
+    passed = run_until_port_is_free("ranks", script, ranks, conditions)
     about = list[str]()
     for _ in range(2):
         failed = next((r for r in passed.failed if r.outcome is not None), None)
@@ -41,5 +42,5 @@ def spread_over(script: Script, ranks: int, conditions: Conditions) -> Spread:
             )
         else:
             break
-        passed = run_pass(f"ranks{len(about)}", script, ranks, conditions)
+        passed = run_until_port_is_free(f"ranks{len(about)}", script, ranks, conditions)
     return Spread(passed, conditions, tuple(about))

@@ -34,8 +34,6 @@ class Net(nn.Module):
             s.z = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
         if kind == "sparse":
             s.e = nn.Embedding(10, 8, sparse=True)
-        if kind == "bn":
-            s.bn = nn.SyncBatchNorm(8)
         if kind == "rnn":
             s.r = nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True)
         if kind == "half":

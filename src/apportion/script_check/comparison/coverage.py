@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.tensors import difference, scale_of, step_of
 from apportion.script_check.record import RankRecord
+
+ROW_DIGITS = 6
+"""The digits after the point by which rows are compared: an input that was computed is the same but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +59,13 @@ def coverage(ranks: Sequence[RankRecord], union: RankRecord) -> Coverage:
 def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:
     """Whether the networks of one process were called, up to a number of steps, with the rows of all ranks.
 
-    Steps before which the ranks read from a loader count as such, as one process is fed with what they have read; so do
-    networks of which no input has rows that can be told.
+    A script that reads from a loader has them, as one process is fed with what the ranks have read; so has one of which
+    no rows were recorded.
     """
     if any(event["step"] < steps for record in ranks for event in record.of("batch")):
         return True
-    if not any(record.of("forward") for record in ranks):
-        return len(union.steps) <= max(len(record.steps) for record in ranks)
     for step in range(steps):
-        wanted, found = set[str](), set[str]()
+        wanted, found = set[Any](), set[Any]()
         for record in ranks:
             wanted |= _rows(record, step)
         found = _rows(union, step)
@@ -81,5 +85,16 @@ def gradients_alike(ranks: Sequence[RankRecord], number: int) -> bool:
     )
 
 
-def _rows(record: RankRecord, step: int) -> set[str]:
-    return {row for event in record.of("forward") if event["step"] == step and event["rows"] for row in event["rows"]}
+def _rows(record: RankRecord, step: int) -> set[Any]:
+    """The rows of a step: those of the networks' inputs, or where these have none, of all that was brought into it."""
+    calls = [e["rows"] for e in record.of("forward") if e["step"] == step and e["rows"]]
+    if calls:
+        return {row for rows in calls for row in rows}
+    brought = [e["values"] or () for e in record.of("constant") if e["step"] == step]
+    return {
+        row.tobytes()
+        for values in brought
+        for each in values
+        if each.values.ndim
+        for row in (np.round(each.values, ROW_DIGITS) + 0 if each.values.dtype.kind in "fc" else each.values)
+    }

@@ -9,9 +9,10 @@ from apportion.script_check.record import RankRecord
 
 FACTOR = 8.0
 """How far a difference exceeds the measured noise where it is none of it."""
-LEAST = 1e-5
-"""The relative rounding of float32, which no measurement of a single order goes below."""
-MOST = 0.05
+LEAST = {"float64": 1e-9, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""The relative rounding of gradients in each element type, below which no measurement of a single order goes: one
+process rounds a sum over all rows once, and each rank the sum over its own."""
+MOST = 0.1
 """The noise from which on a step is not compared: it hides what a mistake changes."""
 
 
@@ -19,11 +20,12 @@ def measured_bounds(union: RankRecord, reordered: RankRecord) -> dict[tuple[int,
     """Returns the bounds of the steps that can be compared, by optimizer and number, from two runs of one process that
     differ by the order of the rows in each batch."""
     found = dict[tuple[int, int], Bounds]()
+    least = max((LEAST.get(event["type"], 0.0) for event in union.of("precision")), default=LEAST["float32"])
     for optimizer, number in places(union):
         first, second = step_of(union, optimizer, number), step_of(reordered, optimizer, number)
         if first is None or second is None:
             break
-        relative, floor = LEAST, LEAST
+        relative, floor = least, least
         for what in ("gradients", "weights"):
             scale = scale_of(first[what]) or 1.0
             for name, array in first[what].items():
@@ -31,7 +33,7 @@ def measured_bounds(union: RankRecord, reordered: RankRecord) -> dict[tuple[int,
                 if array is not None and other is not None:
                     distance, norm = _distance(array, other)
                     floor = max(floor, FACTOR * distance / scale)
-                    relative = max(relative, FACTOR * distance / norm if distance > LEAST * scale else 0.0)
+                    relative = max(relative, FACTOR * distance / norm if distance > least * scale else 0.0)
         if max(relative, floor) > MOST:
             break
         found[optimizer, number] = Bounds(relative, floor)

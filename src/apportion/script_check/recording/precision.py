@@ -36,6 +36,8 @@ def install(recorder: Recorder) -> None:
         _convert_entries()
         _leave_policies_out()
         _leave_compiler_out(recorder)
+    else:
+        _note_precision(recorder)
 
 
 def widened(tree: Any) -> Any:
@@ -151,6 +153,32 @@ def _leave_policies_out() -> None:
     MixedPrecisionPolicy.__init__ = no_policy  # type: ignore[method-assign]
     for wrapper in (FullyShardedDataParallel, DistributedDataParallel):
         wrapper.__init__ = _without_policy(wrapper)  # type: ignore[method-assign]
+
+
+def _note_precision(recorder: Recorder) -> None:
+    """Records the element types of parameters and of autocast, each once."""
+    seen = set[torch.dtype]()
+    register, begin = nn.Module.register_parameter, torch.autocast.__init__
+
+    def note(dtype: torch.dtype) -> None:
+        if dtype not in seen and dtype.is_floating_point:
+            seen.add(dtype)
+            recorder.emit("precision", type=str(dtype).removeprefix("torch."))
+
+    @wraps(register)
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            note(param.dtype)
+
+    @wraps(begin)
+    def begun(self: torch.autocast, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if self._enabled:
+            note(self.fast_dtype)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    torch.autocast.__init__ = begun  # type: ignore[method-assign]
 
 
 def _leave_compiler_out(recorder: Recorder) -> None:
