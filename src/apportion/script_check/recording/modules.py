@@ -181,10 +181,10 @@ class Networks:
         not fit into the memory that the plan allows."""
         elements = sum(_local(p).numel() for root in self.roots() for _, p in root.parameters())
         needed = elements * 8 * _COPIES * int(self._recorder.plan["ranks"])
-        if self._recorder.plan["float64"] and needed > int(self._recorder.plan["memory"]):
+        memory = int(self._recorder.plan["memory"])
+        if self._recorder.plan["float64"] and memory and needed > memory:
             raise TooLargeForFloat64(
-                f"{elements} parameters need about {needed / 2**30:.1f} GiB, of "
-                f"{self._recorder.plan['memory'] / 2**30:.1f} GiB"
+                f"{elements} parameters need about {needed / 2**30:.1f} GiB, of {memory / 2**30:.1f} GiB"
             )
 
     def _is_known(self, root: Root) -> bool:
