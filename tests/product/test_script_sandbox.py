@@ -42,12 +42,12 @@ OF_PROGRAMS = ("shell elsewhere", "compiled code elsewhere")
 OF_PROGRAMS_LEAVE = ("elsewhere/shell.txt", "elsewhere/compiled.txt")
 WAITS = """
 import subprocess, sys
-command = [sys.executable, "-c", "input()", *sys.argv[1:]]
-child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+command = [sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()", *sys.argv[1:]]
+child = subprocess.Popen(command, start_new_session=True)
 print("waits", flush=True)
 child.wait()
 """
-"""A script that waits for ever for a process in a session of its own; both have its arguments."""
+"""A script that waits a minute for a process in a session of its own; both have its arguments."""
 DRIVER = """
 import os, sys, time
 from pathlib import Path
