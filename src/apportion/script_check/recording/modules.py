@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
 from apportion.script_check.recording.names import Root, root_of
 from apportion.script_check.recording.recorder import Recorder
@@ -49,6 +50,8 @@ class Networks:
         if self._depth > 1 or not self._recorder.active:
             return
         known = self._outermost.get(id(module))
+        if any(map(is_lazy, module.parameters())):
+            return  # it has no weights before its first forward
         if known is None or known() is not module:
             self._meet(module)
             self._outermost[id(module)] = weakref.ref(module)
