@@ -40,7 +40,7 @@ class Networks:
         self.sampled = False
         """Whether the networks are so large that samples of their tensors are recorded."""
         self.evaluating = dict[str, tuple[str, ...]]()
-        """By network, the modules that were in evaluation mode at its last forward with gradients."""
+        """The modules of each network that were in evaluation mode at its last forward with gradients."""
         self.forwards = 0
         """The number of forwards with gradients of outermost modules."""
 
