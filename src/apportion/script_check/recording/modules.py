@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from apportion.script_check.recording.computed import Computed
 from apportion.script_check.recording.names import Root, root_of
@@ -43,7 +44,7 @@ class Networks:
         self.sampled = False
         """Whether the networks are so large that samples of their tensors are recorded."""
         self.evaluating = dict[str, tuple[str, ...]]()
-        """By network, the modules that were in evaluation mode at its last forward with gradients."""
+        """The modules of each network that were in evaluation mode at its last forward with gradients."""
         self.forwards = 0
         """The number of forwards with gradients of outermost modules."""
 
@@ -53,6 +54,8 @@ class Networks:
         if self._depth > 1 or not self._recorder.active:
             return
         known = self._outermost.get(id(module))
+        if any(map(is_lazy, module.parameters())):
+            return  # it has no weights before its first forward
         if known is None or known() is not module:
             self._meet(module)
             self._outermost[id(module)] = weakref.ref(module)

@@ -26,7 +26,7 @@ from apportion.script_check.recording.tensors import digest, local_bytes, placem
 from apportion.script_check.recording.wrappers import Wrappers
 
 
-class Steps:
+class OptimizerSteps:
     """The optimizer steps of this rank."""
 
     def __init__(
@@ -181,9 +181,9 @@ def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dic
     }
 
 
-def install(recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers) -> Steps:
+def install(recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = Steps(recorder, networks, contributions, wrappers)
+    steps = OptimizerSteps(recorder, networks, contributions, wrappers)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

@@ -30,7 +30,7 @@ class Recorder:
         self.step = 0
         """The number of optimizer steps completed."""
         self.feed = plan.get("feed")
-        """In a pass that is fed with what the ranks of another have read: the path of that; None elsewhere."""
+        """What the ranks of another pass have read, in a pass that is fed with it; None elsewhere."""
         self.files = list[Any]()
         """Files that stay open for as long as the process runs."""
         self.draws = 0
@@ -38,7 +38,7 @@ class Recorder:
         self.drawing = ""
         """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
         self.parts: list[int] = []
-        """In a fed pass, how many rows of the last batch each rank has read."""
+        """The rows that each rank has read of the last batch, in a fed pass."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()

@@ -140,8 +140,8 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     if given.alike and not wanted.alike:
         counts = _counts(evidence, wanted)
         sentence = (
-            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their "
-            f"weights are {_per_rank(_relative(wanted))}{counts}."
+            "The ranks are weighted alike, though each rank's loss is a mean over a count of its own: in one process "
+            f"their weights are {_per_rank(_relative(wanted))}{counts}."
         )
         remedy = (
             "Divide each rank's summed loss by the count (rows, tokens) of all ranks, and multiply by the number of "
