@@ -41,7 +41,8 @@ class Rank:
         self._numbers[loader] = number + 1
         begun = {
             "length": 3, "full": 3, "batch_size": 2, "rows": 12, "subset": False, "sampler": "DistributedSampler",
-            "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader, "worker_seed": None,
+            "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader,
+            "worker_seed": None,
         }  # fmt: skip
         self.emit("iteration", loader=loader, number=number, **{**begun, **fields})
         return loader, number
@@ -90,4 +91,4 @@ class Rank:
 
     def figure(self, value: float, site: str = "train.py:25", reduced: bool = True) -> None:
         """Take a number out of a tensor."""
-        self.emit("figure", function="item", values=[value], reduced=reduced, gradients=False, site=site)
+        self.emit("figure", function="item", values=[value], reduced=reduced, direct=True, gradients=False, site=site)

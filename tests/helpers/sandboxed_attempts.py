@@ -67,6 +67,15 @@ def save(path: Path) -> None:
     assert torch.load(path)["weight"].sum() == 3
 
 
+def save_safely(path: Path) -> None:
+    try:
+        from safetensors.torch import load_file, save_file
+    except ImportError:  # it is not installed
+        return
+    save_file({"weight": torch.ones(3)}, path)
+    assert load_file(path)["weight"].sum() == 3
+
+
 def shared_memory() -> None:
     memory = SharedMemory(create=True, size=16)
     memory.close()
@@ -130,6 +139,7 @@ def forked(path: Path) -> None:
 ATTEMPTS: dict[str, Callable[[], object]] = {
     "checkpoint": lambda: save(HERE / "checkpoint.pt"),
     "checkpoint over a large one": lambda: save(HERE / "large.pt"),
+    "safetensors over a large one": lambda: save_safely(HERE / "large.safetensors"),
     "checkpoint by a relative path": lambda: save(Path("relative.pt")),
     "append to a log": lambda: append(HERE / "train.log"),
     "append to a large file": lambda: append(HERE / "large.log"),

@@ -1,415 +1,35 @@
-"""Texts of training scripts without a mistake: stacks x optimizers x accumulation x precision x schedules x networks x
-data x evaluations x 2 and 3 ranks, chosen so that each pair of values that can stand together does so in some script.
+"""Texts of training scripts without a mistake, of the cases that ``healthy_cases`` chooses.
 
-``cases(200)`` chooses, ``script(case)`` writes. ``test_healthy_scripts.py`` shows, without the check of scripts, that
-each trains the network which one process trains on the same rows, and then that the check finds nothing in it.
+``test_healthy_scripts.py`` shows, without the check of scripts, that each trains the network which one process trains
+on the same rows, and then that the check finds nothing in it.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections import Counter
-from dataclasses import astuple, dataclass
-from functools import lru_cache
 from textwrap import dedent, indent
 
-STACKS = ("ddp", "fsdp2", "tensor", "pipeline", "by hand", "accelerate", "trainer", "ddp in a class")
-LEVELS: dict[str, tuple[object, ...]] = {
-    "optimizer": ("sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop", "lbfgs"),
-    "accumulation": (1, 2),
-    "precision": ("float32", "bfloat16", "scaler"),
-    "schedule": ("none", "per epoch", "warm-up", "cosine", "one cycle"),
-    "network": ("mlp", "convolution", "lstm", "transformer", "embeddings"),
-    "data": ("map", "drop last", "tail", "processes", "iterable", "slices", "draws", "dictionaries", "padded"),
-    "evaluation": ("none", "sums", "rank 0", "every rank"),
-    "dropout": (False, True),
-    "clipping": (False, True),
-    "ranks": (2, 3),
-}
+from healthy_cases import SAME_ROWS, TOKENS, Case
+from healthy_parts import (
+    AVERAGE,
+    BATCHES,
+    CLIP,
+    CLIP_BY_TORCH,
+    DICTIONARIES,
+    EVALUATIONS,
+    IMPORTS,
+    NETWORKS,
+    OPTIMIZERS,
+    OWN_MASKS,
+    PIPELINE_NETWORKS,
+    ROWS,
+    SCHEDULES,
+    SENTENCES,
+    STREAM,
+    TENSOR_NETWORKS,
+    TENSOR_PLANS,
+    WRAPPED,
+)
 
-
-@dataclass(frozen=True)
-class Case:
-    """What one script is made of. ``data``: "slices" are each rank's part of one draw, "draws" each rank's own draws;
-    a "tail" is a last batch that is smaller, of the same size on each rank."""
-
-    stack: str
-    optimizer: str
-    accumulation: int
-    precision: str
-    schedule: str
-    network: str
-    data: str
-    evaluation: str
-    dropout: bool
-    clipping: bool
-    ranks: int
-    seed: int = 0
-
-    def __str__(self) -> str:
-        return "-".join(str(value).replace(" ", "_") for value in astuple(self))
-
-
-TOKENS = ("lstm", "transformer", "embeddings")
-SAME_ROWS = ("tensor", "pipeline")
-"""The stacks whose ranks read the same rows."""
-
-
-ONLY: dict[str, dict[str, tuple[object, ...]]] = {
-    "ddp in a class": {"optimizer": LEVELS["optimizer"][:-1]},
-    "fsdp2": {
-        "optimizer": LEVELS["optimizer"][:-1],
-        "precision": ("float32", "bfloat16"),
-        "evaluation": ("none", "sums", "every rank"),
-    },
-    "tensor": {
-        "optimizer": LEVELS["optimizer"][:-1],
-        "precision": ("float32", "bfloat16"),
-        "network": ("mlp", "transformer"),
-        "data": ("map", "drop last", "processes", "dictionaries"),
-        "evaluation": ("none", "every rank"),
-        "dropout": (False,),
-    },
-    "pipeline": {
-        "optimizer": LEVELS["optimizer"][:-1],
-        "accumulation": (1,),
-        "precision": ("float32",),
-        "network": ("mlp", "transformer", "convolution"),
-        "data": ("map", "drop last", "processes", "dictionaries"),
-        "evaluation": ("none",),
-        "dropout": (False,),
-        "clipping": (False,),
-    },
-    "accelerate": {
-        "optimizer": LEVELS["optimizer"][:-1],
-        "precision": ("float32", "bfloat16"),
-        "data": ("map", "drop last", "tail", "processes", "dictionaries", "padded"),
-        "evaluation": ("none", "sums"),
-    },
-    "trainer": {
-        "optimizer": ("sgd", "adam", "adamw", "adagrad", "rmsprop"),
-        "precision": ("float32", "bfloat16"),
-        "schedule": ("none", "warm-up", "cosine"),
-        "data": ("drop last", "tail", "processes", "dictionaries", "padded"),
-        "evaluation": ("none", "sums"),
-    },
-}
-"""The values that a stack is written with, where they are not all."""
-
-
-def allowed(case: Case) -> bool:
-    """Whether the values can stand together in one script without a mistake."""
-    plain = (case.accumulation, case.precision, case.schedule, case.dropout, case.clipping)
-    return (
-        (case.data != "padded" or case.network in TOKENS)
-        and (case.data != "tail" or case.accumulation == 1)  # a smaller micro-batch would weigh too much in its window
-        and (case.optimizer != "lbfgs" or plain == (1, "float32", "none", False, False))
-    )
-
-
-def pairs(case: Case) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    return set(itertools.combinations([(name, getattr(case, name)) for name in ("stack", *LEVELS)], 2))
-
-
-def drawn(stack: str, seed: int, rng: random.Random) -> Case:
-    """A case that is allowed."""
-    while True:
-        values = {name: rng.choice(ONLY.get(stack, {}).get(name, levels)) for name, levels in LEVELS.items()}
-        case = Case(stack=stack, seed=seed, **values)  # type: ignore[arg-type]
-        if allowed(case):
-            return case
-
-
-@lru_cache
-def cases(count: int, seed: int = 0) -> tuple[Case, ...]:
-    """``count`` cases, as many of each stack; each next one has the most new pairs of values among some that are drawn,
-    and the rarest values where no pair is new."""
-    rng = random.Random(seed)
-    chosen: list[Case] = []
-    seen: set[tuple[tuple[str, object], tuple[str, object]]] = set()
-    used: Counter[tuple[str, object]] = Counter()
-    while len(chosen) < count:
-        candidates = [drawn(STACKS[len(chosen) % len(STACKS)], len(chosen), rng) for _ in range(CANDIDATES)]
-        gains = [(len(pairs(case) - seen), -sum(used[n, getattr(case, n)] for n in LEVELS)) for case in candidates]
-        best = candidates[gains.index(max(gains))]
-        chosen.append(best)
-        seen |= pairs(best)
-        used.update((name, getattr(best, name)) for name in LEVELS)
-    return tuple(chosen)
-
-
-NETWORKS = {
-    "mlp": """
-        class Network(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layers = nn.Sequential(
-                    nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Dropout(DROPOUT), nn.Linear(24, 4)
-                )
-
-            def forward(self, x):
-                return self.layers(x)
-        """,
-    "convolution": """
-        class Network(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.features = nn.Sequential(
-                    nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(),
-                    nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.GroupNorm(3, 12), nn.SiLU(),
-                )
-                self.dropout = nn.Dropout(DROPOUT)
-                self.head = nn.Linear(12 * 16, 4)
-
-            def forward(self, x):
-                return self.head(self.dropout(self.features(x).flatten(1)))
-        """,
-    "lstm": """
-        class Network(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embedding = nn.Embedding(20, 12, padding_idx=0)
-                self.lstm = nn.LSTM(12, 16, batch_first=True)
-                self.dropout = nn.Dropout(DROPOUT)
-                self.head = nn.Linear(16, 4)
-
-            def forward(self, x):
-                last = (x != 0).sum(1) - 1
-                hidden, _ = self.lstm(self.embedding(x))
-                return self.head(self.dropout(hidden[torch.arange(len(x)), last]))
-        """,
-    "transformer": """
-        class Network(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embedding = nn.Embedding(20, 24, padding_idx=0)
-                layer = nn.TransformerEncoderLayer(24, 3, 48, DROPOUT, batch_first=True, norm_first=True)
-                self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-                self.head = nn.Linear(24, 4)
-
-            def forward(self, x):
-                padding = x == 0
-                hidden = self.encoder(self.embedding(x), src_key_padding_mask=padding)
-                hidden = hidden.masked_fill(padding.unsqueeze(-1), 0.0)
-                return self.head(hidden.sum(1) / (~padding).sum(1, keepdim=True))
-        """,
-    "embeddings": """
-        class Network(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.words = nn.Embedding(20, 16, padding_idx=0)
-                self.layers = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(DROPOUT), nn.Linear(24, 4))
-
-            def forward(self, x):
-                count = (x != 0).sum(1, keepdim=True)
-                return self.layers(self.words(x).sum(1) / count)
-        """,
-}
-TENSOR_NETWORKS = {
-    "mlp": NETWORKS["mlp"],
-    "transformer": """
-        class Attention(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.query, self.key, self.value = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24)
-                self.output = nn.Linear(24, 24)
-
-            def forward(self, x):
-                query, key, value = (
-                    layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-                )
-                attended = nn.functional.scaled_dot_product_attention(query, key, value)
-                return self.output(attended.transpose(1, 2).flatten(2))
-
-
-        class Block(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.norm1, self.norm2 = nn.LayerNorm(24), nn.LayerNorm(24)
-                self.attention = Attention()
-                self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
-
-            def forward(self, x):
-                x = x + self.attention(self.norm1(x))
-                return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-        class Network(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.embedding = nn.Embedding(20, 24)
-                self.blocks = nn.Sequential(Block(), Block())
-                self.head = nn.Linear(24, 4)
-
-            def forward(self, x):
-                return self.head(self.blocks(self.embedding(x)).mean(1))
-        """,
-}
-TENSOR_PLANS = {
-    "mlp": """
-        mesh = init_device_mesh("cpu", (world,))
-        parallelize_module(model, mesh, {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()})
-        """,
-    "transformer": """
-        mesh = init_device_mesh("cpu", (world,))
-        for block in model.blocks:
-            plan = {name: ColwiseParallel() for name in ("attention.query", "attention.key", "attention.value", "up")}
-            parallelize_module(block, mesh, {**plan, "attention.output": RowwiseParallel(), "down": RowwiseParallel()})
-        """,
-}
-PIPELINE_NETWORKS = {
-    "mlp": """
-        def layers():
-            return [
-                nn.Sequential(nn.Linear(12, 24), nn.Tanh()), nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)),
-                nn.Sequential(nn.Linear(24, 24), nn.Tanh()), nn.Sequential(nn.Linear(24, 24), nn.Tanh()),
-                nn.Sequential(nn.Linear(24, 16), nn.Tanh()), nn.Linear(16, 4),
-            ]
-        """,
-    "convolution": """
-        def layers():
-            return [
-                nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8)), nn.SiLU(),
-                nn.Conv2d(8, 12, 3, stride=2, padding=1), nn.Sequential(nn.GroupNorm(3, 12), nn.SiLU()),
-                nn.Sequential(nn.Flatten(), nn.Linear(12 * 16, 24), nn.Tanh()), nn.Linear(24, 4),
-            ]
-        """,
-    "transformer": """
-        class Mean(nn.Module):
-            def forward(self, x):
-                return x.mean(1)
-
-
-        def layers():
-            blocks = [
-                nn.TransformerEncoderLayer(24, 3, 48, 0.0, batch_first=True, norm_first=True) for _ in range(3)
-            ]
-            return [nn.Embedding(20, 24), *blocks, nn.Sequential(nn.LayerNorm(24), Mean()), nn.Linear(24, 4)]
-        """,
-}
-ROWS = {
-    "mlp": """
-        def rows(count, seed):
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(count, 12, generator=generator)
-            return x, x[:, :4].argmax(1)
-        """,
-    "convolution": """
-        def rows(count, seed):
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(count, 1, 8, 8, generator=generator)
-            return x, x[:, 0, 0, :4].argmax(1)
-        """,
-    "tokens": """
-        def rows(count, seed):
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randint(1, 20, (count, 9), generator=generator)
-            return x, x[:, :3].sum(1) % 4
-        """,
-}
-DICTIONARIES = """
-    class Rows(Dataset):
-        def __init__(self, x, y):
-            self.x, self.y = x, y
-
-        def __len__(self):
-            return len(self.y)
-
-        def __getitem__(self, index):
-            return {"x": self.x[index], "labels": self.y[index]}
-    """
-SENTENCES = """
-    class Sentences(Dataset):
-        def __init__(self, x, y):
-            self.x, self.y = x, y
-
-        def __len__(self):
-            return len(self.y)
-
-        def __getitem__(self, index):
-            return {"x": self.x[index][: 3 + 7 * index % 6], "labels": self.y[index]}
-
-
-    def pad(samples):
-        x = nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True)
-        return {"x": x, "labels": torch.stack([sample["labels"] for sample in samples])}
-    """
-STREAM = """
-    class Stream(IterableDataset):
-        def __init__(self, x, y, rank, world):
-            self.x, self.y, self.rank, self.world = x, y, rank, world
-            self.epoch = 0
-
-        def __iter__(self):
-            generator = torch.Generator().manual_seed(SEED + self.epoch)
-            order = torch.randperm(len(self.y), generator=generator)
-            for index in order[self.rank :: self.world].tolist():
-                yield self.x[index], self.y[index]
-    """
-BATCHES = {
-    "slices": """
-        def batches(x, y, generator, rank, world):
-            while True:
-                index = torch.randint(len(y), (BATCH,), generator=generator)[rank::world]
-                yield x[index], y[index]
-        """,
-    "draws": """
-        def batches(x, y, generator, rank, world):
-            while True:
-                index = torch.randint(len(y), (BATCH // world,), generator=generator)
-                yield x[index], y[index]
-        """,
-}
-EVALUATIONS = {
-    "sums": """
-        @torch.no_grad()
-        def evaluate(model, x, y, rank, world):
-            model.eval()
-            sums = torch.zeros(2)
-            for part in torch.arange(rank, len(y), world).split(8):
-                logits = model(x[part])
-                sums += torch.tensor([(logits.argmax(1) == y[part]).sum(), len(part)])
-            model.train()
-            dist.all_reduce(sums)
-            return (sums[0] / sums[1]).item()
-        """,
-    "every rank": """
-        @torch.no_grad()
-        def evaluate(model, x, y, rank, world):
-            model.eval()
-            correct = sum((model(x[part]).argmax(1) == y[part]).sum().item() for part in torch.arange(len(y)).split(8))
-            model.train()
-            return correct / len(y)
-        """,
-    "rank 0": """
-        @torch.no_grad()
-        def evaluate(model, x, y, rank, world):
-            if rank != 0:
-                return None
-            model.eval()
-            correct = sum((model(x[part]).argmax(1) == y[part]).sum().item() for part in torch.arange(len(y)).split(8))
-            model.train()
-            return correct / len(y)
-        """,
-}
-OPTIMIZERS = {
-    "sgd": "torch.optim.SGD(model.parameters(), lr=0.05)",
-    "momentum": "torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-3)",
-    "adam": "torch.optim.Adam(model.parameters(), lr=2e-3)",
-    "adamw": "torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)",
-    "adagrad": "torch.optim.Adagrad(model.parameters(), lr=0.02)",
-    "rmsprop": "torch.optim.RMSprop(model.parameters(), lr=1e-3)",
-    "lbfgs": "torch.optim.LBFGS(model.parameters(), lr=0.2, max_iter=3)",
-}
-SCHEDULES = {
-    "per epoch": "torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)",
-    "warm-up": "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))",
-    "cosine": "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max={total})",
-    "one cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps={total}, cycle_momentum=False)",
-}
-CANDIDATES = 25
-"""The draws of which each case is the best."""
 EPOCHS = 2
 ROW_COUNTS = {"tail": 100, "drop last": 101}
 """The rows where they are not 96."""
@@ -517,9 +137,6 @@ def forward(case: Case) -> str:
     return lines + f"loss = nn.functional.cross_entropy(model(x), y){divided}\n"
 
 
-CLIP_BY_TORCH = "nn.utils.clip_grad_norm_(model.parameters(), 0.5)\n"
-
-
 def update(case: Case) -> str:
     """Lines from the gradient of a window to the next weights."""
     lines = "average_gradients(model, world)\n" if case.stack == "by hand" else ""
@@ -569,42 +186,6 @@ def loop(case: Case, line_of_evaluation: str) -> str:
     begun = "" if case.stack in SAME_ROWS else begun
     lines = f"for epoch in range(EPOCHS):\n{begun}    {numbered}\n" + indent(step(case), "        ")
     return lines + indent(end + report, "    ")
-
-
-AVERAGE = """
-    def average_gradients(model, world):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world
-    """
-CLIP = """
-    def clip_gradients(model, limit):
-        gradients = [parameter.grad for parameter in model.parameters()]
-        whole = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-        norm = torch.stack([gradient.norm() for gradient in whole]).norm().item()
-        for gradient in gradients:
-            gradient.mul_(min(1.0, limit / (norm + 1e-6)))
-    """
-WRAPPED = {
-    "ddp": "model = DDP(Network())\n",
-    "ddp in a class": "model = DDP(Network())\n",
-    "by hand": ("model = Network()\nfor parameter in model.parameters():\n    dist.broadcast(parameter.data, src=0)\n"),
-    "fsdp2": (
-        "model = Network()\nfor layer in model.children():\n    if any(True for _ in layer.parameters()):\n"
-        "        fully_shard(layer)\nfully_shard(model)\n"
-    ),
-}
-IMPORTS = {
-    "fsdp2": ["from torch.distributed.fsdp import fully_shard"],
-    "tensor": [
-        "from torch.distributed.device_mesh import init_device_mesh",
-        "from torch.distributed.tensor import DTensor",
-        "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
-    ],
-    "ddp": ["from torch.nn.parallel import DistributedDataParallel as DDP"],
-    "ddp in a class": ["from torch.nn.parallel import DistributedDataParallel as DDP"],
-}
 
 
 def data_import(case: Case) -> str:
@@ -847,10 +428,3 @@ def trainer_script(case: Case) -> str:
     definitions = [NETWORKS[case.network], classifier, network_rows(case), *dataset_definitions(case)]
     definitions += [OWN_MASKS] * case.dropout + [accuracy] * (case.evaluation == "sums")
     return module(case, imports, definitions, body + "trainer.train()\n")
-
-
-OWN_MASKS = """
-    class OwnMasks(TrainerCallback):
-        def on_train_begin(self, args, state, control, **arguments):
-            torch.manual_seed(1000 * SEED + args.process_index)  # each process draws dropout masks of its own
-    """

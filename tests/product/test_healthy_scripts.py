@@ -14,7 +14,9 @@ from typing import Any
 
 import healthy_reference
 import pytest
-from healthy_scripts import BATCHES, EPOCHS, STACKS, Case, allowed, cases, drawn, pairs, script
+from healthy_cases import STACKS, Case, allowed, cases, drawn, pairs
+from healthy_parts import BATCHES
+from healthy_scripts import EPOCHS, script
 
 CASES = cases(200)
 QUICK = (24, 60)

@@ -181,6 +181,20 @@ class Tagger(nn.Module):
         return self.last(self.layers(self.embed(x))[0])
 
 
+class Attention(nn.Module):
+    """Dropout inside of torch's own attention, and biases whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(9, 8), nn.Linear(8, 9)
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.5, batch_first=True)
+        self.layers, self.norm = nn.TransformerEncoder(layer, 2), nn.GroupNorm(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers(self.embed(x) + torch.arange(5.0)[:, None])
+        return self.last(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+
+
 def tagged(model: Any, optimizer: Any, rows: dict[str, Tensor]) -> Tensor:
     return trained(model, optimizer, F.cross_entropy(model(rows["x"]).flatten(0, 1), rows["y"].flatten()))
 
@@ -219,6 +233,9 @@ CORRECT: dict[str, tuple[Any, dict[str, Any]]] = {
     "statistics of each rank": (
         step, {"wrap": DistributedDataParallel, "model": Normalised(), "reference": half_by_half, "buffers": False}),
     "recurrent": (tagged, {"wrap": DistributedDataParallel, "model": Tagger(), "rows": dict.fromkeys("xy", WORDS)}),
+    "attention": (tagged, {
+        "wrap": DistributedDataParallel, "model": Attention(), "rows": dict.fromkeys("xy", WORDS),
+        "optimizer": torch.optim.Adagrad}),
     "half precision": (in_half_precision, {"wrap": DistributedDataParallel}),
     "compiled": (step, {"wrap": lambda model: DistributedDataParallel(torch.compile(model))}),
 }  # fmt: skip
@@ -232,6 +249,21 @@ def test_a_correct_step_passes(name: str) -> None:
     run, arguments = CORRECT[name]
     rows = (ROWS[0][:48], ROWS[1][:48]) if arguments.get("ranks") == 3 else ROWS
     assert_same_network(run, **{"model": Net(), "rows": rows, **arguments})
+
+
+@pytest.mark.thorough
+def test_weights_from_a_file_are_read_as_what_they_are(tmp_path: Path) -> None:
+    """Ranks compute in float64, and the file has float32."""
+    torch.save(Net().state_dict(), tmp_path / "net.pt")
+
+    def pretrained() -> Net:
+        net = Net()
+        net.load_state_dict(torch.load(tmp_path / "net.pt"))
+        assert all(parameter.abs().max() < 1 for parameter in net.parameters())
+        return net
+
+    assert_same_network(reduced(""), model=pretrained, rows=ROWS)
+    assert found(step, model=pretrained).disagreement.cause.name == "not averaged"
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {

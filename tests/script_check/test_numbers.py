@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.script_check.comparison import accumulation, beginnings, held, numbers
+from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.combination import combination, proportional
 from apportion.script_check.comparison.places import Place, placed, unplaced
@@ -30,6 +30,7 @@ def step(number: int, gradients: dict[str, Any], weights: dict[str, Any] | None 
     return {
         "kind": "step", "step": number, "number": number, "optimizer": 0, "gradients": gradients,
         "weights": weights or {}, "buffers": {}, "rates": [0.1], "placements": {}, "state": {}, "site": "train.py:20",
+        "forwards": number,
     }  # fmt: skip
 
 
@@ -232,6 +233,17 @@ def test_an_optimizer_with_parameters_of_before() -> None:
     assert finding.name == "stale_optimizer"
     assert "No parameter of the network moves" in finding.sentence
     assert held.findings([RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS, WEIGHTS)))]) == []
+
+
+@pytest.mark.parametrize("forwards", [[1, 2, 4, 5], [1, 3, 4, 5, 6]])
+def test_a_rank_that_leaves_out_a_step(forwards: list[int]) -> None:
+    all_steps = [{**step(at, {}), "forwards": at} for at in range(1, 6)]
+    own = [{**step(at, {}), "forwards": count} for at, count in enumerate(forwards, 1)]
+    assert ranks_agree.findings([RankRecord(0, tuple(all_steps)), RankRecord(1, tuple(all_steps))]) == []
+    (finding,) = ranks_agree.findings([RankRecord(0, tuple(all_steps)), RankRecord(1, tuple(own))])
+    assert finding.name == "skipped_steps"
+    assert finding.ranks == (1,)
+    assert finding.step == (3 if len(forwards) == 4 else 2)
 
 
 def test_ranks_that_begin_with_different_weights() -> None:

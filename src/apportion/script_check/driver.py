@@ -8,12 +8,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from apportion.script_check.comparison import beside, gathers, numbers, ranks_agree, schedules, with_union
+from apportion.script_check.comparison import beside, numbers, ranks_agree, schedules
 from apportion.script_check.comparison.extent import extent
+from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.further import further_passes
 from apportion.script_check.hangs import report
 from apportion.script_check.hangs.sentences import ranks as written_ranks
 from apportion.script_check.passes import Conditions, Passed, run_pass
@@ -45,8 +47,7 @@ def check_script(
             return hanging
         if (reason := _unusable(spread)) is not None:
             return Answer("could not run", reason=reason)
-        passes = _further(spread, script, conditions)
-        found = _compare(passes)
+        found = _compare(_reference(spread, script, conditions))
         if any(finding.name == "schedule" for finding in found.findings) and beside.shortened(spread.records):
             found = replace(found, findings=_schedules(found.findings, script, ranks, conditions))
         return answer(found.findings, accept, undecided=found.reason, compared=found.compared, about=found.about)
@@ -83,17 +84,15 @@ def _unusable(passed: Passed) -> str | None:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The passes over a script: its ranks, the script as one process on the union of their rows, and those that are
-    made where they can change the answer (``split``: the rows apart in each module; ``joined``: gathers with
-    gradients)."""
+    """The passes over a script: its ranks, the script as one process on the union of their rows, and those of one
+    process that are made where they can change the answer."""
 
     spread: Passed
     union: Passed
-    split: Passed | None = None
-    joined: Passed | None = None
+    further: Further
 
 
-def _further(spread: Passed, script: Script, conditions: Conditions) -> _Passes:
+def _reference(spread: Passed, script: Script, conditions: Conditions) -> _Passes:
     """Runs the script as one process, and what else can change the answer."""
     feed = union_feed(spread.records)
     union = run_pass("union", script, 1, conditions, feed)
@@ -101,32 +100,27 @@ def _further(spread: Passed, script: Script, conditions: Conditions) -> _Passes:
         feed = union_feed(spread.records, join_draws=True)
         union = run_pass("union-draws", script, 1, conditions, feed)
     if _unusable(union) is not None:
-        return _Passes(spread, union)
-    split = joined = None
-    if with_union.wants_split(spread.records, union.records[0]):
-        split = run_pass("split", script, 1, replace(conditions, split_rows=True), feed)
-    if gathers.suspected(union.records[0]):
-        joined = run_pass("joined", script, 1, replace(conditions, join_gathers=True), feed)
-    return _Passes(spread, union, split, joined)
+        return _Passes(spread, union, Further())
+    return _Passes(spread, union, further_passes(script, spread.records, union.records[0], conditions, feed))
 
 
 def _compare(passes: _Passes) -> Answer:
     """Returns what was found, without a verdict."""
-    spread, union = passes.spread.records, passes.union.records[0] if passes.union.records else None
+    spread = passes.spread.records
     findings: list[Finding] = [*report.findings(spread), *ranks_agree.findings(spread)]
     undecided = ""
     about = [passes.spread.sandbox] if passes.spread.sandbox else []
     about += beside.shortened(spread)
     reason = _unusable(passes.union)
-    union = None if reason is not None else union
+    union = None if reason is not None else passes.union.records[0]
     compared = extent(spread, union)
     compared["loaders"] = row_table(spread)
     if union is None:
         undecided = f"there is no reference, as the script does not run as one process: {reason}"
         findings += numbers.findings(spread, None)
     else:
-        further = [None if each is None else each.records[0] for each in (passes.split, passes.joined)]
-        findings += numbers.findings(spread, union, *further)
+        about += passes.further.about
+        findings += numbers.findings(spread, union, passes.further)
         if lost := unplaced(spread, union):
             undecided = (
                 f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, "

@@ -20,6 +20,7 @@ class FedIteration:
     data set and collate function. ``evaluation``: that the rows are those of an evaluation, of which each is read once,
     in batches of the loader's own size; ``indices`` is then one list, or ``batches`` has one tree for each row.
     ``exhausted``: whether the ranks read it to its end. ``length``: the number of batches that it had on the ranks.
+    ``parts``: of each batch, how many rows each rank has read.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -27,6 +28,7 @@ class FedIteration:
     evaluation: bool = False
     exhausted: bool = True
     length: int | None = None
+    parts: list[list[int]] = field(default_factory=list)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from apportion.script_check.recording.plan import Plan
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
-from apportion.script_check.waiting import Waited, wait_for_ranks
+from apportion.script_check.waiting import WaitOutcome, wait_for_ranks
 
 _LOG = logging.getLogger(__name__)
 """Reports each pass as it begins."""
@@ -36,7 +36,7 @@ class Passed:
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
-    waited: Waited
+    waited: WaitOutcome
     seconds: float
     sandbox: str = ""
 
@@ -67,6 +67,7 @@ class Conditions:
     no_gpu: bool = False
     join_gathers: bool = False
     split_rows: bool = False
+    by_rank: tuple[str, ...] = ()
     sandbox: str | None = None
 
 
@@ -113,6 +114,7 @@ def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sand
         no_gpu=conditions.no_gpu,
         join_gathers=conditions.join_gathers,
         split_rows=conditions.split_rows,
+        by_rank=conditions.by_rank,
         feed=str(folder / "feed.pkl") if (folder / "feed.pkl").exists() else None,
     )
 

@@ -27,7 +27,7 @@ def rank_processes(roots: Sequence[int]) -> dict[int, int]:
     descendants. Empty where there is no /proc."""
     found = dict[int, int]()
     for root in roots:
-        for pid in _family(root):
+        for pid in family(root):
             rank = _rank_of(pid)
             if rank is not None:
                 found.setdefault(rank, pid)  # a parent comes before its children, such as forked loader processes
@@ -38,7 +38,7 @@ def activity(pid: int) -> Activity | None:
     """Returns what a process and its descendants have done; None where it has ended or there is no /proc."""
     ticks = transferred = ready = 0
     seen = False
-    for each in _family(pid):
+    for each in family(pid):
         for thread in _names(_PROC / str(each) / "task"):
             try:
                 fields = (_PROC / str(each) / "task" / thread / "stat").read_text().rpartition(")")[2].split()
@@ -61,7 +61,7 @@ def handles(pid: int, signal: int) -> bool:
     return bool(int(caught, 16) >> (signal - 1) & 1)
 
 
-def _family(pid: int) -> Iterator[int]:
+def family(pid: int) -> Iterator[int]:
     """A process and its descendants, parents first."""
     waiting = [pid]
     while waiting:

@@ -11,7 +11,7 @@ import numpy as np
 from apportion.script_check.comparison.reading import identified, reading, row_digests
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
-from apportion.script_check.rows import Unjoinable, joined, split
+from apportion.script_check.rows import Unjoinable, count, joined, split
 
 
 def union_feed(records: Sequence[RankRecord], *, join_draws: bool = False) -> Feed:
@@ -121,6 +121,7 @@ def _iteration(
         except Unjoinable:
             if indices is None:
                 raise
+        fed.parts.append([count(event["rows"]) or 0 for event in events])
         fed.batches.append(tree)
         fed.indices.append(indices)
     return fed

@@ -7,6 +7,7 @@ one, or waited for a disk. So a busy machine, a large data set and a slow step a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from apportion.script_check.hangs.sequences import begun_call
-from apportion.script_check.processes import Activity, activity, handles, rank_processes
+from apportion.script_check.processes import Activity, activity, family, handles, rank_processes
 from apportion.script_check.record import read_records
 from apportion.script_check.recording.stacks import SIGNAL, file_of
 
@@ -39,7 +40,7 @@ _STRAY = 0.15
 
 
 @dataclass(frozen=True)
-class Waited:
+class WaitOutcome:
     """How the wait ended. ``how``: all ranks "ended", they "hang", or the "limit" has passed. ``unfinished``: the ranks
     that have not ended, and of these ``died``: those whose process has. ``quiet``: seconds without activity;
     ``stacks``: by rank, what ``faulthandler`` has written of those that have not ended."""
@@ -51,7 +52,7 @@ class Waited:
     stacks: Mapping[int, str] = field(default_factory=dict)
 
 
-def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: float) -> Waited:
+def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: float) -> WaitOutcome:
     """Wait until all ranks have ended, or hang, or the deadline has passed.
 
     ``record``: the folder of their records; ``roots``: the processes that were started, ranks or parents of ranks;
@@ -66,7 +67,7 @@ def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: flo
             how: Literal["ended", "hang", "limit"] = "ended" if not watch.running else "hang" if hanging else "limit"
             died = tuple(sorted(watch.died))
             unfinished = tuple(sorted((*watch.running, *died)))
-            return Waited(how, unfinished, died, now - watch.quiet_since, watch.stacks())
+            return WaitOutcome(how, unfinished, died, now - watch.quiet_since, watch.stacks())
         time.sleep(_LOOK)
 
 
@@ -117,12 +118,17 @@ class _Watch:
 
     def stacks(self) -> dict[int, str]:
         """Returns the Python stacks of the ranks that have not ended, which these are asked for."""
-        for rank in self.running:
-            if rank in self._pids and handles(self._pids[rank], SIGNAL):
-                try:
-                    os.kill(self._pids[rank], SIGNAL)
-                except OSError:
-                    continue
+        asked = [self._pids[rank] for rank in self.running if rank in self._pids]
+        found = self._answers(asked)
+        children = [pid for rank in asked for pid in family(rank) if pid != rank]
+        return self._answers(children) if children else found  # after the ranks' own: they write to the same files
+
+    def _answers(self, asked: Sequence[int]) -> dict[int, str]:
+        """Asks processes for their stacks; returns what stands in the files of their ranks a little later."""
+        for pid in asked:
+            if handles(pid, SIGNAL):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, SIGNAL)
         found = dict[int, str]()
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:

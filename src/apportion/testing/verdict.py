@@ -11,10 +11,13 @@ from apportion.script_check.comparison.table import Parting, parting
 from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
 from apportion.testing.explanation import Cause, Circumstances, explained
+from apportion.testing.noise import without_noise
 
 
 class DifferentNetwork(AssertionError):
     """The ranks do not train the network that one process trains. ``disagreement``: what differs first, and why."""
+
+    __module__ = "apportion.testing"  # as users import it, and tracebacks print it
 
     def __init__(self, message: str, disagreement: Disagreement) -> None:
         super().__init__(message)
@@ -53,6 +56,7 @@ def disagreement(
     for look in (_beginning, _counts, _nothing_moves):
         if (found := look(ranks, union)) is not None:
             return found
+    ranks, union = without_noise(ranks, union)
     parted, _ = parting(ranks, union)
     if parted is not None:
         return _parted(parted, ranks, union, shares)

@@ -13,6 +13,8 @@ from apportion.script_check.record import Event, RankRecord
 TOLERANCE = 1e-6
 """What rounding, and a different order of sums, may change of a figure, relative to it."""
 _SHOWN = 4
+_FEW = 4
+"""The most numbers of one figure: more are values of rows or batches, which one process computes in another order."""
 
 Place = tuple[int, str, str]
 """A step, a line, and a function that takes numbers out of a tensor."""
@@ -25,6 +27,8 @@ class _Figures:
     calls: list[list[float]] = field(default_factory=list)
     reduced: bool = False
     """Whether the tensors were the results of collectives, or computed from such."""
+    direct: bool = True
+    """Whether the script's own lines took the numbers, and not a library that they call."""
 
     @property
     def values(self) -> list[float]:
@@ -42,8 +46,9 @@ def findings(
     for place, reference in alone.items():
         found = [each[place] for each in figures if place in each]
         value = _aggregated(found, len(ranks))
-        if value is None or len(reference.calls) != 1:
-            continue
+        single = len(reference.calls) == 1 and reference.direct and len(reference.values) <= _FEW
+        if value is None or not single or len(value) != len(reference.values):
+            continue  # values of rows, batches or ranks, of which a figure may be computed later
         if not _equal(value, reference.values, len(ranks)):
             return [_differs(place, value, reference.values, twice)]
     if twice is not None and not _dropped(figures, alone, len(ranks)) and not _gathers_for_metrics(ranks):
@@ -65,7 +70,7 @@ def _aggregated(found: Sequence[_Figures], ranks: int) -> list[float] | None:
 def _equal(found: Sequence[float], reference: Sequence[float], ranks: int) -> bool:
     """Whether figures are the same, or sums over the ranks of what is divided by their number later, or parts of equal
     size of what is summed over the ranks later."""
-    return len(found) == len(reference) and all(
+    return all(
         any(_close(one, factor * two) for factor in (1, ranks, 1 / ranks))
         for one, two in zip(found, reference, strict=True)
     )
@@ -101,6 +106,7 @@ def _figures(record: RankRecord) -> dict[Place, _Figures]:
             figures = found.setdefault((event["step"], event["site"], event["function"]), _Figures())
             figures.calls.append(event["values"])
             figures.reduced |= event["reduced"]
+            figures.direct &= event["direct"]
     return found
 
 
@@ -161,15 +167,12 @@ def _differs(place: Place, value: Sequence[float], alone: Sequence[float], twice
         if twice is not None
         else "Batches, or ranks, of unequal size are weighted equally, or only a part of the rows counts."
     )
-    numbers = (
-        f"is {value[0]:.9g}, and {alone[0]:.9g} for one process that evaluates the same rows once with the same weights"
-        if len(value) == len(alone) == 1
-        else f"rests on {len(value)} numbers, and on {len(alone)} for one process that evaluates the same rows once"
-    )
+    one, two = next((a, b) for a, b in zip(value, alone, strict=True) if not _close(a, b))
     return Finding(
         "evaluation",
         "warning",
-        f"The figure of the evaluation at {site} {numbers}. {cause}",
+        f"The figure of the evaluation at {site} is {one:.9g}, and {two:.9g} for one process that evaluates the same "
+        f"rows once with the same weights. {cause}",
         "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks.",
         step=step or None,
         site=site,

@@ -4,28 +4,44 @@ can change the answer."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from apportion.script_check.comparison import accumulation, beginnings, gathers, held, with_union
+from apportion.script_check.comparison import accumulation, beginnings, gathers, held, ranks_agree, with_union
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 
-def findings(
-    ranks: Sequence[RankRecord],
-    union: RankRecord | None,
-    split: RankRecord | None = None,
-    joined: RankRecord | None = None,
-) -> list[Finding]:
-    """Returns what the ranks' numbers tell, compared with each other and with one process.
+@dataclass(frozen=True)
+class Further:
+    """The records of further passes of one process, where they were run. ``split``: rows are split in each module;
+    ``joined``: the graphs of collectives are joined; ``by_rank``: modules that mix rows run on each rank's rows."""
 
-    ``union``: of the pass of one process; None where there is none. ``split``, ``joined``: of further passes of one
-    process, which split rows in each module and join the graphs of collectives, where they were run.
-    """
+    split: RankRecord | None = None
+    joined: RankRecord | None = None
+    by_rank: RankRecord | None = None
+
+    @property
+    def about(self) -> list[str]:
+        """What the further passes were for, in sentences."""
+        split = "A further pass split the rows in each module, to find those whose output for a row depends on others."
+        joined = "A further pass gave the outputs of collectives the graph of their input."
+        by_rank = "Compared also with one process whose layers take the statistics of each rank's rows alone."
+        passes = ((self.split, split), (self.joined, joined), (self.by_rank, by_rank))
+        return [sentence for record, sentence in passes if record is not None]
+
+
+def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Further = Further()) -> list[Finding]:
+    """Returns what the ranks' numbers tell, compared with each other and with one process. ``union``: of the pass of
+    one process; None where there is none."""
     own = [*held.findings(ranks), *restart.findings(ranks), *beginnings.findings(ranks, union)]
     if union is None:
         return [*own, *accumulation.findings(ranks[0])]
-    own += [*gathers.findings(union, joined), *accumulation.findings(union)]
-    # what begins or goes on with other weights also has other gradients, and says nothing more
-    until = [f.step for f in own if f.name in ("different_beginnings", "loaded_weights") and f.step is not None]
-    return [*own, *with_union.findings(ranks, union, split, min(until, default=None))]
+    own += [*gathers.findings(union, further.joined), *accumulation.findings(union)]
+    # what begins or goes on with other weights, or leaves out a step, also has other gradients, and says nothing more
+    first = [f for f in own if f.name in ("different_beginnings", "loaded_weights")] + ranks_agree.findings(ranks)
+    until = min((finding.step for finding in first if finding.step is not None), default=None)
+    compared = with_union.findings(ranks, union, further.split, until)
+    if further.by_rank is not None and any(finding.name == "batch_statistics" for finding in compared):
+        compared += with_union.beside_statistics(ranks, further.by_rank)
+    return [*own, *compared]

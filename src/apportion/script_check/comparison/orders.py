@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.comparison.resumes import RESTORES
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -35,7 +36,7 @@ def _epochs(record: RankRecord, iterations: Sequence[Iteration]) -> list[tuple[I
         earlier = last.get(iteration.loader)
         if earlier is not None:
             between = record.events[earlier.position : iteration.position]
-            resumed = any(event["kind"] in ("restore", "load", "load_state") for event in between)
+            resumed = any(event["kind"] in RESTORES for event in between)
             if earlier.exhausted or not resumed:
                 found.append((earlier, iteration))
         last[iteration.loader] = iteration

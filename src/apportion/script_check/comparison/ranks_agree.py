@@ -1,30 +1,64 @@
-"""Ranks against each other, without a reference: the number of steps that each has made."""
+"""Ranks against each other, without a reference: the optimizer steps that each has made, and after which batches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
+_REMEDY = "Decide on all ranks alike whether a step is made, by a sum over the ranks of what is decided on."
+
 
 def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
-    """Returns what differs between the ranks."""
+    """Returns that a rank leaves out a step that another makes."""
     counts = [len(record.steps) for record in ranks]
-    if len(set(counts)) == 1:
-        return []
-    fewest = counts.index(min(counts))
-    others = [step["forwards"] for step in ranks[counts.index(max(counts))].steps]
-    own = [step["forwards"] for step in ranks[fewest].steps]
-    step = next((at for at, (a, b) in enumerate(zip(others, own, strict=False), 1) if a != b), len(own) + 1)
-    return [
-        Finding(
-            "skipped_steps",
-            "difference",
-            f"Rank {fewest} made {min(counts)} optimizer steps where rank {counts.index(max(counts))} made "
-            f"{max(counts)}; the first one that it left out is step {step}.",
-            "Decide on all ranks alike whether a step is made, by a sum over the ranks of what is decided on.",
-            ranks=(fewest,),
-            step=step,
-        )
-    ]
+    fewest, most = counts.index(min(counts)), counts.index(max(counts))
+    if min(counts) == max(counts):
+        return _elsewhere(ranks)
+    step = _first_other(_read(ranks[fewest]), _read(ranks[most])) or min(counts) + 1
+    sentence = (
+        f"Rank {fewest} made {min(counts)} optimizer steps where rank {most} made {max(counts)}; the first one that it "
+        f"left out is step {step}."
+    )
+    return [_finding(sentence, fewest, step, ranks[most])]
+
+
+def _elsewhere(ranks: Sequence[RankRecord]) -> list[Finding]:
+    """Ranks that make as many steps, but after other numbers of batches: one has left out a step."""
+    first = _read(ranks[0])
+    for rank, record in enumerate(ranks[1:], 1):
+        own = _read(record)
+        same = sum(b - a == d - c for (a, b), (c, d) in zip(pairwise(first), pairwise(own), strict=True))
+        step = _first_other(first, own)
+        if step is not None and same * 2 > len(first):
+            late, other = (rank, 0) if own[step - 1] > first[step - 1] else (0, rank)
+            read = sorted((own[step - 1], first[step - 1]))
+            sentence = (
+                f"Rank {late} makes step {step} after {read[1]} batches or forwards and rank {other} after {read[0]}: "
+                f"rank {late} has left out a step that the other made."
+            )
+            return [_finding(sentence, late, step, ranks[0])]
+    return []
+
+
+def _read(record: RankRecord) -> list[int]:
+    """At each step, the batches that the rank had read; the forwards with gradients where it reads no loader."""
+    read, found = 0, list[int]()
+    for event in record.of("batch", "step"):
+        if event["kind"] == "batch":
+            read += 1
+        else:
+            found.append(read)
+    return found if read else [step["forwards"] for step in record.steps]
+
+
+def _first_other(some: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first step, from 1, that the two have made after different numbers of batches."""
+    return next((at for at, (a, b) in enumerate(zip(some, others, strict=False), 1) if a != b), None)
+
+
+def _finding(sentence: str, rank: int, step: int, record: RankRecord) -> Finding:
+    site = str(record.steps[min(step, len(record.steps)) - 1]["site"])
+    return Finding("skipped_steps", "difference", sentence, _REMEDY, ranks=(rank,), step=step, site=site)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from apportion.script_check.comparison.reading import Iteration
 from apportion.script_check.comparison.replicas import are_replicas, average_gradients, compute_the_same
+from apportion.script_check.comparison.resumes import RESTORES
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -24,7 +25,7 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     for epoch in _epochs(readings):
         each = [_uneven(epoch)]
         if replicas:
-            each += [_shared(ranks, epoch), _unread(epoch)]
+            each += [_shared(ranks, epoch), _unread(ranks, epoch)]
         for finding in each:
             if finding is not None and (finding.name, finding.site) not in seen:
                 seen.add((finding.name, finding.site))
@@ -112,8 +113,10 @@ def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable],
     )
 
 
-def _unread(epoch: dict[int, Iteration]) -> Finding | None:
-    first = next(iter(epoch.values()))
+def _unread(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding | None:
+    rank, first = next(iter(epoch.items()))
+    if any(event["kind"] in RESTORES for event in ranks[rank].events[: first.position]):
+        return None  # rows that were read before a resume
     every = first.begun["rows"]
     whole = all(each.whole and each.batches and all(batch.indexed for batch in each.batches) for each in epoch.values())
     if not whole or every is None or first.begun["replacement"] or first.begun["subset"]:
@@ -135,7 +138,10 @@ def _unread(epoch: dict[int, Iteration]) -> Finding | None:
 def _uneven(epoch: dict[int, Iteration]) -> Finding | None:
     if not all(iteration.exhausted for iteration in epoch.values()):
         return None
-    counts = {rank: len(iteration.batches) for rank, iteration in epoch.items()}
+    counts = {
+        rank: len(each.batches) if each.begun["full"] is None or each.whole else each.begun["full"]
+        for rank, each in epoch.items()
+    }
     fewest, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     if counts[fewest] == counts[most]:
         return None

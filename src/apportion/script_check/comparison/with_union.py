@@ -25,6 +25,15 @@ def wants_split(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
     return evidence is not None and explained(evidence).name == "differs" and statistics.suspected(evidence)
 
 
+def beside_statistics(ranks: Sequence[RankRecord], by_rank: RankRecord) -> list[Finding]:
+    """Returns what else differs, beside modules that take statistics of each rank's rows. ``by_rank``: the record of
+    one process whose modules do so, too. Only a cause that is known counts: what such modules do to rows that a script
+    has rearranged may differ still."""
+    evidence = evidence_of(ranks, by_rank)
+    found = None if evidence is None else explained(evidence)
+    return [] if found is None or found.name == "differs" else [found]
+
+
 def findings(
     ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None, until: int | None = None
 ) -> list[Finding]:

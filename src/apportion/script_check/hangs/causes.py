@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from apportion.script_check.findings import Finding
 from apportion.script_check.hangs import sentences
@@ -13,7 +13,7 @@ from apportion.script_check.hangs.divergence import SILENT, Divergence, conflict
 from apportion.script_check.hangs.messages import Channel, traffic, unlike, unmatched
 from apportion.script_check.hangs.mismatches import diverging, mismatch, unlike_message
 from apportion.script_check.hangs.sequences import Sequences, sequences
-from apportion.script_check.hangs.states import State
+from apportion.script_check.hangs.states import RankState
 from apportion.script_check.record import Event, RankRecord
 
 _EVEN = (
@@ -30,7 +30,7 @@ class Cause:
     divergence: Divergence | None = None
 
 
-def cause(records: Sequence[RankRecord], states: Sequence[State]) -> Cause | None:
+def cause(records: Sequence[RankRecord], states: Sequence[RankState]) -> Cause | None:
     """Returns why ranks wait for each other; None where none waits for another."""
     calls = sequences(records)
     waiting = [state for state in states if state.how == "waits"]
@@ -39,26 +39,27 @@ def cause(records: Sequence[RankRecord], states: Sequence[State]) -> Cause | Non
         return None
     hard = [each for each in conflicts(calls, records) if each.what not in SILENT]
     if hard:
-        return Cause(mismatch(hard[0], uneven(records), _EVEN), hard[0])
+        finding = mismatch(hard[0], uneven(records), _EVEN)
+        return Cause(replace(finding, sentence=finding.sentence + _drift(calls, hard[0])), hard[0])
     messages = traffic(records)
     if (pair := unlike(messages)) is not None:
         return Cause(unlike_message(*pair))
+    absence = _absence(calls, waiting)
     raised = [state for state in states if state.how == "raised"]
     if raised:
-        return Cause(_raised(raised, waiting, records), _absence(calls, waiting))
+        return Cause(_raised(raised, waiting, records), absence)
     if left and any(_needs(state, {each.rank for each in left}) for state in waiting):
-        return Cause(_gone(left, waiting, records, calls), _absence(calls, waiting))
+        return Cause(_gone(left, waiting, records, _drift(calls, absence)), absence)
     for state in waiting:
         call = None if state.waiting is None else state.waiting.call
         if call is not None and call["op"].startswith(("send", "recv")):
             channel = unmatched(messages, state.rank, call)
             if channel is not None or call["root"] is None:
                 return Cause(_unmatched(state, call, channel, states))
-    absence = _absence(calls, waiting)
-    return Cause(_waiting(states, calls, absence), absence)
+    return Cause(_waiting(states, absence, _drift(calls, absence)), absence)
 
 
-def _needs(state: State, ranks: set[int]) -> bool:
+def _needs(state: RankState, ranks: set[int]) -> bool:
     """Whether a rank waits in a call that one of some ranks would have to make."""
     call = None if state.waiting is None else state.waiting.call
     if call is None:
@@ -68,7 +69,7 @@ def _needs(state: State, ranks: set[int]) -> bool:
     return not call["ranks"] or bool(ranks & {*call["ranks"]})
 
 
-def _absence(calls: Sequences, waiting: Sequence[State]) -> Divergence | None:
+def _absence(calls: Sequences, waiting: Sequence[RankState]) -> Divergence | None:
     """The first call in which a rank waits and that another has not made."""
     found = list[Divergence]()
     for state in waiting:
@@ -82,7 +83,7 @@ def _absence(calls: Sequences, waiting: Sequence[State]) -> Divergence | None:
     return min(found, key=lambda each: min(c["time"] for c in each.calls.values() if c is not None), default=None)
 
 
-def _raised(raised: Sequence[State], waiting: Sequence[State], records: Sequence[RankRecord]) -> Finding:
+def _raised(raised: Sequence[RankState], waiting: Sequence[RankState], records: Sequence[RankRecord]) -> Finding:
     first = min(raised, key=lambda state: state.outcome["time"] if state.outcome else 0.0)
     assert first.outcome is not None
     others = "".join(f"; {sentences.state(state)}" for state in waiting)
@@ -102,7 +103,7 @@ def _raised(raised: Sequence[State], waiting: Sequence[State], records: Sequence
     return Finding("rank_raised", "difference", sentence, remedy, (), (first.rank,), _step(first), first.site)
 
 
-def _without_gradient(state: State, records: Sequence[RankRecord]) -> tuple[str, ...]:
+def _without_gradient(state: RankState, records: Sequence[RankRecord]) -> tuple[str, ...]:
     """The parameters that DistributedDataParallel's error names by number."""
     assert state.outcome is not None
     match = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", state.outcome["message"])
@@ -113,12 +114,14 @@ def _without_gradient(state: State, records: Sequence[RankRecord]) -> tuple[str,
     return tuple(names[number] for number in map(int, re.findall(r"\d+", match[1])) if number < len(names))
 
 
-def _gone(left: Sequence[State], waiting: Sequence[State], records: Sequence[RankRecord], calls: Sequences) -> Finding:
+def _gone(
+    left: Sequence[RankState], waiting: Sequence[RankState], records: Sequence[RankRecord], parting: str
+) -> Finding:
     died = [state for state in left if state.how == "died"]
     first = (died or list(left))[0]
     ranks = tuple(state.rank for state in (died or left))
     others = "; ".join(sentences.state(state) for state in waiting)
-    sentence = f"{sentences.capital(sentences.state(first))} while {others}.{_drift(calls, waiting)}"
+    sentence = f"{sentences.capital(sentences.state(first))} while {others}.{parting}"
     if died:
         remedy = f"Find out why the process of rank {first.rank} ended: its output may say so."
         return Finding("rank_died", "difference", sentence, remedy, (), ranks, _step(first), first.site)
@@ -130,7 +133,7 @@ def _gone(left: Sequence[State], waiting: Sequence[State], records: Sequence[Ran
     return Finding("rank_ended_early", "difference", sentence, remedy, (), ranks, _step(first), place)
 
 
-def _unmatched(state: State, call: Event, channel: Channel | None, states: Sequence[State]) -> Finding:
+def _unmatched(state: RankState, call: Event, channel: Channel | None, states: Sequence[RankState]) -> Finding:
     sends = call["op"].startswith("send")
     others = "; ".join(sentences.state(each) for each in states if each.rank != state.rank)
     peer = call["root"]
@@ -149,7 +152,7 @@ def _unmatched(state: State, call: Event, channel: Channel | None, states: Seque
     return Finding(name, "difference", sentence, remedy, (), ranks, _step(state), state.site)
 
 
-def _waiting(states: Sequence[State], calls: Sequences, absence: Divergence | None) -> Finding:
+def _waiting(states: Sequence[RankState], absence: Divergence | None, parting: str) -> Finding:
     """Ranks that wait in calls of which none contradicts another: some have not arrived, and are not gone."""
     waiting = [state for state in states if state.how == "waits"]
     others = [state for state in states if state.how in ("loading", "elsewhere")]
@@ -158,7 +161,7 @@ def _waiting(states: Sequence[State], calls: Sequences, absence: Divergence | No
         absent = [rank for rank, call in absence.calls.items() if call is None]
         clauses = "; ".join(sentences.state(state) for state in states if state.rank in absent)
     begin = "The ranks do not go on: " if absence is None else f"{diverging(absence)}; "
-    sentence = f"{begin}{clauses}.{_drift(calls, waiting)}"
+    sentence = f"{begin}{clauses}.{parting}"
     first = (others or waiting)[0]
     if others:
         name = "hang"
@@ -173,21 +176,21 @@ def _waiting(states: Sequence[State], calls: Sequences, absence: Divergence | No
     )
 
 
-def _drift(calls: Sequences, waiting: Sequence[State]) -> str:
-    """Where the calls of the group in which a rank waits first came from different places."""
-    for state in waiting:
-        call = None if state.waiting is None else state.waiting.call
-        moved = None if call is None or call["sequence"] is None else drift(calls[call["group"]])
-        if moved is not None:
-            position, one, other = moved
-            first, second = calls[call["group"]][one][position], calls[call["group"]][other][position]  # type: ignore[index]
-            return (
-                f" Their calls correspond up to call {position + 1}, which is {sentences.call(first)} in step "
-                f"{first['step'] + 1} on rank {one} and {sentences.call(second)} in step {second['step'] + 1} on rank "
-                f"{other}: one of them left out a call before."
-            )
-    return ""
+def _drift(calls: Sequences, divergence: Divergence | None) -> str:
+    """Where two ranks first made calls from different places of the script, if that is before they diverge."""
+    if divergence is None:
+        return ""
+    one, other = divergence.ranks
+    own = calls[divergence.group]
+    start = drift(own, divergence.position, one, other)
+    if start is None:
+        return ""
+    first, second = own[one][start], own[other][start]
+    return (
+        f" They part at call {start + 1}, which is {sentences.call(first)} in step {first['step'] + 1} on rank {one} "
+        f"and {sentences.call(second)} in step {second['step'] + 1} on rank {other}."
+    )
 
 
-def _step(state: State) -> int | None:
+def _step(state: RankState) -> int | None:
     return state.steps + 1

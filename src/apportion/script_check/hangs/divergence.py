@@ -69,23 +69,15 @@ def surplus(found: Sequences) -> list[Divergence]:
     return divergences
 
 
-def drift(calls: Mapping[int, Sequence[Event]]) -> tuple[int, int, int] | None:
-    """Returns the first position at which two ranks of a group make calls that fit together but come from other places
-    of the script, as after one of them has left a call out, and these ranks; None where there is none.
-
-    A line that only some ranks run may have its counterpart in another line, which other ranks run. So both lines count
-    as other places only where both ranks run both.
-    """
-    sites = {rank: {event["site"] for event in own} for rank, own in calls.items()}
-    for position in range(max(map(len, calls.values()), default=0)):
-        there = [rank for rank, own in calls.items() if position < len(own)]
-        for rank in there[1:]:
-            one, other = calls[there[0]][position], calls[rank][position]
-            places = {one["site"], other["site"]}
-            moved = len(places) == 2 and places <= sites[there[0]] and places <= sites[rank]
-            if moved or one["step"] != other["step"]:
-                return position, there[0], rank
-    return None
+def drift(calls: Mapping[int, Sequence[Event]], position: int, first: int, second: int) -> int | None:
+    """Returns the position from which on two ranks of a group make calls that come from other places of the script, or
+    in another step, up to the one at ``position``, at which they do not fit together; None where the calls before that
+    come from the same places. So one rank left out a call, or made one too many, where the ranks part."""
+    own, other = calls[first], calls[second]
+    start = min(position, len(own), len(other))
+    while start and any(own[start - 1][field] != other[start - 1][field] for field in ("site", "step")):
+        start -= 1
+    return start if start < min(position, len(own), len(other)) else None
 
 
 def _conflict(

@@ -14,7 +14,7 @@ from apportion.script_check.hangs.messages import traffic, unlike
 from apportion.script_check.hangs.mismatches import mismatch, unlike_message
 from apportion.script_check.hangs.sequences import sequences
 from apportion.script_check.hangs.stacks import shown
-from apportion.script_check.hangs.states import State, states
+from apportion.script_check.hangs.states import RankState, states
 from apportion.script_check.record import Event, RankRecord
 
 
@@ -74,7 +74,7 @@ def silent(records: Sequence[RankRecord]) -> list[Finding]:
     return [mismatch(each) for each in conflicts(sequences(records), records) if each.what in SILENT]
 
 
-def _details(why: Cause, found: Sequence[State], quiet: float) -> dict[str, Any]:
+def _details(why: Cause, found: Sequence[RankState], quiet: float) -> dict[str, Any]:
     return {
         "quiet_seconds": round(quiet, 1),
         "first_divergence": None if why.divergence is None else _divergence(why.divergence),

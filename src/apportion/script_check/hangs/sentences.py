@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import shorten
 
-from apportion.script_check.hangs.states import State
+from apportion.script_check.hangs.states import RankState
 from apportion.script_check.record import Event
 
 _LISTED = 4
@@ -74,7 +74,7 @@ def capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def state(each: State) -> str:
+def state(each: RankState) -> str:
     """Returns what a rank was doing, as a clause: "rank 0 waits in all_reduce at train.py:31 ..."."""
     rank = f"rank {each.rank}"
     if each.how == "waits":

@@ -10,7 +10,7 @@ from apportion.script_check.record import Event, RankRecord
 
 KINDS = ("collective", "recorder_collective")
 Sequences = Mapping[str, Mapping[int, Sequence[Event]]]
-"""By group and rank, the calls of that rank in that group, in order."""
+"""The calls of each rank in each group, in order, by group and rank."""
 
 
 @dataclass(frozen=True)

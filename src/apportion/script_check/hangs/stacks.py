@@ -12,7 +12,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """One frame of a stack."""
 
     file: str
@@ -25,17 +25,17 @@ class Stack:
     """The stack of one thread, the innermost frame first."""
 
     thread: int
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
 
 def stacks(text: str) -> list[Stack]:
     """Returns the stacks in the text of a dump, as they stand there."""
-    found = list[tuple[int, list[Frame]]]()
+    found = list[tuple[int, list[StackFrame]]]()
     for line in text.splitlines():
         if match := _THREAD.match(line):
             found.append((int(match[1], 16), []))
         elif (match := _FRAME.match(line)) and found:
-            found[-1][1].append(Frame(match[1], int(match[2]), match[3]))
+            found[-1][1].append(StackFrame(match[1], int(match[2]), match[3]))
     return [Stack(thread, tuple(frames)) for thread, frames in found]
 
 
@@ -44,18 +44,18 @@ def own(file: str, folder: str) -> bool:
     return file.startswith(folder.rstrip(os.sep) + os.sep) and "site-packages" not in file
 
 
-def place(frame: Frame, folder: str) -> str:
+def place(frame: StackFrame, folder: str) -> str:
     """Returns file and line of a frame, as ``train.py:31``; the file as it is outside of the script's folder."""
     file = os.path.relpath(frame.file, folder) if own(frame.file, folder) else frame.file
     return f"{file}:{frame.line}"
 
 
-def user_frames(stack: Stack, folder: str) -> list[Frame]:
+def user_frames(stack: Stack, folder: str) -> list[StackFrame]:
     """Returns the frames of the user's code, the innermost first."""
     return [frame for frame in stack.frames if own(frame.file, folder)]
 
 
-def innermost_call(stack: Stack, folder: str) -> Frame | None:
+def innermost_call(stack: Stack, folder: str) -> StackFrame | None:
     """Returns the frame of torch, or of another installed package, that the thread is in; None where it is in the
     user's code, or in the standard library called from there."""
     for frame in stack.frames:
@@ -77,6 +77,6 @@ def _short(file: str) -> str:
     return file.rpartition("site-packages" + os.sep)[2]
 
 
-def waits_for_batch(frames: Sequence[Frame]) -> bool:
+def waits_for_batch(frames: Sequence[StackFrame]) -> bool:
     """Returns whether a stack is that of a rank which waits for a batch from loader processes."""
     return any(frame.file.endswith(os.path.join("utils", "data", "dataloader.py")) for frame in frames)

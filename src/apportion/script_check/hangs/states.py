@@ -20,7 +20,7 @@ _OF_THE_OTHERS = re.compile(
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """What a rank was doing.
 
     ``how``: it "waits" in a collective (also one that it has left by an error about its peers), "raised" an exception
@@ -39,13 +39,15 @@ class State:
     steps: int = 0
 
 
-def states(records: Sequence[RankRecord], dumps: Mapping[int, str], died: Sequence[int], folder: str) -> list[State]:
+def states(
+    records: Sequence[RankRecord], dumps: Mapping[int, str], died: Sequence[int], folder: str
+) -> list[RankState]:
     """Returns the state of each rank. ``dumps``: what ``faulthandler`` has written, by rank; ``folder``: of the
     script."""
     return [_state(record, dumps.get(record.rank, ""), record.rank in died, folder) for record in records]
 
 
-def _state(record: RankRecord, dump: str, died: bool, folder: str) -> State:
+def _state(record: RankRecord, dump: str, died: bool, folder: str) -> RankState:
     calls = record.of(*KINDS)
     last, steps = (calls[-1] if calls else None), len(record.steps)
     outcome = record.outcome
@@ -54,18 +56,18 @@ def _state(record: RankRecord, dump: str, died: bool, folder: str) -> State:
         failed = _failed_call(record) if how == "raised" else None
         if failed is not None:
             waiting = Waiting(failed, failed["site"], failed["line"], failed["time"])
-            return State(record.rank, "waits", waiting, outcome, failed["site"], (), last, steps)
-        return State(record.rank, how, None, outcome, outcome.get("site", ""), (), last, steps)
+            return RankState(record.rank, "waits", waiting, outcome, failed["site"], (), last, steps)
+        return RankState(record.rank, how, None, outcome, outcome.get("site", ""), (), last, steps)
     waiting_in = begun_call(record)
     if died:
-        return State(record.rank, "died", waiting_in, None, waiting_in.site if waiting_in else "", (), last, steps)
+        return RankState(record.rank, "died", waiting_in, None, waiting_in.site if waiting_in else "", (), last, steps)
     threads = _main_first(stacks(dump), record)
     if waiting_in is not None:
-        return State(record.rank, "waits", waiting_in, None, waiting_in.site, threads, last, steps)
+        return RankState(record.rank, "waits", waiting_in, None, waiting_in.site, threads, last, steps)
     frames = threads[0].frames if threads else ()
     users = user_frames(threads[0], folder) if threads else []
     site = place(users[0], folder) if users else ""
-    return State(
+    return RankState(
         record.rank, "loading" if waits_for_batch(frames) else "elsewhere", None, None, site, threads, last, steps
     )
 

@@ -27,8 +27,20 @@ NAMES = {
     "log_normal_",
 }  # fmt: skip
 """The functions of torch that draw, but for dropout."""
+_SHUFFLING: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (random, ("shuffle", "sample", "choice", "choices")),
+    (random.Random, ("shuffle", "sample", "choice", "choices", "randrange")),
+    (np.random, ("shuffle", "permutation", "default_rng")),
+)
+_DRAWING: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (random, ("random", "uniform", "gauss", "normalvariate", "betavariate", "randint", "randrange")),
+    (np.random, ("rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal", "beta",
+                 "binomial", "randint", "choice")),
+)  # fmt: skip
 LARGEST = 1 << 16
 """The most elements of a draw whose values are recorded."""
+MOST_CALLS = 4096
+"""The most draws at one place that are recorded."""
 _SETUP = ("torch/nn/init.py", "torch/utils/data/", "torch/optim/", "torch/distributed/")
 
 
@@ -77,6 +89,8 @@ class Draws:
         place = f"{site} {name} {'with' if gradients else 'without'} gradients"
         number = self._numbers[place]
         self._numbers[place] += 1
+        if number >= MOST_CALLS:
+            return None
         fed = None
         if recorder.feed is not None and not recorder.drawing:
             fed = recorder.feed.draw(place, number, values.shape)
@@ -144,17 +158,9 @@ def install(recorder: Recorder, drawing: Draws) -> None:
 
         return watched
 
-    for owner, names in (
-        (random, ("shuffle", "sample", "choice", "choices")),
-        (random.Random, ("shuffle", "sample", "choice", "choices", "randrange")),
-        (np.random, ("shuffle", "permutation", "default_rng")),
-    ):
+    for owner, names in _SHUFFLING:
         for name in names:
             setattr(owner, name, counting(getattr(owner, name)))
-    for owner, names in (
-        (random, ("random", "uniform", "gauss", "normalvariate", "betavariate", "randint", "randrange")),
-        (np.random, ("rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal", "beta",
-                     "binomial", "randint", "choice")),
-    ):  # fmt: skip
+    for owner, names in _DRAWING:
         for name in names:
             setattr(owner, name, watching(f"{owner.__name__}.{name}", getattr(owner, name)))

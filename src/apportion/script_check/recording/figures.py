@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from apportion.script_check.recording.recorder import Recorder
 
-NAMES = {"item", "__float__", "__int__", "tolist", "__format__", "numpy"}
+NAMES = {"item", "__float__", "__int__", "tolist", "__format__", "__repr__", "numpy"}
 """The functions by which numbers leave a tensor."""
 LARGEST = 1 << 12
 """The most numbers that are recorded of one tensor."""
@@ -31,6 +31,7 @@ def figure(recorder: Recorder, name: str, args: tuple[Any, ...], reduced: bool) 
         function=name,
         values=numbers,
         reduced=reduced,
+        direct=recorder.is_direct(),
         gradients=torch.is_grad_enabled(),
         site=recorder.site(),
     )

@@ -30,6 +30,8 @@ class Functions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name == "__get__" or not (args or kwargs):
             return function(*args, **kwargs)
+        if name == "empty" and args and args[0] == (0,):  # torch reads bytes into it, whose element type is a fact
+            return function(*args, **kwargs)
         done, result = self._rewriting.replaced(name, args)
         if done:
             return result
@@ -38,8 +40,8 @@ class Functions(TorchFunctionMode):
             done, result = randomness.dropout(self._recorder, name, args, kwargs)
             if done:
                 return result
-            if name == "scaled_dot_product_attention":
-                args, kwargs = randomness.attention(self._recorder, args, kwargs)
+            if name in randomness.ATTENTIONS:
+                args, kwargs = randomness.attention(self._recorder, name, args, kwargs)
         if name in draws.NAMES:
             return self._draws.call(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))

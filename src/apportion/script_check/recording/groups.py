@@ -37,7 +37,10 @@ class Groups:
             return None
         if dist.is_initialized() and group is dist.group.WORLD:
             return WORLD, self._world
-        ranks = tuple(dist.get_process_group_ranks(group))
+        try:
+            ranks = tuple(dist.get_process_group_ranks(group))
+        except (KeyError, RuntimeError, ValueError):  # a group that has been taken down, or is not torch's own
+            return None
         return self.made(group, ranks), ranks
 
     def made(self, group: Any, ranks: tuple[int, ...]) -> str:

@@ -323,6 +323,7 @@ class _Fed:
             self._recorder.emit("exhausted", loader=loader, iteration=iteration)
             raise StopIteration
         self._number += 1
+        self._recorder.parts = self._fed.parts[number] if number < len(self._fed.parts) else []
         tree, indices = self._batches[number], self._indices[number]
         if tree is not None:
             batch = restored(tree)

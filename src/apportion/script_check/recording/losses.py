@@ -47,14 +47,22 @@ def _counted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | 
 def install(recorder: Recorder) -> None:
     """Record each backward, of the script or of a pipeline's schedule, with the value of what it is called on."""
     backward = torch.autograd.backward
+    running = [False]
 
     @wraps(backward)
     def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if running[0]:  # torch calls it once more inside of its own, for the mode that is entered
+            backward(tensors, *args, **kwargs)
+            return
         several = list(tensors) if isinstance(tensors, Sequence) else [tensors]
         first = several[0] if len(several) == 1 else None
         scalar = isinstance(first, Tensor) and not isinstance(first, DTensor) and first.numel() == 1
         value = float(first.detach()) if scalar and first is not None else None
         recorder.emit("backward", value=value, site=recorder.site())
-        backward(tensors, *args, **kwargs)
+        running[0] = True
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            running[0] = False
 
     torch.autograd.backward = recorded

@@ -47,17 +47,16 @@ def main(path: str) -> None:
     if recorder.active:
         sys.stdout.flush()
         sys.stderr.flush()
-        parent = os.getppid()
         recorder.finish(**outcome)
         # The process waits to be killed: its exit would close the connections that other ranks wait at, which would
         # then raise, and gloo's threads abort or hang in one exit of ten.
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(0)
+        while True:
+            time.sleep(60.0)
 
 
 def _install(recorder: Recorder) -> None:
     from apportion.script_check.recording import (  # torch is imported here, once
+        by_rank,
         clipping,
         collectives,
         contributions,
@@ -87,6 +86,8 @@ def _install(recorder: Recorder) -> None:
     own = contributions.install(recorder, networks)
     optimizers.install(recorder, networks, own, wrappers.install(recorder, networks))
     gathers.install(recorder)
+    if recorder.plan["by_rank"]:
+        by_rank.install(recorder, networks)
     saves.install(recorder)
     loaders.install(recorder)
     losses.install(recorder)

@@ -15,7 +15,8 @@ class Plan:
     folder of the script; ``record``: the folder that the ranks write to. ``ranks``: how many there are. ``steps``: the
     most steps of each optimizer. ``epoch_batches``: the batches to which longer loaders are shortened; 0 leaves them.
     ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for GPUs.
-    ``join_gathers``, ``split_rows``: see ``gathers.py`` and ``splits.py``.
+    ``join_gathers``, ``split_rows``, ``by_rank``: see ``gathers.py``, ``splits.py`` and
+    ``by_rank.py``.
     ``feed``: the file of what it is fed with, see ``feed.py``.
     """
 
@@ -32,6 +33,7 @@ class Plan:
     no_gpu: bool = False
     join_gathers: bool = False
     split_rows: bool = False
+    by_rank: tuple[str, ...] = ()
     feed: str | None = None
 
     def save(self, path: Path) -> None:

@@ -20,6 +20,9 @@ DROPOUTS = {
     "dropout3d", "native_dropout",
 }  # fmt: skip
 
+ATTENTIONS = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+"""Functions with an argument ``dropout_p``, and its position. What the second one calls inside is seen by no mode."""
+
 
 def dropout(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """Returns whether a function is a dropout that draws, and then its input in place of its output."""
@@ -33,11 +36,13 @@ def dropout(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[s
     return True, (args[0], torch.ones_like(args[0], dtype=torch.bool)) if name == "native_dropout" else args[0]
 
 
-def attention(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def attention(
+    recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Returns the arguments of an attention without its dropout."""
-    position = 4
-    if kwargs.get("dropout_p") or (len(args) > position and args[position]):
-        _draws(recorder, "scaled_dot_product_attention", args[0])
+    position = ATTENTIONS[name]
+    if (kwargs.get("dropout_p") or (len(args) > position and args[position])) and kwargs.get("training", True):
+        _draws(recorder, name, args[0] if args else kwargs["query"])
         kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         args = (*args[:position], 0.0, *args[position + 1 :]) if len(args) > position else args
     return args, kwargs

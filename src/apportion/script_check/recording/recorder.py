@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import sys
@@ -13,6 +14,8 @@ from types import FrameType
 from typing import Any
 
 from apportion.process import PACKAGE
+
+_TORCH = str(Path(importlib.util.find_spec("torch").submodule_search_locations[0]))  # type: ignore[union-attr,index]
 
 
 class Finished(BaseException):
@@ -34,6 +37,8 @@ class Recorder:
         """The number of times that random numbers were drawn by a function that is watched (see ``draws.py``)."""
         self.drawing = ""
         """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
+        self.parts: list[int] = []
+        """In a fed pass, how many rows of the last batch each rank has read."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -78,6 +83,13 @@ class Recorder:
                 found.append(f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}")
             frame = frame.f_back
         return " ".join(found)
+
+    def is_direct(self) -> bool:
+        """Returns whether the user's code itself calls a function of torch, and not a library that it calls."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((str(PACKAGE), _TORCH)):
+            frame = frame.f_back
+        return frame is not None and self.own(frame.f_code.co_filename)
 
     def site(self) -> str:
         """Returns file and line, as ``train.py:31``, of the innermost frame of the user's code; empty outside of it."""

@@ -1,7 +1,7 @@
 """Refuses, by an audit hook, what a script in a copy of its folder would change outside of it, and its connections.
 
 The hook sees what Python's own functions do, in this process and in those forked from it. What a compiled library or
-another program does it does not see; ``torch.save`` writes by itself and is wrapped. A process cannot take it away.
+another program does it does not see, but for those in ``compiled_writers.py``. A process cannot take it away.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from apportion.script_check.sandbox.mirror import Mirror
@@ -155,18 +154,3 @@ def _is_here(host: Any) -> bool:
     except ValueError:
         return False
     return address.is_loopback or address.is_unspecified
-
-
-def wrap_save(guard: Guard) -> None:
-    """Have ``torch.save`` ask before it writes a file, as it does so past Python."""
-    import torch
-
-    save = torch.save
-
-    @wraps(save)
-    def guarded(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            guard.allow_write(f)
-        save(obj, f, *args, **kwargs)
-
-    torch.save = torch.serialization.save = guarded

@@ -8,7 +8,8 @@ from __future__ import annotations
 import runpy
 import sys
 
-from apportion.script_check.sandbox.guard import Guard, wrap_save
+from apportion.script_check.sandbox.compiled_writers import WriterFinder
+from apportion.script_check.sandbox.guard import Guard
 from apportion.script_check.sandbox.mirror import Mirror
 
 
@@ -16,7 +17,7 @@ def main() -> None:
     """Install the hook, and run the module as ``python -m`` does."""
     description, module, *arguments = sys.argv[1:]
     guard = Guard(Mirror.load(description))
-    wrap_save(guard)
+    WriterFinder(guard).install()
     guard.install()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

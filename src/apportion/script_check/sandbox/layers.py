@@ -12,8 +12,6 @@ from apportion.script_check.sandbox import linux
 from apportion.script_check.sandbox.mount_table import MountTable
 from apportion.script_check.sandbox.scope import within
 
-DISCARDED = "discarded"
-"""The folder in that of the records for upper layers that cannot be on a tmpfs."""
 _LARGEST_COPIED = 1 << 20
 
 
@@ -35,11 +33,12 @@ class Layers:
         view = self._new_view()
         linux.mount(records, view, flags=linux.MS_BIND)
         table.containing(records).change_flags(view, remove=linux.MS_RDONLY)
-        self._records = self._add(records, view)
+        self._add(records, view)
 
     def prepared(self) -> list[Prepared]:
-        """Returns what is to be moved, outer folders first."""
-        return sorted(self._prepared, key=lambda each: each.path.count("/"))
+        """Returns what is to be moved, outer folders first, and the records after an overlay of the same folder."""
+        records, *others = self._prepared
+        return sorted([*others, records], key=lambda each: each.path.count("/"))
 
     def close(self) -> None:
         """Take the tmpfs itself out of the tree; the overlays still have their layers on it."""
@@ -56,8 +55,8 @@ class Layers:
                 self._divide(path, needed)
             elif any(within(each, [path]) for each in needed):
                 raise
-            elif temporary:
-                self.prepare_empty(path, stat.S_IMODE(os.stat(path).st_mode))
+            elif temporary and os.path.isdir(path):  # it may have been removed just now
+                self.prepare_empty(path, 0o1777)
             return
         for mount in self._table.below(path):
             try:
@@ -77,7 +76,7 @@ class Layers:
         view = self._new_view()
         lower = os.open(path, os.O_PATH | os.O_DIRECTORY)
         try:
-            layers = self._layers_of(path, lower, os.path.basename(view))
+            layers = self._layers_of(path, os.path.basename(view))
             options = f"lowerdir=/proc/self/fd/{lower},upperdir={layers}/upper,workdir={layers}/work"
             # a folder of the user's can be renamed as such with redirect_dir alone, which takes the administrator's
             # attributes; without it the kernel has programs copy the folder, as between two disks
@@ -85,19 +84,14 @@ class Layers:
             linux.mount("overlay", view, "overlay", options=options)
         finally:
             os.close(lower)
-        if os.access(path, os.R_OK | os.X_OK):
-            _try_to_write(view)
+        _try_to_write(view)
         self._add(path, view)
 
-    def _layers_of(self, path: str, lower: int, name: str) -> str:
+    def _layers_of(self, path: str, name: str) -> str:
         """Makes the folders of an overlay's upper layer; the path to them has no character that options give a
         meaning to."""
         status = os.stat(path)
-        descriptor = self._descriptor
-        if self._user_namespace and not _mapped(status.st_gid):
-            # a tmpfs of this user namespace cannot hold files of a group that is not in it, but a disk can
-            descriptor, name = self._records, os.path.join(DISCARDED, name)
-        layers = os.path.join(f"/proc/self/fd/{descriptor}", name + "-layers")
+        layers = f"/proc/self/fd/{self._descriptor}/{name}-layers"
         for each in ("upper", "work"):
             os.makedirs(os.path.join(layers, each))
         os.chmod(os.path.join(layers, "upper"), stat.S_IMODE(status.st_mode))
@@ -134,10 +128,17 @@ class Layers:
         os.mkdir(view)
         return view
 
-    def _add(self, path: str, view: str) -> int:
-        prepared = Prepared(path, os.open(view, os.O_PATH))
-        self._prepared.append(prepared)
-        return prepared.descriptor
+    def _add(self, path: str, view: str) -> None:
+        self._prepared.append(Prepared(path, os.open(view, os.O_PATH)))
+
+
+def require_own(folder: str) -> None:
+    """Raises OSError where this user may write in a folder of another user or group, of which a user namespace without
+    privileges does not know: an overlay in it refuses to change such files."""
+    status = os.stat(folder)
+    known = _mapped("uid", status.st_uid) and _mapped("gid", status.st_gid)
+    if not known and os.access(folder, os.W_OK):
+        raise OSError(errno.EOVERFLOW, f"{folder} is of another user or of a further group of this user")
 
 
 def _copy_or_bind(entry: os.DirEntry[str], copy: str) -> None:
@@ -162,8 +163,8 @@ def _try_to_write(view: str) -> None:
     os.unlink(path)
 
 
-def _mapped(group: int) -> bool:
-    """Whether a group is one of this user namespace; the number of one that is not is shown as that of nobody."""
-    with open("/proc/self/gid_map") as file:
+def _mapped(kind: str, number: int) -> bool:
+    """Whether a user or a group is one of this user namespace; one that is not is shown as nobody."""
+    with open(f"/proc/self/{kind}_map") as file:
         extents = [tuple(map(int, line.split())) for line in file]
-    return any(first <= group < first + count for first, _, count in extents)
+    return any(first <= number < first + count for first, _, count in extents)

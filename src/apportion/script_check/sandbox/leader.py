@@ -20,7 +20,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from apportion.process import die_with_parent, take_orphans_in
@@ -45,12 +45,18 @@ def main(spec_path: str, descriptor: int) -> None:
         if configuration is None:
             _leave(spec, _without_namespaces(kind, control, spec, reasons))
         if not namespaces.possible(configuration):
+            reasons.append("this process is not the administrator's")
             continue
         status, reason = _attempt(kind, configuration, control, spec)
         if status != REFUSED:
             _leave(spec, status)
-        reasons.append(f"{kind}: {reason}")
-    control.send(f"refused {'; '.join(reasons)}\n".encode())
+        reasons.append(reason)
+    control.send(f"refused {_last(reasons)}\n".encode())
+
+
+def _last(reasons: Sequence[str]) -> str:
+    """The reason why the least demanding of the kinds that were tried was not possible."""
+    return reasons[-1].replace("\n", " ") if reasons else ""
 
 
 def _leave(spec: dict[str, Any], status: int) -> NoReturn:
@@ -73,13 +79,9 @@ def _attempt(
         _run(lambda: _make(kind, configuration, control, there, spec, guardian))
     there.close()
     with here:
-        reason = ""
-        while question := here.recv(4096).decode():  # until the maker has closed its end
-            if question == "users":
-                here.send(b"yes" if namespaces.map_all_users(maker) else b"no")
-            else:
-                reason = question
-    _, status = os.waitpid(maker, 0)
+        while (reason := here.recv(4096).decode()) == "users":
+            here.send(b"yes" if namespaces.map_all_users(maker) else b"no")
+        _, status = os.waitpid(maker, 0)  # with this end open, by which the starter knows that this process lives
     return (os.waitstatus_to_exitcode(status), reason) if os.WIFEXITED(status) else (ABANDONED, "")
 
 
@@ -111,11 +113,10 @@ def _make(
         mounts.protect(Scope(**spec["scope"]), spec["records"], configuration.user)
         if not configuration.processes:
             namespaces.restrict_programs()
-            guardian.close()
-            return _start(kind, control)
+            return _start(kind, control, guardian)
         return _start_first(kind, control, guardian)
     except OSError as error:
-        guardian.send(str(error).encode())
+        guardian.send((error.strerror or str(error)).encode())
         return REFUSED
 
 
@@ -129,11 +130,10 @@ def _start_first(kind: str, control: socket.socket, guardian: socket.socket) -> 
             try:
                 linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
             except OSError as error:
-                guardian.send(str(error).encode())
+                guardian.send((error.strerror or str(error)).encode())
                 return REFUSED
             namespaces.restrict_programs()
-            guardian.close()
-            return _start(kind, control)
+            return _start(kind, control, guardian)
 
         _run(serve)
     guardian.close()
@@ -141,16 +141,19 @@ def _start_first(kind: str, control: socket.socket, guardian: socket.socket) -> 
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else ABANDONED
 
 
-def _start(kind: str, control: socket.socket) -> int:
+def _start(kind: str, control: socket.socket, guardian: socket.socket) -> int:
     take_orphans_in()
+    guardian.send(b"ready")
     control.send(f"ready {kind}\n".encode())
-    return ENDED if Starter(control).serve() else ABANDONED
+    return ENDED if Starter(control, guardian).serve() else ABANDONED
 
 
 def _without_namespaces(kind: str, control: socket.socket, spec: dict[str, Any], reasons: list[str]) -> int:
     """Runs a starter in no namespaces, and returns how it has ended."""
+    here, there = socket.socketpair()
     starter = os.fork()
     if starter == 0:
+        here.close()
 
         def serve() -> int:
             held = "hook"
@@ -159,11 +162,13 @@ def _without_namespaces(kind: str, control: socket.socket, spec: dict[str, Any],
                     landlock.allow_writes_only_in([spec["remove"], mounts.SHARED_MEMORY], _DEVICES)
                     held = "landlock"
                 except OSError as error:
-                    reasons.append(f"Landlock: {error}")
-            return _start(f"{held} {'; '.join(reasons)}", control)
+                    reasons.append(f"{_last(reasons)}, nor Landlock: {error.strerror}".removeprefix(", nor "))
+            return _start(f"{held} {_last(reasons)}", control, there)
 
         _run(serve)
-    _, status = os.waitpid(starter, 0)
+    there.close()
+    with here:
+        _, status = os.waitpid(starter, 0)
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else ABANDONED
 
 

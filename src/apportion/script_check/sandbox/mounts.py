@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 
 from apportion.script_check.sandbox import linux
-from apportion.script_check.sandbox.layers import Layers, Prepared
+from apportion.script_check.sandbox.layers import Layers, Prepared, require_own
 from apportion.script_check.sandbox.mount_table import MountTable
 from apportion.script_check.sandbox.scope import Scope, within
 
@@ -24,6 +24,9 @@ def protect(scope: Scope, records: str, user_namespace: bool) -> None:
 
     Raises OSError where the kernel does not allow it, or where a folder that the scope needs cannot be an overlay.
     """
+    for path in scope.needed:
+        if user_namespace and path not in scope.temporary:
+            require_own(path)
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     table = MountTable.read()
     table.set_read_only()

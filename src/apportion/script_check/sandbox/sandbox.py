@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import select
-import shutil
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from apportion.errors import ApportionError
-from apportion.script_check.sandbox import layers, mounts
+from apportion.script_check.sandbox import mounts
 from apportion.script_check.sandbox.mirror import Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
 from apportion.script_check.sandbox.scope import Scope
@@ -78,8 +79,7 @@ class Sandbox:
     def __init__(self, scope: Scope, records: Path, remove: Path, kind: str | None = None) -> None:
         self._scope, self._records = scope, Path(os.path.realpath(records))
         kind = kind or os.environ.get(FORCED) or None
-        for name in (mounts.STAGE, layers.DISCARDED):
-            (self._records / name).mkdir(parents=True)
+        (self._records / mounts.STAGE).mkdir(parents=True)
         spec = {
             "scope": asdict(scope),
             "records": str(self._records),
@@ -101,6 +101,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt of the terminal reaches this process alone
             )
+        self._shared_memory = _shared_memory()
         self._ready, self._refused, self._closed = "", "", False
         self._mirror: Mirror | None = None
 
@@ -132,7 +133,8 @@ class Sandbox:
         because = f" as the kernel allows no namespaces here ({refused})" if refused else ""
         if self.kind == "landlock":
             held = (
-                "the kernel refused every write outside of it and of /dev/shm, and Python's connections beyond loopback"
+                "the kernel refused every write outside of it and of /dev/shm; Python's own connections beyond "
+                "loopback were refused, but not those of programs that it starts and of compiled libraries"
             )
         else:
             held = (
@@ -200,7 +202,8 @@ class Sandbox:
         self.receive(0)
         self._control.close()
         self._set_closed()
-        _remove_layers(self._records / layers.DISCARDED)
+        if self._mirror is not None:
+            _remove_shared_memory(self._shared_memory)
 
     def _set_closed(self) -> None:
         self._closed = True
@@ -252,8 +255,16 @@ def _listed(paths: Sequence[str]) -> str:
     return ", ".join(paths)
 
 
-def _remove_layers(folder: Path) -> None:
-    """Removes upper layers on a disk, in which the kernel has left a folder that its owner may not read."""
-    for work in folder.glob("*/work/work"):
-        work.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+def _shared_memory() -> set[str]:
+    return set(os.listdir(mounts.SHARED_MEMORY)) if os.path.isdir(mounts.SHARED_MEMORY) else set()
+
+
+def _remove_shared_memory(before: Collection[str]) -> None:
+    """Removes shared memory that is newer than ``before`` and bears the number of a process that has ended, as torch
+    and OpenMP name theirs: processes that were killed have not removed it."""
+    for name in _shared_memory() - set(before):
+        number = re.match(r"(?:torch|__KMP_REGISTERED_LIB)_(\d+)_", name)
+        path = os.path.join(mounts.SHARED_MEMORY, name)
+        if number and not os.path.exists(f"/proc/{number[1]}"):
+            with contextlib.suppress(OSError):  # of another user, or removed by now
+                os.unlink(path)

@@ -15,15 +15,15 @@ from apportion.process import die_with_parent
 
 
 class Starter:
-    """Serves the lines of a socket, see ``leader.py``."""
+    """Serves the lines of ``control``, see ``leader.py``, until the other end of ``guardian`` is closed."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, guardian: socket.socket) -> None:
+        self._control, self._guardian = control, guardian
         self._ranks = dict[int, int]()
         """The rank of each process that runs, by its number."""
 
     def serve(self) -> bool:
-        """Start ranks and report them until the line ``end``, or the end of the socket, and end all descendants.
+        """Start ranks and report them until the line ``end``, or the end of a socket, and end all descendants.
         Returns whether the line ended it."""
         woken, waker = os.pipe()
         for end in (woken, waker):
@@ -33,6 +33,7 @@ class Starter:
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(woken, select.POLLIN)
+        poll.register(self._guardian, select.POLLIN)
         asked = False
         try:
             while not asked:
@@ -40,7 +41,7 @@ class Starter:
                     if descriptor == woken:
                         os.read(woken, 4096)
                         self._report_ends()
-                    elif not (lines := self._control.recv(65536).decode()):
+                    elif descriptor == self._guardian.fileno() or not (lines := self._control.recv(65536).decode()):
                         return False
                     else:
                         asked = any(self._obey(line) for line in lines.splitlines())

@@ -16,6 +16,12 @@ def suspected(evidence: Evidence) -> bool:
     return not known or evidence.weights_in_reference.residual > 1e-7
 
 
+def modules(split: RankRecord) -> tuple[str, ...]:
+    """Returns the modules that mix rows, without those that only contain such a module."""
+    found = list(dict.fromkeys(str(event["module"]) for event in split.of("mixes_rows")))
+    return tuple(name for name in found if not any(other.startswith(f"{name}.") for other in found))
+
+
 def cause(evidence: Evidence) -> Finding | None:
     """Returns the finding that a module or the loss takes statistics of one rank's rows."""
     if evidence.split is None or not suspected(evidence):

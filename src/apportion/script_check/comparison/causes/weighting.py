@@ -8,6 +8,7 @@ import numpy as np
 
 from apportion.script_check.comparison.combination import Combination
 from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.comparison.tensors import scale_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -24,8 +25,9 @@ def scale(evidence: Evidence) -> Finding | None:
         return None
     factor = factors[0]
     names = evidence.shown(found.names)
-    compared = [name for name in found.compared if name in evidence.reference]
-    if len(found.names) == len(compared):
+    floor = 1e-9 * scale_of({**evidence.reference})  # a bias before a normalisation has no gradient but rounding
+    compared = [n for n in found.compared if n in evidence.reference and np.linalg.norm(evidence.reference[n]) > floor]
+    if set(compared) <= set(found.names):
         intro = f"Every gradient is {factor:.10g} times that of one process"
     else:
         listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")

@@ -1,0 +1,42 @@
+"""Weights that only rounding moves are not compared; all others are, those without any gradient among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.comparison.table import parting
+from apportion.script_check.record import RankRecord
+from apportion.testing.noise import without_noise
+
+BEGINNING = {"model.a": np.ones(3), "model.b": np.ones(2)}
+
+
+def record(rank: int, gradients: dict[str, Any], weights: dict[str, Any]) -> RankRecord:
+    step = {"kind": "step", "step": 1, "optimizer": 0, "number": 1, "site": "", "rates": [0.1], "buffers": {}}
+    network = {"kind": "network", "step": 0, "weights": BEGINNING}
+    return RankRecord(rank, (network, {**step, "gradients": gradients, "weights": weights}))
+
+
+def parted(first: list[float], other: list[float], moved: list[float]) -> list[str]:
+    """The names of the tensors that differ where ``b`` has these gradients on a rank and in one process, and moves so
+    on the rank."""
+    large = np.array([1.0, -2.0, 0.5])
+    weights = {**BEGINNING, "model.a": 1 - large}
+    rank = record(0, {"model.a": large, "model.b": np.array(first)}, {**weights, "model.b": 1 - np.array(moved)})
+    union = record(0, {"model.a": large, "model.b": np.array(other)}, weights)
+    found, _ = parting(*without_noise([rank], union))
+    return [] if found is None else found.names
+
+
+def test_what_rounding_moves_is_not_compared() -> None:
+    assert parted([1e-18, 0.0], [-3e-17, 2e-18], moved=[1e-4, -1e-4]) == []
+
+
+def test_what_moves_without_any_gradient_is() -> None:
+    assert parted([0.0, 1e-18], [0.0, 1e-18], moved=[1e-4, 0.0]) == ["model.b"]
+
+
+def test_what_has_a_gradient_is() -> None:
+    assert parted([1e-5, 1e-18], [1e-5, 1e-18], moved=[1e-4, 0.0]) == ["model.b"]
