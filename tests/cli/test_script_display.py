@@ -36,10 +36,10 @@ def shown(found: Answer, script: str) -> list[str]:
 def test_a_difference_has_its_tensors_line_remedy_and_name(script: str) -> None:
     lines = shown(answer([SCALE], compared=COMPARED, about=["The script ran in a copy of its folder."]), script)
     text = "\n".join(lines)
-    assert lines[0].startswith("Another network: on 2 ranks train.py trains")
+    assert lines[0] == "Another network: train.py on 2 ranks does not train what one process does."
     assert "  Every gradient is 0.5 times that of one process.\n" in text
     assert "  tensors: body.weight, body.bias, head.weight, head.bias and 1 more\n" in text
-    assert "  at train.py:2: loss = very_very" in text
+    assert "\n  at train.py:2:\n     loss = very_very" in text
     assert "  fix: Divide once.\n  accept with: --accept scale\n" in text
     assert text.endswith(
         "\n\nCompared: 2 ranks, 1 step, 5 tensors; with the script as one process.\n"

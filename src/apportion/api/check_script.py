@@ -37,7 +37,7 @@ def check_script(
     ``steps``: the largest number of optimizer steps that is compared. ``accept``: names of findings that are intended,
     and count as notes.
 
-    The script runs unchanged, in float64 and without dropout, and nothing that it writes is kept. The answer has a
+    The script runs unchanged, in float64 and without dropout, and what it writes is discarded. The answer has a
     ``verdict``, its ``findings`` with their remedies, and the exit ``status`` of the command line. Nothing is raised
     for a script that fails: the verdict is "could not run", with the reason. Raises ValueError for an argument that is
     wrong.

@@ -77,7 +77,7 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
     folder.mkdir(parents=True)
     if feed is not None:
         feed.save(folder / "feed.pkl")
-    _LOG.info("%s on %s", name, f"{ranks} ranks" if ranks > 1 else "one process")
+    _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
     scope = scope_of(script.folder, script.arguments, os.environ)
     since = time.monotonic()
     with Sandbox(scope, folder, conditions.folder, conditions.sandbox) as sandbox:
