@@ -68,8 +68,8 @@ def _compare(spread: Passed, union: Passed) -> Answer:
         reference = union.records[0]
         findings += with_union.findings(spread.records, reference)
     same = not any(finding.severity == "difference" for finding in findings)
-    findings += beside.findings(spread.records, reference, same_weights=same)
-    return Answer("", tuple(findings), reason=undecided)
+    others = beside.findings(spread.records, reference, same_weights=same)
+    return Answer("", (*others, *findings), reason=undecided)
 
 
 def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions) -> tuple[Finding, ...]:

@@ -19,7 +19,7 @@ class Functions(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
-        self._draws = draws.Draws(recorder)
+        self._draws = draws.WatchedDraws(recorder)
         draws.install(recorder, self._draws)
         self._reductions = Reductions()
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from apportion.script_check.recording.computed import Computed
+from apportion.script_check.recording.computed import ForwardDigests
 from apportion.script_check.recording.names import Root, root_of
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import LARGEST_WHOLE, placements, values
@@ -27,7 +27,7 @@ class Networks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._computed = Computed(recorder)
+        self._computed = ForwardDigests(recorder)
         self._depth = 0
         self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
         self._outermost = dict[int, weakref.ref[nn.Module]]()
