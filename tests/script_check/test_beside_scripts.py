@@ -9,6 +9,8 @@ import pytest
 from apportion.script_check.driver import check_script
 from apportion.script_check.script import Script
 
+pytestmark = pytest.mark.processes
+
 _HEAD = """
 import random, tempfile
 import torch, torch.nn as nn, torch.distributed as dist
