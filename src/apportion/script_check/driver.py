@@ -129,8 +129,8 @@ def _compare(passes: _Passes) -> Answer:
         differs = any(finding.severity == "difference" for finding in findings)
         compared["table"] = step_table(spread, union, differs)
     same = not any(finding.severity == "difference" for finding in findings)
-    findings += beside.findings(spread, union, same_weights=same)
-    return Answer("", tuple(findings), compared, tuple(about), undecided)
+    others = beside.findings(spread, union, same_weights=same)  # first, as settings that differ explain the weights
+    return Answer("", (*others, *findings), compared, tuple(about), undecided)
 
 
 def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions) -> tuple[Finding, ...]:

@@ -14,7 +14,7 @@ from apportion.script_check.rows import Rows
 
 
 @dataclass
-class Batch:
+class ReadBatch:
     """One batch. ``rows``: what identifies its rows, indices where there are any and digests of their values elsewhere.
     ``contents``: the digests of the values of its rows, none where the batch does not have one value for each index.
     ``step``: the optimizer step for which it was read, from 1. ``position``: of its event in the record. ``trained``:
@@ -39,7 +39,7 @@ class Iteration:
     number: int
     position: int
     begun: Event
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[ReadBatch] = field(default_factory=list)
     exhausted: bool = False
     with_gradients: int = 0
     without: int = 0
@@ -53,7 +53,7 @@ class Iteration:
         return self.without > 0 and (trained == 0 or (trained == 1 and len(self.batches) > 1))
 
     @property
-    def trained(self) -> list[Batch]:
+    def trained(self) -> list[ReadBatch]:
         """The batches that the rank trained on."""
         return [] if self.evaluation else [batch for batch in self.batches if batch.trained]
 
@@ -68,7 +68,7 @@ class _Run:
     """Batches read one after the other, and the forwards that followed."""
 
     iteration: Iteration
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[ReadBatch] = field(default_factory=list)
     with_gradients: int = 0
     without: int = 0
 
@@ -122,7 +122,7 @@ class _Walk:
         self._closed = dict[int, list[_Run]]()
         self._last = ""
         self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
-        self._fetched = dict[tuple[str, int, int], Batch]()
+        self._fetched = dict[tuple[str, int, int], ReadBatch]()
         for position, event in enumerate(record.events):
             self._see(position, event)
         for run in list(self._runs.values()):
@@ -160,14 +160,14 @@ class _Walk:
         contents = tuple(row_digests(event["rows"]))
         rows = tuple(map(_key, event["indices"])) if indexed else contents
         contents = contents if len(contents) == len(rows) else ()
-        batch = Batch(rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents)
+        batch = ReadBatch(rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents)
         iteration.batches.append(batch)
         if place in self._ahead:
             self._fetched[(*place, event["number"])] = batch
         else:
             self._take(iteration, batch)
 
-    def _take(self, iteration: Iteration, batch: Batch) -> None:
+    def _take(self, iteration: Iteration, batch: ReadBatch) -> None:
         for loader, other in list(self._runs.items()):
             if (other.with_gradients or other.without) and loader != iteration.loader:
                 self._close(other)

@@ -21,7 +21,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._splits = splits
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
-        self._draws = draws.Draws(recorder)
+        self._draws = draws.WatchedDraws(recorder)
         draws.install(recorder, self._draws)
         self._reductions = Reductions()
 

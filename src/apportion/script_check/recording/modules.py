@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from apportion.script_check.recording.computed import Computed
+from apportion.script_check.recording.computed import ForwardDigests
 from apportion.script_check.recording.names import Root, root_of
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, placements, values
@@ -34,7 +34,7 @@ class Networks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._computed = Computed(recorder)
+        self._computed = ForwardDigests(recorder)
         self._depth = 0
         self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
         self._outermost = dict[int, weakref.ref[nn.Module]]()
