@@ -431,3 +431,26 @@ def in_own_memory() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = kept
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread, as where a checkpoint computes a forward again."""
+    running = getattr(torch._C, "_current_graph_task_id", None)
+    return running is not None and running() != -1
+
+
+def wrap_backward(context: AbstractContextManager[Any]) -> None:
+    """Has every backward run within a context: ``backward`` is a function that a TorchFunctionMode sees, and what runs
+    below it, such as a checkpoint's second forward, would otherwise not be seen by the mode."""
+    name = "_engine_run_backward"
+    run = getattr(torch.autograd, name, None)
+    if run is None:
+        missing.append(f"torch.autograd.{name}")
+        return
+
+    @functools.wraps(run)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return run(*args, **kwargs)
+
+    setattr(torch.autograd, name, within)

@@ -5,27 +5,41 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apportion.script_check.comparison import beside, numbers, ranks_agree, schedules
+from apportion.script_check.comparison.coverage import coverage, gradients_alike
 from apportion.script_check.comparison.extent import extent
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
+from apportion.script_check.comparison.table import parting
+from apportion.script_check.comparison.tensors import StepBounds
+from apportion.script_check.failures import unusable
 from apportion.script_check.findings import Answer, Finding, answer
 from apportion.script_check.further import further_passes
 from apportion.script_check.hangs import report
-from apportion.script_check.hangs.sentences import ranks as written_ranks
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, Passed
+from apportion.script_check.record import RankRecord
+from apportion.script_check.references import Reference, on_same_rows, reference, replayed
+from apportion.script_check.retried import run_until_port_is_free
+from apportion.script_check.rows import Unjoinable
 from apportion.script_check.script import Script
-from apportion.script_check.union import draws_to_join, union_feed
+from apportion.script_check.spread import Spread, spread_over
+from apportion.script_check.union import union_feed
 
 EPOCH_BATCHES = 8
 """The batches to which a longer epoch is shortened: a power of two, which micro-batches divide."""
 STEPS = 24
 """The most steps of an optimizer: they reach into the third epoch of a shortened loader, of at most 11 batches."""
+_UNCOMPILED = "What the script compiles ran uncompiled, in float64."
+_UNREADABLE = "they have no indices to read them again by"
+_OWN_ROWS = (
+    "the script chooses its rows without a DataLoader, and as one process it chooses others than the ranks: have it "
+    "read them through a loader or a batch sampler of torch, or divide the batch of all ranks by their number"
+)
 
 
 def check_script(
@@ -42,14 +56,18 @@ def check_script(
     folder = Path(tempfile.mkdtemp(prefix="apportion-check-"))
     conditions = Conditions(folder, limit, threads, steps, EPOCH_BATCHES)
     try:
-        spread = run_pass("ranks", script, ranks, conditions)
-        if (hanging := _hanging(spread, script)) is not None:
-            return hanging
-        if (reason := _unusable(spread)) is not None:
-            return Answer("could not run", reason=reason)
-        found = _compare(_reference(spread, script, conditions))
-        if any(finding.name == "schedule" for finding in found.findings) and beside.shortened(spread.records):
-            found = replace(found, findings=_schedules(found.findings, script, ranks, conditions))
+        spread = spread_over(script, ranks, conditions)
+        if (hanging := _hanging(spread.passed, script)) is not None:
+            return replace(hanging, about=spread.about)
+        if (reason := unusable(spread.passed, ranks)) is not None:
+            return Answer("could not run", reason=reason, about=spread.about)
+        try:
+            passes = _passes(spread, script)
+        except Unjoinable as error:
+            passes = _Passes(spread, None, unlike=f"there is no union of the rows, as {error}, and {_UNREADABLE}")
+        found = _compare(passes)
+        if any(finding.name == "schedule" for finding in found.findings) and beside.shortened(spread.passed.records):
+            found = replace(found, findings=_schedules(found.findings, script, ranks, spread.conditions))
         return answer(found.findings, accept, undecided=found.reason, compared=found.compared, about=found.about)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -66,80 +84,88 @@ def _hanging(passed: Passed, script: Script) -> Answer | None:
     return Answer("the ranks wait for each other", findings, compared, ranks=found.lines, hang=found.details)
 
 
-def _unusable(passed: Passed) -> str | None:
-    if passed.waited.how == "limit":
-        late = written_ranks(passed.unfinished)
-        return f"{late} did not end within {passed.seconds:.0f} s; pass a higher limit or fewer steps"
-    if passed.waited.how == "hang":
-        found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
-        return "its ranks wait for each other" if found is None else found.finding.sentence
-    if failed := passed.failed:
-        outcome = failed[0].outcome or {}
-        said = f"{outcome.get('type', '')}: {outcome.get('message', '')}" if outcome else passed.outputs[0][-300:]
-        return f"the script failed on rank {failed[0].rank}: {said}"
-    if not any(record.steps for record in passed.records):
-        return "the script made no optimizer step"
-    return None
-
-
 @dataclass(frozen=True)
 class _Passes:
-    """The passes over a script: its ranks, the script as one process on the union of their rows, and those of one
-    process that are made where they can change the answer."""
+    """The passes over a script: its ranks, the script as one process, and those of one process that are made where they
+    can change the answer. ``unlike``: why one process is not one to compare the ranks with; empty where it is."""
 
-    spread: Passed
-    union: Passed
-    further: Further
+    spread: Spread
+    reference: Reference | None
+    further: Further = field(default_factory=Further)
+    unlike: str = ""
+
+    @property
+    def union(self) -> RankRecord | None:
+        """The record of the script as one process; None where there is none."""
+        usable = self.reference is not None and unusable(self.reference.passed, 1) is None
+        return self.reference.passed.records[0] if self.reference is not None and usable else None
+
+    @property
+    def about(self) -> list[str]:
+        """How the script was run, in sentences."""
+        ranks = self.spread.passed.records
+        compiled = [_UNCOMPILED] if any(record.of("compiled") for record in ranks) else []
+        sandbox = [self.spread.passed.sandbox] if self.spread.passed.sandbox else []
+        own = [*self.spread.about, *compiled, *sandbox, *beside.shortened(ranks)]
+        return [*own, *(self.reference.about if self.reference is not None else ()), *self.further.about]
 
 
-def _reference(spread: Passed, script: Script, conditions: Conditions) -> _Passes:
+def _passes(spread: Spread, script: Script) -> _Passes:
     """Runs the script as one process, and what else can change the answer."""
-    feed = union_feed(spread.records)
-    union = run_pass("union", script, 1, conditions, feed)
-    if union.records and draws_to_join(spread.records, union.records[0]):
-        feed = union_feed(spread.records, join_draws=True)
-        union = run_pass("union-draws", script, 1, conditions, feed)
-    if _unusable(union) is not None:
-        return _Passes(spread, union, Further())
-    return _Passes(spread, union, further_passes(script, spread.records, union.records[0], conditions, feed))
+    ranks, conditions = spread.passed.records, spread.conditions
+    found = reference(spread.passed, script, conditions)
+    if (reason := unusable(found.passed, 1)) is not None:
+        unlike = f"there is no reference, as the script does not run as one process: {reason}"
+        return _Passes(spread, found, unlike=unlike)
+    if not on_same_rows(ranks, found):
+        other = replayed(spread.passed, found.passed, script, conditions)
+        if other is None:
+            return _Passes(spread, found, unlike=_OWN_ROWS)
+        parted, _ = parting(ranks, other.passed.records[0])
+        if parted is not None and gradients_alike(ranks, parted.step):
+            # the mean over ranks that are weighted unequally on purpose, such as by their tokens, differs as well
+            return _Passes(spread, other, unlike=_OWN_ROWS)
+        found = other
+    return _Passes(spread, found, further_passes(script, ranks, found, conditions))
 
 
 def _compare(passes: _Passes) -> Answer:
     """Returns what was found, without a verdict."""
-    spread = passes.spread.records
+    spread, union, undecided = passes.spread.passed.records, passes.union, passes.unlike
     findings: list[Finding] = [*report.findings(spread), *ranks_agree.findings(spread)]
-    undecided = ""
-    about = [passes.spread.sandbox] if passes.spread.sandbox else []
-    about += beside.shortened(spread)
-    reason = _unusable(passes.union)
-    union = None if reason is not None else passes.union.records[0]
-    compared = extent(spread, union)
-    compared["loaders"] = row_table(spread)
-    if union is None:
-        undecided = f"there is no reference, as the script does not run as one process: {reason}"
+    compared = {**extent(spread, None if undecided else union), "loaders": row_table(spread)}
+    if union is None or undecided:
         findings += numbers.findings(spread, None)
     else:
-        about += passes.further.about
+        bounds = passes.further.bounds
+        undecided = _undecided(spread, union, bounds)
         findings += numbers.findings(spread, union, passes.further)
-        if lost := unplaced(spread, union):
-            undecided = (
-                f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, "
-                "and are not compared"
-            )
         differs = any(finding.severity == "difference" for finding in findings)
-        compared["table"] = step_table(spread, union, differs)
-    same = not any(finding.severity == "difference" for finding in findings)
+        compared["table"] = step_table(spread, union, differs, bounds)
+    same = not passes.unlike and not any(finding.severity == "difference" for finding in findings)
     others = beside.findings(spread, union, same_weights=same)  # first, as settings that differ explain the weights
-    return Answer("", (*others, *findings), compared, tuple(about), undecided)
+    return Answer("", (*others, *findings), compared, tuple(passes.about), undecided)
+
+
+def _undecided(spread: Sequence[RankRecord], union: RankRecord, bounds: StepBounds) -> str:
+    """Why a comparison that finds nothing says too little; empty where it says enough."""
+    if bounds is not None and not bounds:
+        return "rounding in the precision of the script is as large as what a mistake would change"
+    if lost := unplaced(spread, union):
+        return (
+            f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, and are not "
+            f"compared"
+        )
+    return coverage(spread, union).undecided
 
 
 def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions) -> tuple[Finding, ...]:
     """Compares the schedules again with whole epochs, as a schedule may be computed from the length of a loader that
     was shortened on the ranks and not in one process."""
     whole = replace(conditions, epoch_batches=0)
-    spread = run_pass("whole-ranks", script, ranks, whole)
-    union = run_pass("whole-union", script, 1, whole, union_feed(spread.records))
+    spread = run_until_port_is_free("whole-ranks", script, ranks, whole)
+    union = run_until_port_is_free("whole-union", script, 1, whole, union_feed(spread.records))
     others = tuple(finding for finding in findings if finding.name not in ("schedule", "scaled_rate"))
-    if _unusable(spread) is not None or _unusable(union) is not None:
+    if unusable(spread, ranks) is not None or unusable(union, 1) is not None:
         return tuple(findings)
     return (*others, *schedules.findings(spread.records, union.records[0]))

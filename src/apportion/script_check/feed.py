@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from apportion.script_check.rows import count, turned
 
 Array = np.ndarray[Any, Any]
 
@@ -36,13 +38,17 @@ class Feed:
     """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer.
     ``iterations``: by loader, in order. ``draws``: the random numbers that the ranks drew, by place (see
     ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
-    one process as on each rank, so that a draw has the numbers of all ranks."""
+    one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of each step in turn, what
+    a script without a loader brings into its computation, as the names of functions with values; ``windows``: how many
+    of them make one step."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
     iterations: dict[str, list[FedIteration]] = field(default_factory=dict)
     draws: dict[str, list[list[Array | None]]] = field(default_factory=dict)
     join_draws: bool = False
+    constants: list[list[Any]] = field(default_factory=list)
+    windows: int = 1
 
     def draw(self, place: str, number: int, shape: tuple[int, ...]) -> Array | None:
         """Returns what the n-th draw at a place has in one process; None where it is to draw for itself.
@@ -101,3 +107,20 @@ def load_feed(path: str) -> Feed:
     value = pickle.loads(Path(path).read_bytes())
     assert isinstance(value, Feed)
     return value
+
+
+def reordered(feed: Feed) -> Feed:
+    """Returns a feed with the rows of each batch in the opposite order."""
+    return replace(
+        feed, iterations={loader: [_turned(each) for each in found] for loader, found in feed.iterations.items()}
+    )
+
+
+def _turned(fed: FedIteration) -> FedIteration:
+    if fed.evaluation:
+        return fed
+    return replace(
+        fed,
+        batches=[None if tree is None else turned(tree, count(tree) or 0) for tree in fed.batches],
+        indices=[None if rows is None else rows[::-1] for rows in fed.indices],
+    )

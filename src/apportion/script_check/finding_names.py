@@ -64,9 +64,5 @@ def check_finding_names(given: Iterable[str]) -> None:
     for name in given:
         if name not in FINDING_NAMES:
             close = difflib.get_close_matches(name.lower().replace("-", "_"), FINDING_NAMES, 3, 0.5)
-            hint = (
-                f"did you mean {' or '.join(close)}?"
-                if close
-                else _WHERE
-            )
+            hint = f"did you mean {' or '.join(close)}?" if close else _WHERE
             raise ValueError(f"{name!r} is not the name of a finding, and cannot be accepted: {hint}")

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from apportion.script_check.feed import Feed
@@ -69,6 +69,7 @@ class Conditions:
     split_rows: bool = False
     by_rank: tuple[str, ...] = ()
     sandbox: str | None = None
+    memory: int = field(default_factory=lambda: _available_memory())
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
@@ -110,6 +111,7 @@ def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sand
         ranks=ranks,
         steps=conditions.steps,
         epoch_batches=conditions.epoch_batches,
+        memory=conditions.memory,
         float64=conditions.float64,
         no_gpu=conditions.no_gpu,
         join_gathers=conditions.join_gathers,
@@ -140,6 +142,15 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _available_memory() -> int:
+    """The bytes that processes can use without swapping; half of all where the system does not report them."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _free_port() -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,17 @@ from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import Unjoinable, count, joined, split
 
 
-def union_feed(records: Sequence[RankRecord], *, join_draws: bool = False) -> Feed:
-    """Returns the weights that the ranks began with, their learning rates, the union of their rows, and their draws."""
-    return Feed(_weights(records), _rates(records[0]), _iterations(records), _draws(records), join_draws)
+def union_feed(
+    records: Sequence[RankRecord], *, join_draws: bool = False, interleaved: bool = False, weights: bool = True
+) -> Feed:
+    """Returns the weights that the ranks began with, their learning rates, the union of their rows, and their draws.
+
+    ``join_draws``: see ``Feed``. ``interleaved``: the batches of the ranks one after another, for a script that
+    accumulates over more batches as one process, in place of joined ones. ``weights``: False where the script begins
+    with the right ones by itself, such as those of all stages of a pipeline.
+    """
+    begun = _weights(records) if weights else {}
+    return Feed(begun, _rates(records[0]), _iterations(records, interleaved), _draws(records), join_draws)
 
 
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
@@ -56,6 +67,24 @@ def _draws(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
     return found
 
 
+def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | None:
+    """Returns the feed of a script without a loader: what the ranks brought into each of their steps, one rank after
+    another; None where that was not recorded. ``accumulated``: that one process accumulates over the batches of all
+    ranks by itself."""
+    steps = min(len(record.steps) for record in records)
+    windows = list[list[Any]]()
+    for step in range(steps):
+        parts = [[e for e in record.of("constant") if e["step"] == step] for record in records]
+        if not all(parts) or any(event["values"] is None for part in parts for event in part):
+            break
+        sequences = [[(event["function"], event["values"]) for event in part] for part in parts]
+        windows += [list(chain(*sequences))] if accumulated else sequences
+    if not windows:
+        return None
+    rates = _rates(records[0])
+    return Feed(_weights(records), rates, constants=windows, windows=1 if accumulated else len(records))
+
+
 def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
     """The weights of the networks before the first step; none of those that the ranks do not all have, such as the
     stages of a pipeline."""
@@ -75,7 +104,7 @@ def _rates(record: RankRecord) -> dict[int, list[list[float]]]:
     return dict(rates)
 
 
-def _iterations(records: Sequence[RankRecord]) -> dict[str, list[FedIteration]]:
+def _iterations(records: Sequence[RankRecord], interleaved: bool) -> dict[str, list[FedIteration]]:
     found = defaultdict[str, dict[int, list[tuple[RankRecord, Any]]]](lambda: defaultdict(list))
     readings = identified([reading(record) for record in records])
     trained = {(each.loader, each.number) for iterations in readings for each in iterations if not each.evaluation}
@@ -85,7 +114,7 @@ def _iterations(records: Sequence[RankRecord]) -> dict[str, list[FedIteration]]:
             found[event["loader"]][event["number"]].append((record, event))
     return {
         loader: [
-            _iteration(loader, number, numbers[number], (loader, number) not in trained, loader in local)
+            _iteration(loader, number, numbers[number], (loader, number) not in trained, loader in local, interleaved)
             for number in sorted(numbers)
         ]
         for loader, numbers in found.items()
@@ -93,7 +122,12 @@ def _iterations(records: Sequence[RankRecord]) -> dict[str, list[FedIteration]]:
 
 
 def _iteration(
-    loader: str, number: int, begun: Sequence[tuple[RankRecord, Any]], evaluation: bool, local: bool
+    loader: str,
+    number: int,
+    begun: Sequence[tuple[RankRecord, Any]],
+    evaluation: bool,
+    local: bool,
+    interleaved: bool,
 ) -> FedIteration:
     read = [
         [e for e in record.of("batch") if e["loader"] == loader and e["iteration"] == number] for record, _ in begun
@@ -108,23 +142,30 @@ def _iteration(
     elif evaluation and _indexed(read):
         rows = sorted({index for batches in read for event in batches for index in event["indices"]})
         return FedIteration(indices=[rows], evaluation=True, exhausted=exhausted)
-    fed = FedIteration(exhausted=exhausted, length=begun[0][1]["length"])
-    same = _same_rows(read)
+    parts = _distinct(read, local)
+    length = begun[0][1]["length"]
+    fed = FedIteration(exhausted=exhausted, length=length * len(parts) if interleaved and length else length)
     for position in range(max(map(len, read), default=0)):
-        events = [batches[position] for batches in read if position < len(batches)]
-        events = events[:1] if same else events  # every rank has read these very rows: they are no parts of a union
-        tree, indices = None, None
-        if all(event["indices"] is not None for event in events):
-            indices = [index for event in events for index in event["indices"]]
-        try:
-            tree = joined([event["rows"] for event in events])
-        except Unjoinable:
-            if indices is None:
-                raise
-        fed.parts.append([count(event["rows"]) or 0 for event in events])
-        fed.batches.append(tree)
-        fed.indices.append(indices)
+        events = [batches[position] for batches in parts if position < len(batches)]
+        for together in [[event] for event in events] if interleaved else [events]:
+            tree, indices = _batch(together)
+            fed.parts.append([count(event["rows"]) or len(event["indices"] or ()) for event in together])
+            fed.batches.append(tree)
+            fed.indices.append(indices)
     return fed
+
+
+def _batch(events: Sequence[Any]) -> tuple[Any, list[Any] | None]:
+    """The union of the rows of some batches: as a tree, or as indices where the batches cannot be joined."""
+    indices = None
+    if all(event["indices"] is not None for event in events):
+        indices = [index for event in events for index in event["indices"]]
+    try:
+        return joined([event["rows"] for event in events]), indices
+    except Unjoinable:
+        if indices is None:
+            raise
+    return None, indices
 
 
 def _evaluated(read: Sequence[Sequence[Any]], local: bool) -> list[Any] | None:
@@ -169,3 +210,20 @@ def _same_rows(read: Sequence[Sequence[Any]]) -> bool:
         )
         for batches in read[1:]
     )
+
+
+def _distinct(read: Sequence[Sequence[Any]], local: bool) -> list[Sequence[Any]]:
+    """The batches of those ranks whose rows are not those of an earlier rank: the ranks of a tensor-parallel group, and
+    the stages of a pipeline, read the same rows, which are no parts of a union. ``local``: whether each rank numbers
+    rows of its own, so that their numbers do not identify them."""
+    found = dict[bytes, Sequence[Any]]()
+    for batches in read:
+        if batches or len(read) == 1:
+            found.setdefault(_rows_of(batches, local), batches)
+    return list(found.values())
+
+
+def _rows_of(batches: Sequence[Any], local: bool) -> bytes:
+    if _indexed([batches]) and not local:
+        return pickle.dumps([list(event["indices"]) for event in batches])
+    return hashlib.blake2b(pickle.dumps([event["rows"] for event in batches])).digest()

@@ -7,7 +7,7 @@ depends on what was gathered, and the script loses that part of the gradient.
 from __future__ import annotations
 
 from apportion.script_check.comparison.table import parting
-from apportion.script_check.comparison.tensors import shown
+from apportion.script_check.comparison.tensors import StepBounds, shown
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -17,11 +17,11 @@ def suspected(union: RankRecord) -> bool:
     return bool(union.of("cut"))
 
 
-def findings(union: RankRecord, joined: RankRecord | None) -> list[Finding]:
+def findings(union: RankRecord, joined: RankRecord | None, bounds: StepBounds = None) -> list[Finding]:
     """Returns that a part of the gradient is lost. ``joined``: the record of the pass that joins the graphs."""
     if joined is None or not joined.steps:
         return []
-    found, _ = parting([union], joined)
+    found, _ = parting([union], joined, bounds)
     if found is None or found.what != "gradients":
         return []
     first, cut = found.of(found.names[0])[0], union.of("cut")[0]

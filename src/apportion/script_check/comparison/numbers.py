@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from apportion.script_check.comparison import accumulation, beginnings, gathers, held, ranks_agree, with_union
 from apportion.script_check.comparison.causes import restart
+from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -15,11 +16,13 @@ from apportion.script_check.record import RankRecord
 @dataclass(frozen=True)
 class Further:
     """The records of further passes of one process, where they were run. ``split``: rows are split in each module;
-    ``joined``: the graphs of collectives are joined; ``by_rank``: modules that mix rows run on each rank's rows."""
+    ``joined``: the graphs of collectives are joined; ``by_rank``: modules that mix rows run on each rank's rows.
+    ``bounds``: what rounding may change in all of them."""
 
     split: RankRecord | None = None
     joined: RankRecord | None = None
     by_rank: RankRecord | None = None
+    bounds: StepBounds = None
 
     @property
     def about(self) -> list[str]:
@@ -39,11 +42,11 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Fur
         return [*own, *accumulation.findings(ranks[0])]
     if with_union.evidence_of(ranks, union) is not None:  # weights that are broadcast after a first forward agree
         own += beginnings.findings(ranks, union)
-    own += [*gathers.findings(union, further.joined), *accumulation.findings(union)]
+    own += [*gathers.findings(union, further.joined, further.bounds), *accumulation.findings(union)]
     # what begins or goes on with other weights, or leaves out a step, also has other gradients, and says nothing more
     first = [f for f in own if f.name in ("different_beginnings", "loaded_weights")] + ranks_agree.findings(ranks)
     until = min((finding.step for finding in first if finding.step is not None), default=None)
-    compared = with_union.findings(ranks, union, further.split, until)
+    compared = with_union.findings(ranks, union, further.split, until, further.bounds)
     if further.by_rank is not None and any(finding.name == "batch_statistics" for finding in compared):
-        compared += with_union.beside_statistics(ranks, further.by_rank)
+        compared += with_union.beside_statistics(ranks, further.by_rank, further.bounds)
     return [*own, *compared]

@@ -41,8 +41,12 @@ Places = Mapping[str, Place]
 def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
     """Returns for each rank where its tensors lie in one process; tensors that are found nowhere are left out."""
     reference = initial(union)
-    begun = [initial(record) for record in ranks]
-    return [_whole(weights, reference) or _parts(rank, weights, reference) for rank, weights in enumerate(begun)]
+    found = list[Places]()
+    for rank, record in enumerate(ranks):
+        weights = initial(record)
+        whole = _whole(weights, reference)
+        found.append(whole or {**_parts(rank, weights, reference), **_runs(record, reference)})
+    return found
 
 
 def _whole(weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places | None:
@@ -62,6 +66,21 @@ def _has_values(weights: Mapping[str, Array], reference: Mapping[str, Array]) ->
         if other is not None and other != name and not np.array_equal(array, reference[name]):
             return False
     return True
+
+
+def _runs(record: RankRecord, reference: Mapping[str, Array]) -> dict[str, Place]:
+    """The places of the networks of a rank whose tensors begin, in order, with the values of one single run of tensors
+    of one process, as a stage of a pipeline does. Its zeros and ones are found by what lies between them."""
+    order, values = list(reference), [_value(array) for array in reference.values()]
+    found = dict[str, Place]()
+    for event in record.of("network"):
+        wanted = [_value(array) for array in event["weights"].values()] if not event["step"] else []
+        starts = [
+            at for at in range(len(order) - len(wanted) + 1) if wanted and values[at : at + len(wanted)] == wanted
+        ]
+        if len(starts) == 1:
+            found |= {name: Place(order[starts[0] + at]) for at, name in enumerate(event["weights"])}
+    return found
 
 
 def _parts(rank: int, weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places:

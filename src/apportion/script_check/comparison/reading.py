@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from apportion.script_check.record import Event, RankRecord
-from apportion.script_check.rows import Rows
+from apportion.script_check.rows import Rows, Structure
 
 
 @dataclass
@@ -221,6 +221,8 @@ def row_digests(tree: Any) -> Iterator[str]:
 def _arrays(tree: Any) -> Iterator[np.ndarray[Any, Any]]:
     if isinstance(tree, Rows):
         yield tree.values
+    elif isinstance(tree, Structure):
+        yield from _arrays(tree.parts)
     elif isinstance(tree, Mapping):
         for value in tree.values():
             yield from _arrays(value)

@@ -9,8 +9,10 @@ from typing import Any
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.table import beside
 from apportion.script_check.comparison.tensors import (
+    IN_FLOAT64,
     Array,
     Difference,
+    StepBounds,
     difference,
     initial,
     places,
@@ -25,7 +27,9 @@ MOST_STEPS = 24
 KINDS = ("gradients", "weights")
 
 
-def step_table(ranks: Sequence[RankRecord], union: RankRecord, differs: bool) -> dict[str, Any]:
+def step_table(
+    ranks: Sequence[RankRecord], union: RankRecord, differs: bool, bounds: StepBounds = None
+) -> dict[str, Any]:
     """Returns the table of the steps of both.
 
     ``steps``: each with the numbers of its ``optimizer`` and, from 1, of its ``step``, and the norm of all gradients
@@ -36,7 +40,7 @@ def step_table(ranks: Sequence[RankRecord], union: RankRecord, differs: bool) ->
     differ at their first step, by rank, the factor of the reference that fits best. ``left_out``: the number of tensors
     beyond MOST_TENSORS. Without ``differs`` nothing is computed again of tensors that are known to agree.
     """
-    steps = places(union)[:MOST_STEPS]
+    steps = [place for place in places(union) if bounds is None or place in bounds][:MOST_STEPS]
     names = placed(ranks, union)
     begun = [initial(record) for record in ranks]
     rows = [_norms(ranks, union, place) for place in steps]
@@ -47,13 +51,14 @@ def step_table(ranks: Sequence[RankRecord], union: RankRecord, differs: bool) ->
         for kind in KINDS if reference is not None else ():
             assert reference is not None
             scale = scale_of(reference[kind])
+            bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
             for rank, step in enumerate(made):
                 arrays: dict[str, Array | None] = {} if step is None else step[kind]
                 for name, array, part in beside(arrays, reference[kind], names[rank], begun[rank]):
                     row = tensors.setdefault(name, _empty(name, len(ranks), len(steps)))
                     row[kind][rank][at] = 0.0
                     if differs:
-                        _set(row, kind, (rank, at), difference(name, rank, array, part, scale))
+                        _set(row, kind, (rank, at), difference(name, rank, array, part, scale, bound))
     ordered = sorted(tensors.values(), key=_first)
     for row in ordered:
         row["name"] = shown(row["name"], list(tensors))

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from apportion.script_check.comparison.places import Place, Places, placed
-from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, places, scale_of, step_of
+from apportion.script_check.comparison.tensors import (
+    IN_FLOAT64,
+    Array,
+    Difference,
+    StepBounds,
+    difference,
+    initial,
+    places,
+    scale_of,
+    step_of,
+)
 from apportion.script_check.record import RankRecord
 
 
@@ -36,23 +46,25 @@ class Parting:
         return list(dict.fromkeys(each.name for each in self.differences))
 
 
-def parting(ranks: Sequence[RankRecord], union: RankRecord) -> tuple[Parting | None, int]:
-    """Returns where the ranks part from one process, None where they do not, and the number of steps compared."""
+def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds = None) -> tuple[Parting | None, int]:
+    """Returns where the ranks part from one process, None where they do not, and the number of steps compared.
+    ``bounds``: of each step to compare, by optimizer and number; without them, those of float64."""
     names = placed(ranks, union)
     begun = [initial(record) for record in ranks]
     compared = 0
     for optimizer, number in places(union):
         reference = step_of(union, optimizer, number)
         steps = [step_of(record, optimizer, number) for record in ranks]
-        if reference is None or not any(steps):
+        if reference is None or not any(steps) or (bounds is not None and (optimizer, number) not in bounds):
             continue
         for what in ("gradients", "weights"):
             scale = scale_of(reference[what])
             found = list[Difference]()
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
+                bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
                 for name, array, part in beside(arrays, reference[what], names[rank], begun[rank]):
-                    differs = difference(name, rank, array, part, scale)
+                    differs = difference(name, rank, array, part, scale, bound)
                     found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"

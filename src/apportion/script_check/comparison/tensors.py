@@ -18,6 +18,20 @@ FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
+class Bounds:
+    """What rounding may change. ``relative``: of a tensor, relative to its norm; ``floor``: relative to the norm of all
+    tensors."""
+
+    relative: float = RELATIVE
+    floor: float = FLOOR
+
+
+IN_FLOAT64 = Bounds()
+StepBounds = Mapping[tuple[int, int], Bounds] | None
+"""The bounds of each step that can be compared, by optimizer and number; None for those of float64 at all steps."""
+
+
+@dataclass(frozen=True)
 class Difference:
     """How one rank's tensor differs from the same tensor of one process.
 
@@ -37,7 +51,9 @@ class Difference:
         return self.cosine > 1 - 1e-9
 
 
-def difference(name: str, rank: int, found: Array | None, reference: Array | None, scale: float) -> Difference | None:
+def difference(
+    name: str, rank: int, found: Array | None, reference: Array | None, scale: float, bounds: Bounds = IN_FLOAT64
+) -> Difference | None:
     """Returns how a tensor differs from its reference; None where rounding explains it. No gradient counts as zero.
     ``scale``: the norm of all tensors together."""
     if found is None and reference is None:
@@ -52,7 +68,7 @@ def difference(name: str, rank: int, found: Array | None, reference: Array | Non
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None if np.array_equal(a, b, equal_nan=True) else Difference(name, rank, float("inf"), 0.0, 0.0)
     distance, norm, other = (float(np.linalg.norm(each)) for each in (a - b, b, a))
-    if distance <= RELATIVE * norm + FLOOR * scale:
+    if distance <= bounds.relative * norm + bounds.floor * scale:
         return None
     product = float(a @ b)
     cosine = product / (norm * other) if norm and other else 0.0

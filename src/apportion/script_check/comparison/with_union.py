@@ -8,39 +8,46 @@ from apportion.script_check.comparison.causes import statistics
 from apportion.script_check.comparison.causes.explain import explained
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.table import parting
-from apportion.script_check.comparison.tensors import step_of
+from apportion.script_check.comparison.tensors import StepBounds, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 
-def evidence_of(ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None) -> Evidence | None:
-    """Returns what is known of the step at which the ranks and one process part; None where they do not."""
-    found, _ = parting(ranks, union)
+def evidence_of(
+    ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None, bounds: StepBounds = None
+) -> Evidence | None:
+    """Returns what is known of the step at which the ranks and one process part, by more than ``bounds`` (see
+    ``table.parting``); None where they do not."""
+    found, _ = parting(ranks, union, bounds)
     return None if found is None else Evidence(found, ranks, union, split)
 
 
-def wants_split(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
+def wants_split(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds = None) -> bool:
     """Whether a pass that splits the rows in each module can tell why they part."""
-    evidence = evidence_of(ranks, union)
+    evidence = evidence_of(ranks, union, bounds=bounds)
     return evidence is not None and explained(evidence).name == "differs" and statistics.suspected(evidence)
 
 
-def beside_statistics(ranks: Sequence[RankRecord], by_rank: RankRecord) -> list[Finding]:
+def beside_statistics(ranks: Sequence[RankRecord], by_rank: RankRecord, bounds: StepBounds = None) -> list[Finding]:
     """Returns what else differs, beside modules that take statistics of each rank's rows. ``by_rank``: the record of
     one process whose modules do so, too. Only a cause that is known counts: what such modules do to rows that a script
     has rearranged may differ still."""
-    evidence = evidence_of(ranks, by_rank)
+    evidence = evidence_of(ranks, by_rank, bounds=bounds)
     found = None if evidence is None else explained(evidence)
     return [] if found is None or found.name == "differs" else [found]
 
 
 def findings(
-    ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None, until: int | None = None
+    ranks: Sequence[RankRecord],
+    union: RankRecord,
+    split: RankRecord | None = None,
+    until: int | None = None,
+    bounds: StepBounds = None,
 ) -> list[Finding]:
     """Returns how the ranks' gradients and weights differ from those of one process, and why. ``split``: the record of
     the pass that splits rows, where there was one. ``until``: the step of all optimizers from which on a difference is
     explained already."""
-    evidence = evidence_of(ranks, union, split)
+    evidence = evidence_of(ranks, union, split, bounds)
     if evidence is None:
         return []
     step = step_of(union, evidence.found.optimizer, evidence.found.step)

@@ -15,55 +15,14 @@ from torch.utils.data import DataLoader, Subset
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
-from apportion.script_check.recording import accelerated
-from apportion.script_check.recording.batches import recorded, restored
-from apportion.script_check.recording.orders import order_of
+from apportion.script_check.recording import accelerated, dispatching, samplers
+from apportion.script_check.recording.batches import LARGEST_BATCH, recorded, restored, size
+from apportion.script_check.recording.constants import Constants
+from apportion.script_check.recording.known_loaders import Loaders, length_of
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.shortened import Shortened
 from apportion.script_check.rows import joined
-
-
-class Loaders:
-    """The loaders of this rank, in the order in which the script makes them."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self._made = dict[str, int]()
-
-    def key(self, loader: DataLoader[Any]) -> str:
-        """Returns by what name a loader is known."""
-        known = loader.__dict__.get("_apportion_key")
-        if known is None:
-            site = self.recorder.site()
-            self._made[site] = number = self._made.get(site, 0) + 1
-            known = site if number == 1 else f"{site} ({number})"
-            loader.__dict__["_apportion_key"] = known
-            loader.__dict__["_apportion_iterations"] = 0
-        return str(known)
-
-    def begin(
-        self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
-    ) -> tuple[str, int]:
-        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0. ``seed``: that
-        of its loader processes."""
-        key = self.key(loader)
-        number = loader.__dict__["_apportion_iterations"]
-        loader.__dict__["_apportion_iterations"] = number + 1
-        self.recorder.emit(
-            "iteration",
-            loader=key,
-            number=number,
-            length=length,
-            full=full,
-            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            rows=_size(loader.dataset),
-            worker_seed=seed,
-            subset=type(loader.dataset) is Subset,
-            **order_of(loader),
-            site=self.recorder.site(),
-        )
-        return key, number
 
 
 def _plain(indices: Any, dataset: Any) -> list[Any]:
@@ -83,17 +42,9 @@ def _whole(dataset: Any) -> Any:
     return dataset
 
 
-def _size(sized: Any) -> int | None:
-    """Returns the length of a data set or a sampler; None where it has none."""
-    try:
-        return len(sized)
-    except TypeError:
-        return None
-
-
-def install(recorder: Recorder) -> None:
+def install(recorder: Recorder, constants: Constants) -> None:
     """Record, shorten and feed the loaders of torch."""
-    loaders = Loaders(recorder)
+    loaders = Loaders(recorder, constants)
     begin = DataLoader.__init__
 
     @wraps(begin)
@@ -102,8 +53,11 @@ def install(recorder: Recorder) -> None:
         if recorder.active:
             loaders.key(self)
             accelerated.watch(recorder)
+            if recorder.feed is None:
+                dispatching.install(loaders)
 
     DataLoader.__init__ = made  # type: ignore[method-assign]
+    samplers.install(loaders)
     _shorten(int(recorder.plan["epoch_batches"]))
     if recorder.feed is None:
         _record_indices(loaders)
@@ -118,15 +72,18 @@ def _shorten(most: int) -> None:
     def shortened(self: DataLoader[Any]) -> Any:
         sampler = sampler_of(self)
         mapped = self._dataset_kind == torch_loader._DatasetKind.Map and self.batch_sampler is not None
-        return Shortened(sampler, most) if most and mapped and _size(sampler) is not None else sampler
+        return Shortened(sampler, most) if most and mapped and length_of(sampler) is not None else sampler
 
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
 
 
 def _start(loaders: Loaders, iterator: Any, loader: DataLoader[Any]) -> None:
     """Records that an iteration begins."""
+    if loader.__dict__.get("_apportion_dispatched"):
+        iterator._apportion_place = ("", 0)
+        return
     sampler = loader._index_sampler
-    length = _size(sampler)
+    length = length_of(sampler)
     full = sampler.full if isinstance(sampler, Shortened) else length
     seed = int(iterator._base_seed) if iterator._num_workers else None
     iterator._apportion_place = loaders.begin(loader, length, full, seed)
@@ -142,6 +99,7 @@ def _record_indices(loaders: Loaders) -> None:
     @wraps(begin)
     def begun(self: Any, loader: DataLoader[Any]) -> None:
         self._apportion_indices = deque()
+        self._apportion_loader = loader
         self._apportion_random = False
         before = recorder.draws
         begin(self, loader)
@@ -179,6 +137,8 @@ def _record_batches(recorder: Recorder) -> None:
     @wraps(next_batch)
     def handed(self: Any) -> Any:
         loader, iteration = self._apportion_place
+        if self._apportion_loader.__dict__.get("_apportion_dispatched"):
+            return next_batch(self)
         before, recorder.drawing = recorder.draws, "rows"
         try:
             batch = next_batch(self)
@@ -188,24 +148,31 @@ def _record_batches(recorder: Recorder) -> None:
         finally:
             recorder.drawing = ""
         indices = self._apportion_indices.popleft() if self._apportion_indices else None
-        mapped = self._dataset_kind == torch_loader._DatasetKind.Map
-        if mapped and not self._apportion_batch and isinstance(self._index_sampler, Shortened):
-            order = [_plain(each, self._dataset) for each in self._index_sampler.order]
-            recorder.emit("order", loader=loader, iteration=iteration, batches=order)
         batch = widened(batch) if recorder.plan["float64"] else batch
-        recorder.emit(
-            "batch",
-            loader=loader,
-            iteration=iteration,
-            number=self._apportion_batch,
-            indices=_plain(indices, self._dataset) if mapped else None,
-            rows=recorded(batch),
-            random=self._apportion_random or (not mapped and recorder.draws > before),
-        )
+        _emit(recorder, self, indices, batch, recorder.draws > before)
         self._apportion_batch += 1
         return batch
 
     base.__next__ = handed
+
+
+def _emit(recorder: Recorder, iterator: Any, indices: Any, batch: Any, drew: bool) -> None:
+    """Records one batch: large ones by their indices alone. ``drew``: whether random numbers were drawn for it."""
+    loader, iteration = iterator._apportion_place
+    mapped = iterator._dataset_kind == torch_loader._DatasetKind.Map
+    sampler, dataset = iterator._index_sampler, iterator._dataset
+    if mapped and not iterator._apportion_batch and isinstance(sampler, Shortened):
+        batches = [_plain(each, dataset) for each in sampler.order]
+        recorder.emit("order", loader=loader, iteration=iteration, batches=batches)
+    recorder.emit(
+        "batch",
+        loader=loader,
+        iteration=iteration,
+        number=iterator._apportion_batch,
+        indices=_plain(indices, dataset) if mapped else None,
+        rows=None if mapped and size(batch) > LARGEST_BATCH else recorded(batch),
+        random=iterator._apportion_random or (not mapped and drew),
+    )
 
 
 def _feed(loaders: Loaders) -> None:
@@ -243,13 +210,13 @@ class _Fed:
         self._recorder, self._loader, self._place, self._fed = recorder, loader, (key, iteration), fed
         self._number = 0
         if fed.evaluation:
-            size = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
+            most = int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1)
             rows = (fed.indices[0] or []) if fed.indices else []
-            self._indices: list[Any] = [rows[start : start + size] for start in range(0, len(rows), size)]
+            self._indices: list[Any] = [rows[start : start + most] for start in range(0, len(rows), most)]
             self._batches: list[Any] = [None] * len(self._indices)
             if fed.batches:
-                starts = range(0, len(fed.batches), size)
-                self._batches = [joined(fed.batches[start : start + size]) for start in starts]
+                starts = range(0, len(fed.batches), most)
+                self._batches = [joined(fed.batches[start : start + most]) for start in starts]
                 self._indices = [None] * len(self._batches)
         else:
             self._indices, self._batches = list(fed.indices), list(fed.batches)
@@ -281,7 +248,7 @@ class _Fed:
             iteration=iteration,
             number=number,
             indices=indices,
-            rows=recorded(batch),
+            rows=None if size(batch) > LARGEST_BATCH else recorded(batch),
             random=False,
         )
         return batch

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ def main(path: str) -> None:
     recorder.emit("start", pid=os.getpid(), rank=recorder.rank, thread=threading.get_ident(), time=time.monotonic())
     outcome: dict[str, Any] = {"how": "ended"}
     try:
-        _install(recorder)
+        close = _install(recorder)
         recorder.emit("installed")
         _run(plan)
+        close()
     except Finished:
         outcome = {"how": "enough steps"}
     except SystemExit as ending:
@@ -54,11 +56,13 @@ def main(path: str) -> None:
             time.sleep(60.0)
 
 
-def _install(recorder: Recorder) -> None:
+def _install(recorder: Recorder) -> Callable[[], None]:
+    """Sets the hooks; returns what is to be called after the script."""
     from apportion.script_check.recording import (  # torch is imported here, once
         by_rank,
         clipping,
         collectives,
+        constants,
         contributions,
         functions,
         gathers,
@@ -67,35 +71,42 @@ def _install(recorder: Recorder) -> None:
         losses,
         modules,
         optimizers,
+        plain_optimizers,
         precision,
         randomness,
         reducers,
         restores,
         saves,
         scalers,
+        spawning,
         splits,
         wrappers,
     )
 
     precision.install(recorder)
+    spawning.install(recorder)
     networks = modules.install(recorder)
     calls = collectives.install(recorder, networks)
     group_making.install(calls)
     reducers.install(calls)
     clipping.install(calls)
+    found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    optimizers.install(recorder, networks, own, wrappers.install(recorder, networks))
+    steps = optimizers.install(recorder, networks, own, wrappers.install(recorder, networks), replay)
     gathers.install(recorder)
     if recorder.plan["by_rank"]:
         by_rank.install(recorder, networks)
     saves.install(recorder)
-    loaders.install(recorder)
+    loaders.install(recorder, found)
     losses.install(recorder)
+    plain = plain_optimizers.install(recorder, networks, steps)
     scalers.install(recorder)
     restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
-    functions.install(recorder, splits.install(recorder, networks) if recorder.plan["split_rows"] else None)
+    splitting = splits.install(recorder, networks) if recorder.plan["split_rows"] else None
+    functions.install(recorder, splitting, plain, found)
+    return plain.close
 
 
 def _run(plan: dict[str, Any]) -> None:

@@ -7,11 +7,13 @@ fed, its weights are first set to those that rank 0 of the other pass began with
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -23,10 +25,38 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from apportion.core.torch_private import in_backward
 from apportion.script_check.recording.computed import ForwardDigests
-from apportion.script_check.recording.names import Root, root_of
+from apportion.script_check.recording.names import Root, root_of, unwrapped
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, placements, values
+from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, gathering, placements, row_digests, values
+
+_COPIES = 5
+"""How often the elements of a network are held while it trains: weights, gradients, state, and what is recorded."""
+
+
+class TooLargeForFloat64(Exception):
+    """The networks do not fit into memory in float64."""
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(roots: Sequence[Root], *, gradients: bool = False) -> AbstractContextManager[Any]:
+    """Within it the parameters that FullyShardedDataParallel has sharded are whole, and may be written; or, with
+    ``gradients``, they and their gradients may be read."""
+    stack = ExitStack()
+    for root in roots:
+        for module in root.module.modules():
+            if isinstance(module, FullyShardedDataParallel) and module.check_is_root():
+                gathering.append(True)
+                stack.callback(gathering.pop)
+                whole = FullyShardedDataParallel.summon_full_params(
+                    module, writeback=not gradients, with_grads=gradients
+                )
+                stack.enter_context(whole)
+    return stack
 
 
 class Networks:
@@ -45,13 +75,15 @@ class Networks:
         """Whether the networks are so large that samples of their tensors are recorded."""
         self.evaluating = dict[str, tuple[str, ...]]()
         """The modules of each network that were in evaluation mode at its last forward with gradients."""
+        self.trained = set[str]()
+        """The labels of the networks that were called with gradients."""
         self.forwards = 0
         """The number of forwards with gradients of outermost modules."""
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """Before each forward of each module."""
         self._depth += 1
-        if self._depth > 1 or not self._recorder.active:
+        if self._depth > 1 or not self._recorder.active or in_backward():  # a checkpoint computes a part again
             return
         known = self._outermost.get(id(module))
         if any(map(is_lazy, module.parameters())):
@@ -61,10 +93,11 @@ class Networks:
             self._outermost[id(module)] = weakref.ref(module)
         if torch.is_grad_enabled():
             self.forwards += 1
-            self._note_flags()
+            self._note_flags(module)
         self._recorder.emit(
             "forward",
             gradients=torch.is_grad_enabled(),
+            rows=row_digests(inputs) if torch.is_grad_enabled() else None,
             site=self._recorder.site(),
             inputs=[digest(each) for each in inputs if _comparable(each)],
         )
@@ -102,17 +135,30 @@ class Networks:
             if each not in self._sites:
                 self._sites[each] = self._recorder.site()
 
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a buffer of a network."""
+        return any(tensor is buffer for root in self.roots() for buffer in root.module.buffers())
+
     def roots(self) -> list[Root]:
         """Returns the networks that still exist."""
         return [root for reference, root in self._roots if reference() is not None]
 
     def _meet(self, module: nn.Module) -> None:
         root = root_of(module, self._recorder.frame(), self._recorder.own)
-        if any(reference() is root.module for reference, _ in self._roots):
+        if self._is_known(root):
             return
+        labels = [each.label for _, each in self._roots]
+        if root.label in labels:  # such as that of a function that is called twice
+            root.label = next(f"{root.label}#{n}" for n in range(2, 1 << 16) if f"{root.label}#{n}" not in labels)
         self._roots.append((weakref.ref(root.module), root))
+        self._refuse_too_large()
         self.sampled = sum(p.numel() for r in self.roots() for _, p in r.parameters()) > LARGEST_WHOLE
-        self._feed(root)
+        with gathered([root]):
+            self._feed(root)
+            self._record(root, module)
+        self._refresh()
+
+    def _record(self, root: Root, module: nn.Module) -> None:
         tensors = [*root.parameters(), *root.buffers()]
         self._recorder.emit(
             "network",
@@ -130,7 +176,25 @@ class Networks:
             tied=root.tied(),
             site=self._recorder.site(),
         )
-        self._refresh()
+
+    def _refuse_too_large(self) -> None:
+        """Raises TooLargeForFloat64 where weights, gradients and the state of an optimizer, in float64 on all ranks, do
+        not fit into the memory that the plan allows."""
+        elements = sum(_local(p).numel() for root in self.roots() for _, p in root.parameters())
+        needed = elements * 8 * _COPIES * int(self._recorder.plan["ranks"])
+        if self._recorder.plan["float64"] and needed > int(self._recorder.plan["memory"]):
+            raise TooLargeForFloat64(
+                f"{elements} parameters need about {needed / 2**30:.1f} GiB, of "
+                f"{self._recorder.plan['memory'] / 2**30:.1f} GiB"
+            )
+
+    def _is_known(self, root: Root) -> bool:
+        """Whether a network is one met before, or all of it is part of one, as an unwrapped module is."""
+        if any(reference() is root.module for reference, _ in self._roots):
+            return True
+        held = [*root.parameters(), *root.buffers()]
+        known = {id(tensor) for each in self.roots() for _, tensor in (*each.parameters(), *each.buffers())}
+        return bool(held) and all(id(tensor) in known for _, tensor in held)
 
     def _feed(self, root: Root) -> None:
         """Sets the weights to those of the pass that this one is fed from, until the first step."""
@@ -152,9 +216,12 @@ class Networks:
         }
         self._modules = {id(each): (weakref.ref(each), name) for root in self.roots() for name, each in root.modules()}
 
-    def _note_flags(self) -> None:
+    def _note_flags(self, module: nn.Module) -> None:
+        inner = unwrapped(module)
         for root in self.roots():
             self.evaluating[root.label] = tuple(name for name, each in root.modules() if not each.training)
+            if root.label not in self.trained and any(each is inner for each in root.module.modules()):
+                self.trained.add(root.label)
 
 
 def _comparable(value: Any) -> bool:

@@ -13,6 +13,8 @@ from apportion.core.torch_private import modules_of
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DEEPEST = 64
+_LONGEST = 64
+"""The longest list of a script in which networks are looked for."""
 
 
 class Root:
@@ -91,13 +93,41 @@ def modules_held(frame: FrameType | None, own: Any) -> Iterator[tuple[str, nn.Mo
         frame = frame.f_back
 
 
+def variable_of(tensor: Tensor, frame: FrameType | None, own: Any) -> str | None:
+    """Returns the variable of the script's frames that holds a tensor: as an entry of a list or dict, such as
+    ``weights[0]``, rather than by itself, as a loop's variable holds another one in each turn; None where there is
+    none."""
+    alone: str | None = None
+    while frame is not None:
+        if own(frame.f_code.co_filename):
+            for variables in (frame.f_locals, frame.f_globals):
+                for label, value in list(variables.items()):
+                    if value is tensor:
+                        alone = alone or label
+                    elif type(value) in (list, tuple, dict) and len(value) <= _LONGEST:
+                        items = value.items() if isinstance(value, dict) else enumerate(value)
+                        for key, held in list(items):
+                            if held is tensor:
+                                return f"{label}[{key}]"
+        frame = frame.f_back
+    return alone
+
+
 def _variables(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that variables of a frame hold, and attributes of the objects that they hold."""
+    """The modules that variables of a frame hold, alone or in a list, and attributes of the objects that they hold."""
     for variables in (frame.f_locals, frame.f_globals):
         for label, value in list(variables.items()):
-            if isinstance(value, nn.Module):
-                yield label, value
-            elif isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, type):
+            if isinstance(getattr(value, "__dict__", None), Mapping) and not isinstance(value, nn.Module | type):
                 for name, held in list(vars(value).items()):
-                    if issubclass(type(held), nn.Module):  # isinstance asks objects for their class, and some warn
-                        yield name, held
+                    yield from _modules(name, held)
+            yield from _modules(label, value)
+
+
+def _modules(label: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
+    if issubclass(type(value), nn.Module):  # isinstance asks objects for their class, and some warn
+        yield label, value
+    elif type(value) in (list, tuple, dict) and len(value) <= _LONGEST:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, held in list(items):
+            if issubclass(type(held), nn.Module):
+                yield f"{label}[{key}]", held

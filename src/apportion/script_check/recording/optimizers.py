@@ -1,7 +1,7 @@
 """Records each optimizer step: the gradients before it, the weights after it, learning rates and training state.
 
 torch's global hooks see every optimizer that subclasses its own. An optimizer that calls ``super().step()`` has them
-called twice, of which the outer call counts.
+called twice, of which the outer call counts. ``plain_optimizers.py`` adds those of other classes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from apportion.script_check.recording.constants import Replay
 from apportion.script_check.recording.contributions import Contributions
-from apportion.script_check.recording.modules import Networks
+from apportion.script_check.recording.modules import Networks, gathered
+from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
 from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
 from apportion.script_check.recording.wrappers import Wrappers
@@ -30,40 +32,63 @@ class OptimizerSteps:
     """The optimizer steps of this rank."""
 
     def __init__(
-        self, recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers
+        self,
+        recorder: Recorder,
+        networks: Networks,
+        contributions: Contributions,
+        wrappers: Wrappers,
+        replay: Replay | None,
     ) -> None:
-        self._recorder, self._networks = recorder, networks
+        self._recorder, self._networks, self._replay = recorder, networks, replay
         self._contributions, self._wrappers = contributions, wrappers
+        self._ignored = False
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
         self._made = dict[int, int]()
         self._before = dict[str, Any]()
         self._rates = list[float]()
-        self._internal = False
-        self._alive = list[Optimizer]()
+        self._alive = list[Any]()
+        self._variables = dict[int, tuple[Tensor, str | None]]()
+        self.begun = 0
+        """The number of steps begun."""
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """Before a step: its gradients."""
         self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) + 1
         if depth > 1 or not self._recorder.active:
             return
-        self._internal = _makes_state(self._recorder)
-        if self._internal:
+        self._ignored = _makes_state(self._recorder)
+        if self._ignored:
             return
-        if id(optimizer) not in self._numbers:
-            self._numbers[id(optimizer)] = len(self._numbers)
-            self._alive.append(optimizer)  # so that no other gets its id
-        number = self._numbers[id(optimizer)]
+        self.begun += 1
+        self._ignored = self._replay is not None and not self._replay.step(optimizer)
+        if self._ignored:
+            return
+        number = self._number(optimizer)
         if self._made.get(number, 0) >= self._recorder.plan["steps"]:
             raise Finished
+        self._wrappers.before_step(number)
+        with gathered(self._networks.roots(), gradients=True):
+            self._before = self.observed(optimizer)
+            self._note_contributions(optimizer, number)
+        self._contributions.stepping = True
+        self._feed_rates(optimizer, number)
+
+    def before_plain(self, optimizer: Any) -> None:
+        """Before a step of an optimizer that torch's hooks do not see. Raises Finished after the last one."""
+        if self._made.get(self._number(optimizer), 0) >= self._recorder.plan["steps"]:
+            raise Finished
+        self._note_contributions(optimizer, self._number(optimizer))
+        self._rates = []
+
+    def observed(self, optimizer: Any) -> dict[str, Any]:
+        """Returns what is recorded of an optimizer before a step."""
+        number = self._numbers.get(id(optimizer), len(self._numbers))
         parameters = dict(self._parameters(optimizer, number))
         sampled = self._networks.sampled
-        self._wrappers.before_step(number)
-        self._contributions.before_step(number, self._made.get(number, 0) + 1, parameters)
-        self._contributions.stepping = True
-        self._before = {
+        return {
             "optimizer": number,
-            "type": type(optimizer).__name__,
+            "type": getattr(optimizer, "kind", type(optimizer).__name__),
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
@@ -75,15 +100,19 @@ class OptimizerSteps:
             "generators": generators(),
             "site": self._recorder.site(),
         }
-        self._feed_rates(optimizer, number)
 
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
         """After a step: its weights."""
         self._depth[id(optimizer)] -= 1
-        if self._depth[id(optimizer)] or not self._recorder.active or self._internal:
+        if self._depth[id(optimizer)] or not self._recorder.active or self._ignored:
             return
         self._contributions.stepping = False
-        number = self._numbers[id(optimizer)]
+        with gathered(self._networks.roots(), gradients=True):
+            self.completed(optimizer, self._before)
+
+    def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
+        """Record a step, ``before`` as ``observed`` has returned it."""
+        number = self._number(optimizer)
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate  # as a schedule may compute the next rate from this one
         self._rates = []
@@ -92,7 +121,7 @@ class OptimizerSteps:
         self._recorder.step += 1
         self._recorder.emit(
             "step",
-            **self._before,
+            **{**before, "optimizer": number},
             number=self._made[number],
             weights_after=fingerprint(optimizer),
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
@@ -101,7 +130,17 @@ class OptimizerSteps:
             state=_state(dict(self._parameters(optimizer, number)), optimizer),
         )
 
-    def _parameters(self, optimizer: Optimizer, number: int) -> Iterator[tuple[str, Tensor]]:
+    def _note_contributions(self, optimizer: Any, number: int) -> None:
+        parameters = dict(self._parameters(optimizer, number))
+        self._contributions.before_step(number, self._made.get(number, 0) + 1, parameters)
+
+    def _number(self, optimizer: Any) -> int:
+        if id(optimizer) not in self._numbers:
+            self._numbers[id(optimizer)] = len(self._numbers)
+            self._alive.append(optimizer)  # so that no other gets its id
+        return self._numbers[id(optimizer)]
+
+    def _parameters(self, optimizer: Any, number: int) -> Iterator[tuple[str, Tensor]]:
         position = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -110,27 +149,23 @@ class OptimizerSteps:
                 position += 1
 
     def _variable(self, parameter: Tensor) -> str | None:
-        frame = self._recorder.frame()
-        while frame is not None:
-            if self._recorder.own(frame.f_code.co_filename):
-                for variables in (frame.f_locals, frame.f_globals):
-                    for label, value in list(variables.items()):
-                        if value is parameter:
-                            return label
-            frame = frame.f_back
-        return None
+        known = self._variables.get(id(parameter))
+        if known is None or known[0] is not parameter:
+            name = variable_of(parameter, self._recorder.frame(), self._recorder.own)
+            known = self._variables[id(parameter)] = (parameter, name)  # held, so that no other gets its id
+        return known[1]
 
-    def _untouched(self, optimizer: Optimizer) -> list[str]:
-        """The trainable parameters of the networks that no optimizer seen so far holds."""
+    def _untouched(self, optimizer: Any) -> list[str]:
+        """The trainable parameters, of the networks called with gradients, that no optimizer seen so far holds."""
         held = {id(p) for each in self._alive for group in each.param_groups for p in group["params"]}
         return [
             name
             for root in self._networks.roots()
             for name, parameter in root.parameters()
-            if parameter.requires_grad and id(parameter) not in held
+            if parameter.requires_grad and id(parameter) not in held and root.label in self._networks.trained
         ]
 
-    def _feed_rates(self, optimizer: Optimizer, number: int) -> None:
+    def _feed_rates(self, optimizer: Any, number: int) -> None:
         """Takes the learning rates of the pass that this one is fed from, so that a difference between the schedules
         is found as such and not in every weight."""
         self._rates = []
@@ -153,7 +188,7 @@ def _makes_state(recorder: Recorder) -> bool:
     return False
 
 
-def fingerprint(optimizer: Optimizer) -> str:
+def fingerprint(optimizer: Any) -> str:
     """Returns a digest of the weights of an optimizer as this rank holds them, which tells where a run has resumed."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return digest("".join(digest(local_bytes(parameter)) for parameter in parameters).encode())
@@ -169,7 +204,7 @@ def generators() -> dict[str, str]:
     }
 
 
-def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dict[str, float]]:
+def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str, float]]:
     """The norm of each tensor of an optimizer's state, by parameter; sharded ones are left out."""
     return {
         name: {
@@ -181,9 +216,11 @@ def _state(parameters: dict[str, Tensor], optimizer: Optimizer) -> dict[str, dic
     }
 
 
-def install(recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers) -> OptimizerSteps:
+def install(
+    recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers, replay: Replay | None
+) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = OptimizerSteps(recorder, networks, contributions, wrappers)
+    steps = OptimizerSteps(recorder, networks, contributions, wrappers, replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

@@ -10,8 +10,9 @@ from torch.utils.data.sampler import WeightedRandomSampler
 _DEEPEST = 8
 
 
-def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the fields of an event ``iteration`` on order and distribution.
+def order_of(loader: DataLoader[Any] | BatchSampler) -> dict[str, Any]:
+    """Returns the fields of an event ``iteration`` on order and distribution, of a loader or of a batch sampler that
+    the script reads by itself.
 
     ``sampler``: the type that makes the order. ``shuffles``: whether it declares that it shuffles, None where it does
     not say. ``replicas``: into how many parts it divides the rows, None where it does not. ``replacement``: whether it
@@ -20,6 +21,7 @@ def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """
     chain = list(_chain(loader))
     innermost = chain[-1]
+    holders = (*chain, getattr(loader, "dataset", None))
     replicas = [
         value
         for each in chain
@@ -31,16 +33,16 @@ def order_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "shuffles": _shuffles(innermost),
         "replicas": replicas[0] if replicas else None,
         "replacement": isinstance(innermost, WeightedRandomSampler) or bool(getattr(innermost, "replacement", False)),
-        "pads": any(
-            hasattr(each, "even_batches") or hasattr(each, "split_batches") for each in (*chain, loader.dataset)
-        ),
-        "epochs": any(hasattr(each, "set_epoch") for each in (*chain, loader.dataset)),
+        "pads": any(hasattr(each, "even_batches") or hasattr(each, "split_batches") for each in holders),
+        "epochs": any(hasattr(each, "set_epoch") for each in holders),
     }
 
 
-def _chain(loader: DataLoader[Any]) -> Any:
+def _chain(loader: DataLoader[Any] | BatchSampler) -> Any:
     """The samplers of a loader, from the one that it calls to the one that makes the order."""
-    each: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    each: Any = loader
+    if isinstance(loader, DataLoader):
+        each = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(_DEEPEST):
         yield each
         inner = getattr(each, "batch_sampler", None)

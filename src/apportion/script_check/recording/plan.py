@@ -14,6 +14,7 @@ class Plan:
     ``target``: the file, or with ``module`` the name of the module; ``arguments``: the script's own; ``folder``: the
     folder of the script; ``record``: the folder that the ranks write to. ``ranks``: how many there are. ``steps``: the
     most steps of each optimizer. ``epoch_batches``: the batches to which longer loaders are shortened; 0 leaves them.
+    ``memory``: the bytes that all ranks may use together.
     ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for GPUs.
     ``join_gathers``, ``split_rows``, ``by_rank``: see ``gathers.py``, ``splits.py`` and
     ``by_rank.py``.
@@ -28,6 +29,7 @@ class Plan:
     ranks: int
     steps: int
     epoch_batches: int
+    memory: int
     float64: bool = True
     no_dropout: bool = True
     no_gpu: bool = False

@@ -7,13 +7,15 @@ it cannot see (parameters as they are registered, files that are loaded, arrays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from apportion.script_check.recording import no_gpu
 from apportion.script_check.recording.recorder import Recorder
 
 _WIDER = {
@@ -28,34 +30,50 @@ _MAKERS = {"from_numpy", "as_tensor", "tensor", "frombuffer"}
 
 def install(recorder: Recorder) -> None:
     """Convert what the script computes, as the plan asks: ``float64``, and ``no_gpu`` for a machine without one."""
-    float64, no_gpu = bool(recorder.plan["float64"]), bool(recorder.plan["no_gpu"])
-    if no_gpu:
-        _stand_in_for_gpu(int(recorder.plan["ranks"]))
-    if float64:
+    if recorder.plan["no_gpu"]:
+        no_gpu.install(recorder)
+    if recorder.plan["float64"]:
         _convert_entries()
+        _leave_policies_out()
+        _leave_compiler_out(recorder)
+    else:
+        _note_precision(recorder)
 
 
 def widened(tree: Any) -> Any:
-    """Returns a tree of lists, tuples, dicts and named tuples with its floating tensors in float64."""
+    """Returns a tree of lists, tuples, dicts, named tuples and data classes with its floating tensors in float64."""
     if isinstance(tree, Tensor):
-        wider = _WIDER.get(tree.dtype)
-        if wider is None or type(tree) not in (Tensor, nn.Parameter):
-            return tree
-        with torch.no_grad():
-            return tree.to(wider) if not tree.requires_grad else tree.detach().to(wider).requires_grad_()
-    if isinstance(tree, dict):
-        changed = {key: widened(value) for key, value in tree.items()}
-        if all(changed[key] is tree[key] for key in tree):
-            return tree
-        if type(tree) is dict:
-            return changed
-        for key, value in changed.items():  # a class of its own (BatchEncoding) keeps it
-            tree[key] = value
-        return tree
+        return _wide(tree)
+    if isinstance(tree, MutableMapping):
+        return _wide_mapping(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(widened(value) for value in tree))
     if type(tree) in (list, tuple):
         return type(tree)(widened(value) for value in tree)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        for field in fields(tree):
+            value = getattr(tree, field.name, None)
+            if (changed := widened(value)) is not value:
+                object.__setattr__(tree, field.name, changed)
+    return tree
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    wider = _WIDER.get(tensor.dtype)
+    if wider is None or type(tensor) not in (Tensor, nn.Parameter):
+        return tensor
+    with torch.no_grad():
+        return tensor.to(wider) if not tensor.requires_grad else tensor.detach().to(wider).requires_grad_()
+
+
+def _wide_mapping(tree: Any) -> Any:
+    changed = {key: widened(value) for key, value in tree.items()}
+    if all(changed[key] is tree[key] for key in tree):
+        return tree
+    if type(tree) is dict:
+        return changed
+    for key, value in changed.items():  # a class of its own (BatchEncoding) keeps it
+        tree[key] = value
     return tree
 
 
@@ -67,14 +85,23 @@ class Rewriting:
 
     def replaced(self, name: str, args: tuple[Any, ...]) -> tuple[bool, Any]:
         """Returns whether a call is replaced by another, and then its result."""
-        if self._no_gpu and name == "cuda":
+        if self._no_gpu and name in ("cuda", "pin_memory"):
             return True, args[0]
         if self._float64 and name in _CASTS and len(args) == 1 and isinstance(args[0], Tensor):
-            return True, args[0].double()
+            return True, args[0].to(_WIDER.get(args[0].dtype, torch.float64))
+        if self._float64 and name == "_amp_foreach_non_finite_check_and_unscale_":
+            _unscale(*args)
+            return True, None
+        if self._float64 and name == "_amp_update_scale_":
+            return True, _update_scale(*args)
         return False, None
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments to call a function with."""
+        if self._no_gpu:
+            args, kwargs = no_gpu.without_numbers(name, args, kwargs)
         return tuple(map(self._argument, args)), {key: self._argument(value) for key, value in kwargs.items()}
 
     def result(self, name: str, result: Any) -> Any:
@@ -84,18 +111,107 @@ class Rewriting:
     def _argument(self, value: Any) -> Any:
         if self._float64 and isinstance(value, torch.dtype):
             return _WIDER.get(value, value)
-        if self._no_gpu and (
-            (isinstance(value, torch.device) and value.type == "cuda")
-            or (isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")))
-        ):
+        if self._no_gpu and no_gpu.is_gpu(value):
             return torch.device("cpu")
         return value
+
+
+def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """Divides gradients by a GradScaler's scale, as torch does where the scale is in float32."""
+    for gradient in gradients:
+        if not torch.isfinite(gradient).all():
+            found_inf.fill_(1.0)
+        gradient.mul_(inverse.to(gradient.dtype))
+
+
+def _update_scale(
+    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """Adapts a GradScaler's scale, as torch does where the scale is in float32."""
+    if found_inf.item():
+        scale.mul_(backoff)
+        tracker.zero_()
+    elif int(tracker) + 1 == interval:
+        scale.mul_(growth)
+        tracker.zero_()
+    else:
+        tracker.add_(1)
+    return scale
+
+
+def _leave_policies_out() -> None:
+    """Has the policies of mixed precision of torch's wrappers ask for nothing."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+    from torch.nn.parallel import DistributedDataParallel
+
+    begin = MixedPrecisionPolicy.__init__
+
+    @wraps(begin)
+    def no_policy(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, **{key: value for key, value in kwargs.items() if not isinstance(value, torch.dtype)})
+
+    MixedPrecisionPolicy.__init__ = no_policy  # type: ignore[method-assign]
+    for wrapper in (FullyShardedDataParallel, DistributedDataParallel):
+        wrapper.__init__ = _without_policy(wrapper)  # type: ignore[method-assign]
+
+
+def _note_precision(recorder: Recorder) -> None:
+    """Records the element types of parameters and of autocast, each once."""
+    seen = set[torch.dtype]()
+    register, begin = nn.Module.register_parameter, torch.autocast.__init__
+
+    def note(dtype: torch.dtype) -> None:
+        if dtype not in seen and dtype.is_floating_point:
+            seen.add(dtype)
+            recorder.emit("precision", type=str(dtype).removeprefix("torch."))
+
+    @wraps(register)
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None:
+            note(param.dtype)
+
+    @wraps(begin)
+    def begun(self: torch.autocast, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        if self._enabled:
+            note(self.fast_dtype)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    torch.autocast.__init__ = begun  # type: ignore[method-assign]
+
+
+def _leave_compiler_out(recorder: Recorder) -> None:
+    """Has what the script compiles run as it is written: the compiler would trace the mode in ``functions.py``."""
+    compile_ = torch.compile
+
+    @wraps(compile_)
+    def uncompiled(*args: Any, **kwargs: Any) -> Any:
+        torch.compiler.set_stance("force_eager")
+        recorder.emit("compiled", site=recorder.site())
+        return compile_(*args, **kwargs)
+
+    torch.compile = uncompiled
+
+
+def _without_policy(wrapper: Any) -> Callable[..., None]:
+    begin = wrapper.__init__
+    sharded = wrapper.__name__ == "FullyShardedDataParallel"
+
+    @wraps(begin)
+    def wide(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("mixed_precision", None)
+        if sharded:
+            kwargs["use_orig_params"] = True  # a flat parameter has no names to compare by
+        begin(self, *args, **kwargs)
+
+    return wide
 
 
 def _convert_entries() -> None:
     """Converts parameters and buffers as they are registered, and what is loaded; turns autocast off."""
     torch.set_default_dtype(torch.float64)
-    torch.set_default_dtype = lambda _dtype: None  # type: ignore[assignment]
+    torch.set_default_dtype = lambda _dtype: None
     torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc,assignment]
     torch.HalfTensor = torch.DoubleTensor  # type: ignore[misc,assignment]
 
@@ -132,38 +248,3 @@ def _widening(function: Callable[..., Any]) -> Callable[..., Any]:
         return widened(function(*args, **kwargs))
 
     return wide
-
-
-def _stand_in_for_gpu(ranks: int) -> None:
-    """Answers for a GPU that is not there: every rank has "one", and what is asked of it happens on the CPU."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    cuda = torch.cuda
-    cuda.is_available = lambda: True
-    cuda.device_count = lambda: ranks
-    cuda.current_device = lambda: 0
-    for name in ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "init", "ipc_collect"):
-        setattr(cuda, name, lambda *args, **kwargs: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, lambda *args, **kwargs: 0)
-    cuda.reset_peak_memory_stats = lambda *args, **kwargs: None
-    cuda.get_device_name = lambda *args, **kwargs: "CPU"
-    cuda.is_bf16_supported = lambda *args, **kwargs: False
-    nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
-
-    open_group = dist.init_process_group
-
-    @wraps(open_group)
-    def gloo(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("device_id", None)
-        open_group("gloo" if backend is None or "nccl" in backend else backend, *args, **kwargs)
-
-    dist.init_process_group = gloo
-    begin = DistributedDataParallel.__init__
-
-    @wraps(begin)
-    def on_cpu(self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
-        begin(self, module, None, None, **kwargs)
-
-    DistributedDataParallel.__init__ = on_cpu

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import DTensor, digest
+from apportion.script_check.recording.tensors import digest
 
 DROPOUTS = {
     "dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
@@ -39,8 +40,10 @@ def dropout(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[s
 def attention(
     recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the arguments of an attention without its dropout."""
-    position = ATTENTIONS[name]
+    """Returns the arguments of an attention without its dropout; those of other functions as they are."""
+    position = ATTENTIONS.get(name)
+    if position is None:
+        return args, kwargs
     if (kwargs.get("dropout_p") or (len(args) > position and args[position])) and kwargs.get("training", True):
         _draws(recorder, name, args[0] if args else kwargs["query"])
         kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs

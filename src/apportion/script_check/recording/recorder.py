@@ -29,8 +29,8 @@ class Recorder:
         self.plan, self.rank = plan, rank
         self.step = 0
         """The number of optimizer steps completed."""
-        self.feed = plan.get("feed")
-        """What the ranks of another pass have read, in a pass that is fed with it; None elsewhere."""
+        self.feed: Any = plan.get("feed")
+        """What the pass is fed with (see ``feed.py``); None where it reads what the script reads."""
         self.files = list[Any]()
         """Files that stay open for as long as the process runs."""
         self.draws = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 
@@ -30,7 +31,7 @@ class Shortened:
         return shortened_length(self.full, self._most)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = list(self._sampler)
+        batches = list(islice(self._sampler, len(self._sampler)))  # as some go on without an end
         length = shortened_length(len(batches), self._most)
         self.order = batches if length == len(batches) else [*batches[: length - 1], batches[-1]]
         yield from self.order

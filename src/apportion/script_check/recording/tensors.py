@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 LARGEST_SAMPLE = 1 << 16
 """The elements recorded of one tensor of a network that has more than ``LARGEST_WHOLE`` of them."""
 LARGEST_WHOLE = 1 << 22
+LARGEST_ROW = 1 << 10
+"""The elements by which a row is told from others."""
+ROW_DIGITS = 6
 
 gathering = list[bool]()
 """Holds something while a DTensor is made whole: its collectives are not the script's."""
@@ -38,12 +41,12 @@ def values(tensor: Tensor, sampled: bool = False) -> np.ndarray[Any, Any]:
         full = full.to_dense()
     if sampled and full.numel() > LARGEST_SAMPLE:
         full = full.flatten()[:: full.numel() // LARGEST_SAMPLE]
-    full = full.cpu()
+    full = full.resolve_conj()  # copies below, as memory that numpy has seen cannot be resized, which FSDP does
     if full.is_complex():
-        return torch.view_as_real(full.to(torch.complex128).resolve_conj()).numpy().copy()
+        return torch.view_as_real(full.to("cpu", torch.complex128, copy=True)).numpy()
     if full.is_floating_point():
-        return full.to(torch.float64).numpy().copy()
-    return full.numpy().copy()
+        return full.to("cpu", torch.float64, copy=True).numpy()
+    return full.to("cpu", copy=True).numpy()
 
 
 def placements(tensor: Tensor) -> str:
@@ -68,3 +71,24 @@ def digest(data: bytes | np.ndarray[Any, Any] | Tensor) -> str:
     return hashlib.blake2b(
         data if isinstance(data, bytes) else np.ascontiguousarray(data).tobytes(), digest_size=8
     ).hexdigest()
+
+
+def row_digests(inputs: Any) -> list[str] | None:
+    """Returns a digest of each row of the first tensor among a network's inputs that has rows; None where there is
+    none, or where it is sharded."""
+    for value in inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, tuple | list) else ():
+        if isinstance(value, DTensor):
+            return None
+        if isinstance(value, Tensor):
+            if not value.dim() or value.layout != torch.strided:
+                continue
+            rows = value.detach().to("cpu")
+            if rows.dtype in (torch.bfloat16, torch.float16):
+                rows = rows.float()
+            array = rows.resolve_conj().reshape(len(rows), -1)[:, :LARGEST_ROW].clone().numpy()
+            if array.dtype.kind in "fc":
+                array = np.round(array, ROW_DIGITS) + 0.0  # an input that was computed is the same but for rounding
+            return [digest(row.tobytes()) for row in np.ascontiguousarray(array)]
+        if isinstance(value, dict | tuple | list) and (found := row_digests(value)) is not None:
+            return found
+    return None

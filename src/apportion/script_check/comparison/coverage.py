@@ -1,0 +1,100 @@
+"""How much of the ranks' work was compared with one process, and whether both computed with the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.comparison.places import placed
+from apportion.script_check.comparison.tensors import difference, scale_of, step_of
+from apportion.script_check.record import RankRecord
+
+ROW_DIGITS = 6
+"""The digits after the point by which rows are compared: an input that was computed is the same but for rounding."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """``steps``: the optimizer steps compared; ``tensors``: the trained tensors compared; ``missing``: those that have
+    no counterpart in one process, or on no rank."""
+
+    steps: int
+    tensors: int
+    missing: tuple[str, ...]
+
+    @property
+    def undecided(self) -> str:
+        """Why the comparison says too little; empty where it says enough."""
+        if not self.steps:
+            return "no optimizer step of one process corresponds to one of the ranks"
+        if self.missing:
+            return (
+                f"{len(self.missing)} trained tensors of the ranks and of one process have no counterpart, "
+                f"{self.missing[0]} among them"
+            )
+        return ""
+
+
+def coverage(ranks: Sequence[RankRecord], union: RankRecord) -> Coverage:
+    """Returns what of the ranks' steps has a counterpart in one process."""
+    names = placed(ranks, union)
+    compared, tensors, missing = 0, set[str](), dict[str, None]()
+    for step in union.steps:
+        steps = [step_of(record, step["optimizer"], step["number"]) for record in ranks]
+        found = set[str]()
+        for own, other in zip(names, steps, strict=True):
+            if other is not None:
+                found |= {own[name].name if name in own else name for name in other["gradients"]}
+        if not found:
+            continue
+        compared += 1
+        tensors |= found & set(step["gradients"])
+        missing |= dict.fromkeys(sorted(found ^ set(step["gradients"])))
+    return Coverage(compared, len(tensors), tuple(missing))
+
+
+def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:
+    """Whether the networks of one process were called, up to a number of steps, with the rows of all ranks.
+
+    A script that reads from a loader has them, as one process is fed with what the ranks have read; so has one of which
+    no rows were recorded.
+    """
+    if any(event["step"] < steps for record in ranks for event in record.of("batch")):
+        return True
+    for step in range(steps):
+        wanted, found = set[Any](), set[Any]()
+        for record in ranks:
+            wanted |= _rows(record, step)
+        found = _rows(union, step)
+        if wanted and found and wanted != found:
+            return False
+    return True
+
+
+def gradients_alike(ranks: Sequence[RankRecord], number: int) -> bool:
+    """Whether all ranks have the same gradients before a step."""
+    steps = [record.steps[number - 1]["gradients"] for record in ranks if len(record.steps) >= number]
+    scale = scale_of(steps[0]) if steps else 0.0
+    return len(steps) == len(ranks) and all(
+        other.keys() == steps[0].keys()
+        and all(difference(name, rank, other[name], steps[0][name], scale) is None for name in other)
+        for rank, other in enumerate(steps)
+    )
+
+
+def _rows(record: RankRecord, step: int) -> set[Any]:
+    """The rows of a step: those of the networks' inputs, or where these have none, of all that was brought into it."""
+    calls = [e["rows"] for e in record.of("forward") if e["step"] == step and e["rows"]]
+    if calls:
+        return {row for rows in calls for row in rows}
+    brought = [e["values"] or () for e in record.of("constant") if e["step"] == step]
+    return {
+        row.tobytes()
+        for values in brought
+        for each in values
+        if each.values.ndim
+        for row in (np.round(each.values, ROW_DIGITS) + 0 if each.values.dtype.kind in "fc" else each.values)
+    }

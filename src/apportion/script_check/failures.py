@@ -1,0 +1,149 @@
+"""What a script that could not be run needs: a sentence for each kind of failure, and whether a GPU would help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from apportion.script_check.hangs import report
+from apportion.script_check.hangs.sentences import ranks as written_ranks
+from apportion.script_check.passes import Passed
+
+_GPU = re.compile(r"cuda|\bgpus?\b|nccl|nvidia|accelerator|device_count", re.IGNORECASE)
+_REQUIRED = re.compile(r"error: the following arguments are required: (.+)")
+_WORLD = re.compile(r"world.?size|\bmesh\b|nproc|num_replicas|\branks?\b|processes", re.IGNORECASE)
+_NETWORK = re.compile(
+    r"name resolution|couldn't connect|connection|max retries|offline|urlopen|network is unreachable|huggingface\.co|"
+    r"cannot find the requested files in the (local|disk) cache",
+    re.IGNORECASE,
+)
+_NETWORK_TYPES = {"URLError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError", "gaierror", "HTTPError"}
+
+
+def unusable(passed: Passed, ranks: int) -> str | None:
+    """Returns why a pass says nothing, and the remedy; None where it does."""
+    if passed.waited.how == "limit":
+        late = written_ranks(passed.unfinished)
+        return f"{late} did not end within {passed.seconds:.0f} s; pass a higher limit or fewer steps"
+    if passed.waited.how == "hang":
+        found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
+        return "its ranks wait for each other" if found is None else found.finding.sentence
+    if failed := passed.failed:
+        first = next((r for r in failed if r.outcome is not None), failed[0])
+        output = passed.outputs[first.rank]
+        reason = f"the script failed on rank {first.rank}: {described(first.outcome, output)}"
+        return f"{reason} {remedy(first.outcome, output, ranks)}".rstrip()
+    if not any(record.steps for record in passed.records):
+        return (
+            "the script made no optimizer step. Give it arguments, after --, with which it trains; a step is seen "
+            "where an optimizer of torch's kind, an object with step and zero_grad, or an update of tensors in place "
+            "makes it."
+        )
+    return None
+
+
+def needs_gpu(outcome: Mapping[str, Any], output: str) -> bool:
+    """Whether a script failed because there is no GPU, or fewer than ranks."""
+    if outcome["how"] == "exited":
+        return bool(_GPU.search(output[-500:]))
+    return outcome["how"] == "raised" and bool(
+        _GPU.search(f"{outcome.get('type', '')} {outcome.get('message', '')} {outcome.get('line', '')}")
+    )
+
+
+def may_need_own_precision(outcome: Mapping[str, Any]) -> bool:
+    """Whether a failure may come from computing in float64: an error of torch or a check of the script, and none of
+    the others that have a remedy of their own."""
+    if outcome["how"] != "raised":
+        return False
+    if outcome.get("type") == "TooLargeForFloat64":
+        return True
+    kind, message = str(outcome.get("type", "")), str(outcome.get("message", ""))
+    return kind in ("RuntimeError", "TypeError", "AssertionError", "ValueError", "NotImplementedError") and bool(
+        re.search(
+            r"dtype|double|float|scalar type|precision|c10::", f"{message} {outcome.get('line', '')}", re.IGNORECASE
+        )
+    )
+
+
+def described(outcome: Mapping[str, Any] | None, output: str) -> str:
+    """Returns what happened to a rank, in one clause."""
+    if outcome is None:
+        return f"its process died; its last line was: {last_line(output)}"
+    if outcome["how"] == "exited":
+        return f"it ended with status {outcome.get('code')}; its last line was: {last_line(output)}"
+    where = f" at {outcome['site']}" if outcome.get("site") else ""
+    return f"{outcome.get('type', 'an error')}{where}: {outcome.get('message', '')}"
+
+
+def last_line(output: str) -> str:
+    """Returns the last line of an output that is not empty."""
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
+
+
+def remedy(outcome: Mapping[str, Any] | None, output: str, ranks: int) -> str:
+    """Returns the sentence that says what a script that failed needs; empty where nothing is known of it."""
+    if outcome is None:
+        return ""
+    return next((sentence for rule in _RULES if (sentence := rule(outcome, output, ranks))), "")
+
+
+def _arguments(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    if found := _REQUIRED.search(output):
+        return f"The script needs the arguments {found[1].strip()}: give them after --."
+    if outcome["how"] == "exited" and outcome.get("code") == 2 and "usage:" in output:
+        return "The script does not accept these arguments: its own follow after --."
+    if outcome.get("type") == "IndexError" and "sys.argv" in str(outcome.get("line", "")):
+        return "The script needs an argument: give its own after --."
+    return ""
+
+
+def _spawned(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    return str(outcome.get("message", "")) if outcome.get("type") == "SpawnsOtherRanks" else ""
+
+
+def _world(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    text = f"{outcome.get('message', '')} {outcome.get('line', '')}"
+    if outcome.get("type") not in ("AssertionError", "RuntimeError", "ValueError") or not _WORLD.search(text):
+        return ""
+    asked = [int(number) for number in re.findall(r"\b\d{1,3}\b", text) if int(number) not in (0, 1, ranks)]
+    number = str(max(asked)) if asked else "N"
+    return (
+        f"The script asks for another number of ranks than {ranks}: run the check with --workers {number}, or make the "
+        f"number that it asks for an argument."
+    )
+
+
+def _network(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    if outcome.get("type") in _NETWORK_TYPES or (
+        outcome.get("type") in ("OSError", "RuntimeError", "ValueError")
+        and _NETWORK.search(str(outcome.get("message")))
+    ):
+        return (
+            "The script downloads data or weights, and the check runs without a network: run the script once by "
+            "itself so that they are in its cache, or give it local files."
+        )
+    return ""
+
+
+def _file(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    if outcome.get("type") in ("FileNotFoundError", "NotADirectoryError"):
+        return (
+            "The script reads a file that is not there: give its path after --, or, where another rank writes it, have "
+            "the ranks wait for that (torch.distributed.barrier) and the writer be rank 0."
+        )
+    return ""
+
+
+def _module(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    if outcome.get("type") == "ModuleNotFoundError":
+        return (
+            "The script imports a package that this Python does not have: install it, or use the script's own Python."
+        )
+    return ""
+
+
+_RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (
+    _arguments, _spawned, _network, _file, _module, _world,
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""The loaders that a script has made, each known by the line that made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, Subset
+
+from apportion.script_check.recording.constants import Constants
+from apportion.script_check.recording.orders import order_of
+from apportion.script_check.recording.recorder import Recorder
+
+
+class Loaders:
+    """The loaders of this rank, in the order in which the script makes them."""
+
+    def __init__(self, recorder: Recorder, constants: Constants) -> None:
+        self.recorder, self._constants = recorder, constants
+        self._made = dict[str, int]()
+
+    def key(self, loader: Any) -> str:
+        """Returns by what name a loader, or a sampler that is used as one, is known."""
+        known = loader.__dict__.get("_apportion_key")
+        if known is None:
+            site = self.recorder.site()
+            self._made[site] = number = self._made.get(site, 0) + 1
+            known = site if number == 1 else f"{site} ({number})"
+            loader.__dict__["_apportion_key"] = known
+            loader.__dict__["_apportion_iterations"] = 0
+        return str(known)
+
+    def begin(
+        self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
+    ) -> tuple[str, int]:
+        """Record that an iteration begins; returns the loader's name and the iteration's number, from 0. ``seed``: that
+        of its loader processes."""
+        return self._begin(
+            loader,
+            length=length,
+            full=full,
+            batch_size=loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            rows=length_of(loader.dataset),
+            worker_seed=seed,
+            subset=type(loader.dataset) is Subset,
+            **order_of(loader),
+        )
+
+    def begin_sampler(self, sampler: Any) -> tuple[str, int]:
+        """The same for a batch sampler that the script reads by itself, a loader whose batches are lists of indices."""
+        length = len(sampler)
+        return self._begin(
+            sampler,
+            length=length,
+            full=length,
+            batch_size=sampler.batch_size,
+            rows=None,
+            worker_seed=None,
+            subset=False,
+            **order_of(sampler),
+        )
+
+    def _begin(self, loader: Any, **fields: Any) -> tuple[str, int]:
+        self._constants.has_loader = True  # what the script computes with needs no other record
+        key = self.key(loader)
+        number = loader.__dict__["_apportion_iterations"]
+        loader.__dict__["_apportion_iterations"] = number + 1
+        self.recorder.emit("iteration", loader=key, number=number, site=self.recorder.site(), **fields)
+        return key, number
+
+
+def length_of(sized: Any) -> int | None:
+    """Returns the length of a data set or sampler; None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):  # such as the sampler of an iterable data set
+        return None

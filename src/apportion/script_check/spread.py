@@ -1,0 +1,46 @@
+"""The pass over the ranks, under the conditions under which the script runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from apportion.script_check import failures
+from apportion.script_check.passes import Conditions, Passed
+from apportion.script_check.retried import run_until_port_is_free
+from apportion.script_check.script import Script
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The pass over the ranks, and how it was run in the end, as conditions and in sentences."""
+
+    passed: Passed
+    conditions: Conditions
+    about: tuple[str, ...] = ()
+
+
+def spread_over(script: Script, ranks: int, conditions: Conditions) -> Spread:
+    """Run the script on the ranks: as it is, then with the CPU for the GPUs that it asks for, then in its own precision
+    where float64 may be what it does not accept."""
+    passed = run_until_port_is_free("ranks", script, ranks, conditions)
+    about = list[str]()
+    for _ in range(2):
+        failed = next((r for r in passed.failed if r.outcome is not None), None)
+        if failed is None or failed.outcome is None:
+            break
+        if not conditions.no_gpu and failures.needs_gpu(failed.outcome, passed.outputs[failed.rank]):
+            conditions = replace(conditions, no_gpu=True)
+            about.append(
+                f"The script asks for a GPU for each of {ranks} ranks, which this machine does not have: it ran on the "
+                f"CPU, over gloo."
+            )
+        elif conditions.float64 and failures.may_need_own_precision(failed.outcome):
+            conditions = replace(conditions, float64=False)
+            about.append(
+                f"The script cannot run in float64 ({failures.described(failed.outcome, '')}): it ran in its own "
+                f"precision, in which smaller differences cannot be distinguished from rounding."
+            )
+        else:
+            break
+        passed = run_until_port_is_free(f"ranks{len(about)}", script, ranks, conditions)
+    return Spread(passed, conditions, tuple(about))

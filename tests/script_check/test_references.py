@@ -1,0 +1,126 @@
+"""Feeds, names and bounds of the reference, from records that no process has made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from apportion.script_check.comparison.coverage import coverage, gradients_alike, same_rows
+from apportion.script_check.comparison.noise import measured_bounds
+from apportion.script_check.comparison.places import placed
+from apportion.script_check.feed import FedIteration, Feed, reordered
+from apportion.script_check.passes import Passed
+from apportion.script_check.record import RankRecord
+from apportion.script_check.retried import port_was_taken
+from apportion.script_check.rows import Rows, Structure, joined, turned
+from apportion.script_check.union import replay_feed, union_feed
+
+
+def record(rank: int, *events: dict[str, Any]) -> RankRecord:
+    return RankRecord(rank, tuple({"step": 0, **event} for event in events))
+
+
+def network(**weights: list[float]) -> dict[str, Any]:
+    return {"kind": "network", "weights": {name: np.array(values) for name, values in weights.items()}}
+
+
+def step(number: int = 1, **gradients: list[float]) -> dict[str, Any]:
+    arrays = {name: np.array(values) for name, values in gradients.items()}
+    return {
+        "kind": "step", "step": number - 1, "optimizer": 0, "number": number, "rates": [0.1], "gradients": arrays,
+        "weights": arrays, "site": "train.py:9",
+    }  # fmt: skip
+
+
+def read(*batches: list[int]) -> list[dict[str, Any]]:
+    begun = {"kind": "iteration", "loader": "a", "number": 0, "length": len(batches)}
+    rows = [
+        {"kind": "batch", "loader": "a", "iteration": 0, "indices": rows, "rows": Rows(np.array(rows), "int64")}
+        for rows in batches
+    ]
+    return [begun, *rows]
+
+
+def test_stages_get_the_names_of_the_run_of_tensors_with_their_values() -> None:
+    union = record(0, network(a=[1.0], zero=[0.0], b=[2.0], null=[0.0]))
+    first, second = record(0, network(a=[1.0], zero=[0.0])), record(1, network(a=[2.0], zero=[0.0]))
+    found = [{name: place.name for name, place in places.items()} for places in placed([first, second], union)]
+    assert found == [{"a": "a", "zero": "zero"}, {"a": "b", "zero": "null"}]
+
+
+def test_batches_are_joined_or_follow_one_another_and_those_read_twice_count_once() -> None:
+    ranks = [record(0, *read([0, 1], [2, 3])), record(1, *read([4, 5], [6, 7])), record(2, *read([4, 5], [6, 7]))]
+    assert union_feed(ranks).iterations["a"][0].indices == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    apart = union_feed(ranks, interleaved=True).iterations["a"][0]
+    assert apart.indices == [[0, 1], [4, 5], [2, 3], [6, 7]]
+    assert apart.length == 4
+
+
+def test_what_ranks_bring_into_their_steps_follows_rank_by_rank() -> None:
+    ranks = [
+        record(rank, {"kind": "constant", "function": "linear", "values": [rank]}, step(w=[1.0])) for rank in range(2)
+    ]
+    alone, together = replay_feed(ranks, accumulated=False), replay_feed(ranks, accumulated=True)
+    assert alone is not None
+    assert together is not None
+    assert (alone.constants, alone.windows) == ([[("linear", [0])], [("linear", [1])]], 2)
+    assert (together.constants, together.windows) == ([[("linear", [0]), ("linear", [1])]], 1)
+    unread = [record(0, {"kind": "constant", "function": "linear", "values": None}, step(w=[1.0]))]
+    assert replay_feed(unread, accumulated=False) is None
+
+
+def test_a_comparison_that_leaves_tensors_or_steps_out_is_undecided() -> None:
+    ranks = [record(0, network(w=[1.0]), step(w=[1.0], other=[2.0]))]
+    assert "other" in coverage(ranks, record(0, network(w=[1.0]), step(w=[1.0]))).undecided
+    assert coverage(ranks, record(0, network(w=[1.0]), step(w=[1.0], other=[2.0]))).undecided == ""
+    assert "no optimizer step" in coverage(ranks, record(0, network(w=[1.0]))).undecided
+
+
+def test_rows_that_a_script_chooses_by_itself_have_to_be_those_of_the_ranks() -> None:
+    def called(rank: int, *rows: str) -> RankRecord:
+        return record(rank, {"kind": "forward", "rows": list(rows)}, step(w=[1.0]))
+
+    ranks = [called(0, "a", "b"), called(1, "c")]
+    assert same_rows(ranks, called(0, "c", "b", "a"), 1)
+    assert not same_rows(ranks, called(0, "a", "b"), 1)
+    assert same_rows([record(0, *read([1]), *ranks[0].events)], called(0, "z"), 1), "the feed has seen to it"
+
+
+def test_gradients_of_ranks_that_differ_are_seen() -> None:
+    assert gradients_alike([record(0, step(w=[1.0])), record(1, step(w=[1.0]))], 1)
+    assert not gradients_alike([record(0, step(w=[1.0])), record(1, step(w=[1.1]))], 1)
+
+
+def test_rounding_is_bounded_by_what_the_order_of_rows_changes_until_it_hides_mistakes() -> None:
+    one = record(0, step(1, w=[1.0, 1.0]), step(2, w=[1.0, 1.0]), step(3, w=[1.0, 1.0]))
+    other = record(0, step(1, w=[1.0, 1.0]), step(2, w=[1.0, 1.001]), step(3, w=[1.0, 1.5]))
+    bounds = measured_bounds(one, other)
+    assert list(bounds) == [(0, 1), (0, 2)]
+    assert bounds[0, 1].relative < 1e-4 < bounds[0, 2].relative
+
+
+def test_a_feed_turns_the_rows_of_each_batch_around() -> None:
+    batch = {"x": Rows(np.array([[1], [2]]), "int64"), "names": ["a", "b"], "length": 7}
+    feed = reordered(Feed(iterations={"a": [FedIteration([batch], [[3, 4]])]}))
+    (turned_batch,) = feed.iterations["a"][0].batches
+    assert turned_batch["x"].values.tolist() == [[2], [1]]
+    assert (turned_batch["names"], turned_batch["length"]) == (["b", "a"], 7)
+    assert feed.iterations["a"][0].indices == [[4, 3]]
+    assert turned(Rows(np.array(3), "int64"), 2).values == 3
+
+
+def test_objects_of_the_script_are_joined_by_their_parts() -> None:
+    first = Structure("__main__", "Batch", "attributes", {"x": Rows(np.array([1, 2]), "int64"), "y": ["a", "b"]})
+    second = Structure("__main__", "Batch", "attributes", {"x": Rows(np.array([3]), "int64"), "y": ["c"]})
+    whole = joined([first, second])
+    assert whole.parts["x"].values.tolist() == [1, 2, 3]
+    assert whole.parts["y"] == ["a", "b", "c"]
+
+
+def test_a_pass_whose_port_was_taken_is_seen() -> None:
+    def ended(message: str) -> Passed:
+        return Passed([record(0, {"kind": "end", "how": "raised", "message": message})], [""], (), 1.0)
+
+    assert port_was_taken(ended("The server socket has failed to listen on any local network address. EADDRINUSE"))
+    assert not port_was_taken(ended("a row is missing"))

@@ -1,0 +1,78 @@
+"""Healthy scripts of each stack get the answer "the same network", after all of their trained tensors were compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from apportion.script_check.driver import check_script
+from apportion.script_check.script import Script
+
+SCRIPTS = Path(__file__).parent / "stacks"
+FAST = ["pipelines.py inter", "reduced_by_hand.py"]
+THOROUGH = [
+    "accelerate_loaders.py",
+    "accelerate_loaders.py --dispatch",
+    "accelerate_loaders.py --split --accum 2",
+    "accumulation_by_world.py",
+    "cuda_ddp.py",
+    "cuda_mesh.py",
+    "ddp_variants.py --kind static",
+    "ddp_variants.py --kind view",
+    "ddp_variants.py --kind unused",
+    "ddp_variants.py --kind fp16",
+    "ddp_variants.py --kind accum",
+    "fsdp1.py",
+    "fsdp2_blocks.py",
+    "fsdp2_meta.py",
+    "loaders.py augment --workers 2",
+    "loaders.py batchsampler",
+    "loaders.py cycle",
+    "loaders.py dataclass",
+    "loaders.py list",
+    "loaders.py named",
+    "loaders.py pad",
+    "loaders.py prefetch",
+    "loaders.py stream --workers 2",
+    "modules.py ckpt",
+    "modules.py compile",
+    "modules.py complex",
+    "modules.py half",
+    "modules.py shared",
+    "modules.py wn",
+    "optimizers.py grouped",
+    "optimizers.py lbfgs",
+    "optimizers.py lion",
+    "optimizers.py look",
+    "optimizers.py twice",
+    "pipelines.py 1f1b",
+    "pipelines.py gpipe",
+    "raw_tensors.py",
+    "scaled_gradients.py",
+    "spawned_ranks.py",
+    "tensor_and_sequence_parallel.py",
+    "two_optimizers.py",
+    "updated_by_hand.py",
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("call", [*FAST, *(pytest.param(call, marks=pytest.mark.thorough) for call in THOROUGH)])
+def test_a_healthy_script_is_the_same_network(call: str) -> None:
+    if call.startswith("accelerate"):
+        pytest.importorskip("accelerate")
+    target, *arguments = call.split()
+    found = check_script(Script(str(SCRIPTS / target), tuple(arguments)))
+    assert found.verdict == "the same network", (found.reason, [finding.sentence for finding in found.findings])
+    assert found.compared["steps"] >= 5
+    assert found.compared["tensors"] >= 2
+    assert found.about or not target.startswith("cuda"), "a CPU in place of a GPU is mentioned"
+
+
+@pytest.mark.processes
+@pytest.mark.thorough
+def test_a_script_that_starts_other_ranks_gets_their_number() -> None:
+    found = check_script(Script(str(SCRIPTS / "spawned_ranks.py")), ranks=3)
+    assert found.status == 3
+    assert "--workers 2" in found.reason
