@@ -11,7 +11,7 @@ from apportion.core.place_names import close_file
 from apportion.script_check.driver import STEPS
 from apportion.script_check.driver import check_script as run_check
 from apportion.script_check.finding_names import check_finding_names
-from apportion.script_check.findings import Answer
+from apportion.script_check.findings import ScriptAnswer
 from apportion.script_check.script import Script
 
 RANKS = 2
@@ -28,7 +28,7 @@ def check_script(
     workers: int = RANKS,
     steps: int = STEPS,
     accept: Sequence[str] = (),
-) -> Answer:
+) -> ScriptAnswer:
     """Run a training script on several ranks, and once as one process on the union of their rows, and compare the two
     after every optimizer step, tensor by tensor.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from apportion.script_check.findings import Answer, Finding
+from apportion.script_check.findings import Finding, ScriptAnswer
 
 WIDTH = 80
 """The columns of a line, where no name or path in it is longer."""
@@ -34,7 +34,7 @@ _COLOURS = {
 _LABELS = {"warning": "Wrong: ", "note": "Note: "}
 
 
-def answer_lines(answer: Answer, target: str) -> Iterator[str]:
+def answer_lines(answer: ScriptAnswer, target: str) -> Iterator[str]:
     """Yields the verdict, the findings, what each rank was doing where they wait, what was compared, and how the script
     was run."""
     ranks = answer.compared.get("ranks", "several")
