@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from apportion.script_check.comparison.tensors import shown
+from apportion.script_check.comparison.tensors import Array, shown
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -14,8 +14,9 @@ from apportion.script_check.record import Event, RankRecord
 def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     """Returns that the ranks begin, or after a load go on, with different weights. Networks of which each rank holds a
     part of its own, such as the stages of a pipeline, are not compared: their tensors are not those of one process
-    under their names."""
+    under their names, or are those of others."""
     networks = [record.of("network") for record in ranks]
+    values = {_value(array) for event in union.of("network") for array in event["weights"].values()}
     for events in zip(*networks, union.of("network"), strict=False):
         *begun, one = events
         if one["step"] >= len(union.steps) or any(
@@ -23,20 +24,25 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
         ):
             continue
         for rank, event in enumerate(begun[1:], 1):
-            if differs := _differing(event, begun[0], one):
+            if differs := _differing(event, begun[0], one, values):
                 return [_finding(rank, event, differs)]
     return []
 
 
-def _differing(event: Event, first: Event, one: Event) -> list[str]:
-    """The trained tensors that are neither those of rank 0 nor those of one process."""
+def _differing(event: Event, first: Event, one: Event, values: Collection[bytes]) -> list[str]:
+    """The trained tensors that are neither those of rank 0 nor those of one process, under any name."""
     return [
         name
         for name, array in event["weights"].items()
         if name in event["trainable"]
         and not np.allclose(array, first["weights"][name], 1e-9, 1e-12, equal_nan=True)
         and not np.allclose(array, one["weights"][name], 1e-9, 1e-12, equal_nan=True)
+        and _value(array) not in values
     ]
+
+
+def _value(array: Array) -> bytes:
+    return repr(array.shape).encode() + array.tobytes()
 
 
 def _finding(rank: int, event: Event, differs: Sequence[str]) -> Finding:

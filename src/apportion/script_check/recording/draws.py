@@ -62,7 +62,7 @@ class WatchedDraws:
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or isinstance(result, DTensor) or result.is_meta:
             return result
-        values = None if result.dtype == torch.bfloat16 else result.detach().cpu().numpy().copy()
+        values = None if result.dtype == torch.bfloat16 else result.detach().to("cpu", copy=True).numpy()
         if values is None:
             return result
         fed = self._record(name, state, values)

@@ -67,6 +67,7 @@ class Networks:
         self._computed = ForwardDigests(recorder)
         self._depth = 0
         self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
+        self._labels = dict[str, int]()
         self._outermost = dict[int, weakref.ref[nn.Module]]()
         self._names = dict[int, tuple[weakref.ref[Tensor], str]]()
         self._modules = dict[int, tuple[weakref.ref[nn.Module], str]]()
@@ -147,9 +148,10 @@ class Networks:
         root = root_of(module, self._recorder.frame(), self._recorder.own)
         if self._is_known(root):
             return
-        labels = [each.label for _, each in self._roots]
-        if root.label in labels:  # such as that of a function that is called twice
+        labels = {label for label, step in self._labels.items() if step == self._recorder.step}
+        if root.label in labels:  # such as that of a function called twice; after a step it is one made again
             root.label = next(f"{root.label}#{n}" for n in range(2, 1 << 16) if f"{root.label}#{n}" not in labels)
+        self._labels[root.label] = self._recorder.step
         self._roots.append((weakref.ref(root.module), root))
         self._refuse_too_large()
         self.sampled = sum(p.numel() for r in self.roots() for _, p in r.parameters()) > LARGEST_WHOLE

@@ -130,6 +130,10 @@ class _Stream:
     def synchronize(self) -> None:
         """Nothing is under way."""
 
+    def is_capturing(self) -> bool:
+        """Whether a graph is captured."""
+        return False
+
     def query(self) -> bool:
         """Whether all is done."""
         return True

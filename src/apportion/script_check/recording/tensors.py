@@ -61,7 +61,8 @@ def local_bytes(tensor: Tensor) -> bytes:
     if local.is_meta or local.layout != torch.strided:
         return b""
     local = local.to(torch.float64) if local.dtype == torch.bfloat16 else local
-    return np.ascontiguousarray(local.cpu().numpy()).tobytes()
+    copied = local.resolve_conj().resolve_neg().to("cpu", copy=True)  # as memory that numpy has seen is not resized
+    return np.ascontiguousarray(copied.numpy()).tobytes()
 
 
 def digest(data: bytes | np.ndarray[Any, Any] | Tensor) -> str:
@@ -80,7 +81,7 @@ def row_digests(inputs: Any) -> list[str] | None:
         if isinstance(value, DTensor):
             return None
         if isinstance(value, Tensor):
-            if not value.dim() or value.layout != torch.strided:
+            if not value.dim() or not value.numel() or value.layout != torch.strided:
                 continue
             rows = value.detach().to("cpu")
             if rows.dtype in (torch.bfloat16, torch.float16):
