@@ -64,7 +64,7 @@ class Iteration:
 
 
 @dataclass
-class _Run:
+class _Stretch:
     """Batches read one after the other, and the forwards that followed."""
 
     iteration: Iteration
@@ -75,7 +75,7 @@ class _Run:
 
 def reading(record: RankRecord) -> list[Iteration]:
     """Returns the iterations of a rank over its loaders, in order."""
-    return _Walk(record).iterations
+    return _Passage(record).iterations
 
 
 def identified(readings: Sequence[Sequence[Iteration]]) -> Sequence[Sequence[Iteration]]:
@@ -112,14 +112,14 @@ def _are_local(of_loader: Sequence[Sequence[Iteration]]) -> bool:
     return 2 * sum(one != two for one, two in pairs) > len(pairs)
 
 
-class _Walk:
+class _Passage:
     """Goes through the events of a rank once."""
 
     def __init__(self, record: RankRecord) -> None:
         self.iterations = list[Iteration]()
         self._places = dict[tuple[str, int], Iteration]()
-        self._runs = dict[str, _Run]()
-        self._closed = dict[int, list[_Run]]()
+        self._runs = dict[str, _Stretch]()
+        self._closed = dict[int, list[_Stretch]]()
         self._last = ""
         self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
         self._fetched = dict[tuple[str, int, int], ReadBatch]()
@@ -171,16 +171,16 @@ class _Walk:
         for loader, other in list(self._runs.items()):
             if (other.with_gradients or other.without) and loader != iteration.loader:
                 self._close(other)
-        run: _Run | None = self._runs.get(iteration.loader)
+        run: _Stretch | None = self._runs.get(iteration.loader)
         if run is not None and (run.with_gradients or run.without or run.iteration is not iteration):
             self._close(run)
             run = None
         if run is None:
-            run = self._runs[iteration.loader] = _Run(iteration)
+            run = self._runs[iteration.loader] = _Stretch(iteration)
         run.batches.append(batch)
         self._last = iteration.loader
 
-    def _close(self, run: _Run) -> None:
+    def _close(self, run: _Stretch) -> None:
         self._closed.setdefault(id(run.iteration), []).append(run)
         del self._runs[run.iteration.loader]
 
@@ -194,7 +194,7 @@ class _Walk:
                 run.iteration.without += 1
 
 
-def _attribute(runs: list[_Run]) -> None:
+def _attribute(runs: list[_Stretch]) -> None:
     """Marks the batches that were trained on: where several were read before a forward, the last ones, one for each
     forward, or for as many forwards as follow a single batch elsewhere."""
     single = [run.with_gradients for run in runs if len(run.batches) == 1 and run.with_gradients]
