@@ -142,6 +142,8 @@ def _compare(passes: _Passes) -> ScriptAnswer:
         findings += numbers.findings(spread, union, passes.further)
         differs = any(finding.severity == "difference" for finding in findings)
         compared["table"] = step_table(spread, union, differs, bounds)
+    if passes.reference is not None and passes.reference.replay:
+        union = None  # it runs through what follows each step once for each rank: schedules, averages of weights
     same = not passes.unlike and not any(finding.severity == "difference" for finding in findings)
     others = beside.findings(spread, union, same_weights=same)  # first, as settings that differ explain the weights
     return ScriptAnswer("", (*others, *findings), compared, tuple(passes.about), undecided)

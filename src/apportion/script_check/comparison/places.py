@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.script_check.comparison.tensors import Array, initial
+from apportion.script_check.comparison.tensors import Array, initial, step_of
 from apportion.script_check.record import RankRecord
 
 
@@ -45,7 +45,7 @@ def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
     for rank, record in enumerate(ranks):
         weights = initial(record)
         whole = _whole(weights, reference)
-        found.append(whole or {**_parts(rank, weights, reference), **_runs(record, reference)})
+        found.append(whole or {**_parts(rank, weights, reference), **_runs(record, union)})
     return found
 
 
@@ -68,19 +68,36 @@ def _has_values(weights: Mapping[str, Array], reference: Mapping[str, Array]) ->
     return True
 
 
-def _runs(record: RankRecord, reference: Mapping[str, Array]) -> dict[str, Place]:
-    """The places of the networks of a rank whose tensors begin, in order, with the values of one single run of tensors
-    of one process, as a stage of a pipeline does. Its zeros and ones are found by what lies between them."""
+def _runs(record: RankRecord, union: RankRecord) -> dict[str, Place]:
+    """The places of the networks of a rank whose tensors begin, in order, with the values of a run of tensors of one
+    process, as a stage of a pipeline does. Its zeros and ones are found by what lies between them. Stages of layers
+    that are copies of each other begin alike, and are told apart by their gradients."""
+    reference = initial(union)
     order, values = list(reference), [_value(array) for array in reference.values()]
     found = dict[str, Place]()
     for event in record.of("network"):
         wanted = [_value(array) for array in event["weights"].values()] if not event["step"] else []
-        starts = [
-            at for at in range(len(order) - len(wanted) + 1) if wanted and values[at : at + len(wanted)] == wanted
-        ]
-        if len(starts) == 1:
-            found |= {name: Place(order[starts[0] + at]) for at, name in enumerate(event["weights"])}
+        ends = range(len(wanted), len(order) + 1) if wanted else ()
+        runs = [order[end - len(wanted) : end] for end in ends if values[end - len(wanted) : end] == wanted]
+        if runs:
+            names = list(event["weights"])
+            run = runs[0] if len(runs) == 1 else min(runs, key=lambda each: _distance(names, each, record, union))
+            found |= {name: Place(other) for name, other in zip(names, run, strict=True)}
     return found
+
+
+def _distance(names: Sequence[str], others: Sequence[str], record: RankRecord, union: RankRecord) -> float:
+    """How far the gradients of tensors of a rank lie from those of others of one process, over all steps."""
+    distance = 0.0
+    for step in record.steps:
+        reference = step_of(union, step["optimizer"], step["number"])
+        if reference is not None:
+            pairs = [
+                (step["gradients"].get(a), reference["gradients"].get(b)) for a, b in zip(names, others, strict=True)
+            ]
+            present = [(a, b) for a, b in pairs if a is not None and b is not None and a.shape == b.shape]
+            distance += sum(float(np.linalg.norm(a - b)) for a, b in present)
+    return distance
 
 
 def _parts(rank: int, weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places:

@@ -44,7 +44,10 @@ class Constants:
 
     def seen(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Before a function of torch: returns the arguments to call it with."""
-        if name == "__set__":  # a gradient that the script sets is a result
+        if name in (
+            "__set__",
+            "__deepcopy__",
+        ):  # a gradient that the script sets is a result, and a copy no computation
             return args, kwargs
         if self.has_loader or not torch.is_grad_enabled() or not self._recorder.active or in_backward():
             return args, kwargs
