@@ -68,6 +68,11 @@ def written(page):
     return dict(zip(parts, texts, strict=True))
 
 
+def picture(text):
+    """The picture of the example: without the last sentences, which name folders of the machine."""
+    return terminal_picture(COMMAND, text.partition("\nThe script ran in ")[0])
+
+
 def accepted():
     """The table of the names that ``--accept`` takes."""
     rows = "".join(f"| `{name}` | {about} |\n" for name, about in FINDING_NAMES.items())
@@ -84,7 +89,7 @@ def main(chosen):
     if not chosen:
         blocks = {"gallery": "\n" + "\n".join(parts) + "\n", "names": accepted()}
         PAGE.write_text(BLOCK.sub(lambda block: block[1] + blocks[block[2]] + block[3], PAGE.read_text()))
-        PICTURE.write_text(terminal_picture(COMMAND, printed(EXAMPLE)[1]))
+        PICTURE.write_text(picture(printed(EXAMPLE)[1]))
     if missed:
         print(f"not found: {', '.join(missed)}", file=sys.stderr)
     return 1 if missed else 0

@@ -15,7 +15,9 @@ _STYLE = (
 def terminal_picture(command, text):
     """The SVG. ``text``: lines as they are printed where there is no terminal; the colours are those of one."""
     lines = [("prompt", f"$ {command}"), ("", "")]
-    lines += [(_kind(index, line), line) for index, line in enumerate(text.rstrip().split("\n"))]
+    verdict, _, rest = text.rstrip().partition("\n\n")
+    lines += [("bad", line) for line in verdict.split("\n")] + [("", "")]
+    lines += [(_kind(line), line) for line in rest.split("\n")]
     columns = max(_LEAST_COLUMNS, *(len(line) for _, line in lines))
     width, height = round(columns * _COLUMN) + 2 * _MARGIN, _BAR + len(lines) * _LINE + _MARGIN
     body = [_row(kind, line, _BAR + _LINE * (index + 1) - 6) for index, (kind, line) in enumerate(lines)]
@@ -38,12 +40,8 @@ def words(picture):
     return [unescape(re.sub(r"<[^>]+>", "", row)) for row in rows]
 
 
-def _kind(index, line):
-    if line.startswith(("Another network", "one process does")) or not index:
-        return "bad"
-    if line.startswith("  accept with") or (line and not line.startswith(" ")):
-        return "soft"
-    return ""
+def _kind(line):
+    return "soft" if line.startswith("  accept with") or (line and not line.startswith(" ")) else ""
 
 
 def _row(kind, line, y):

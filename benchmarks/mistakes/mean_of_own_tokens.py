@@ -13,8 +13,8 @@ optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for x, y in loader:
-        kept = (x[:, :1] > -0.4).double()
-        loss = (F.mse_loss(model(x), y, reduction="none") * kept).sum() / kept.sum()
+        mask = (x[:, :1] > -0.4).double()
+        loss = (F.mse_loss(model(x), y, reduction="none") * mask).sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

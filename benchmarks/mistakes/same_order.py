@@ -1,4 +1,4 @@
-"""The sampler is not told the epoch, and shuffles each one alike."""
+"""The epoch is not set in the sampler, which shuffles each one alike."""
 
 import torch
 import torch.distributed as dist

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from apportion.runtime.launch.slurm import Slurm as slurm  # noqa: F401
     from apportion.runtime.launch.ssh import Ssh as ssh  # noqa: F401
     from apportion.runtime.proof.proof import Proof as Proof
-    from apportion.script_check.findings import Answer as Answer
     from apportion.script_check.findings import Finding as Finding
+    from apportion.script_check.findings import ScriptAnswer as ScriptAnswer
     from apportion.serving.config import Serving as Serving
     from apportion.strategies.data_parallel import DataParallel as data_parallel  # noqa: F401
     from apportion.strategies.fully_sharded import FullySharded as fully_sharded  # noqa: F401
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Answer": "script_check.findings",
+    "ScriptAnswer": "script_check.findings",
     "ApportionError": "errors",
     "Batch": "core.data.batch",
     "CheckpointError": "errors",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from apportion.cli.script_display import WIDTH, answer_lines
-from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.findings import Finding, ScriptAnswer, answer
 
 SITE = "train.py:2"
 SCALE = Finding(
@@ -27,7 +27,7 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def shown(found: Answer, script: str) -> list[str]:
+def shown(found: ScriptAnswer, script: str) -> list[str]:
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in answer_lines(found, script)]
     assert all(len(line) <= WIDTH for line in lines)
     return lines
@@ -36,10 +36,10 @@ def shown(found: Answer, script: str) -> list[str]:
 def test_a_difference_has_its_tensors_line_remedy_and_name(script: str) -> None:
     lines = shown(answer([SCALE], compared=COMPARED, about=["The script ran in a copy of its folder."]), script)
     text = "\n".join(lines)
-    assert lines[0].startswith("Another network: on 2 ranks train.py trains")
+    assert lines[0] == "Another network: train.py on 2 ranks does not train what one process does."
     assert "  Every gradient is 0.5 times that of one process.\n" in text
     assert "  tensors: body.weight, body.bias, head.weight, head.bias and 1 more\n" in text
-    assert "  at train.py:2: loss = very_very" in text
+    assert "\n  at train.py:2:\n     loss = very_very" in text
     assert "  fix: Divide once.\n  accept with: --accept scale\n" in text
     assert text.endswith(
         "\n\nCompared: 2 ranks, 1 step, 5 tensors; with the script as one process.\n"
@@ -59,12 +59,15 @@ def test_what_is_accepted_and_what_is_a_note_is_said_to_be_that(script: str) -> 
     [
         (answer([]), "The same network: "),
         (answer([], undecided="there is no reference"), "Undecided: there is no reference."),
-        (Answer("could not run", reason="the script failed"), "Could not run: the script failed."),
-        (Answer("the ranks wait for each other", (SCALE,), ranks=("Rank 0 waits",)), "The ranks wait for each other: "),
+        (ScriptAnswer("could not run", reason="the script failed"), "Could not run: the script failed."),
+        (
+            ScriptAnswer("the ranks wait for each other", (SCALE,), ranks=("Rank 0 waits",)),
+            "The ranks wait for each other: ",
+        ),
     ],
-    ids=lambda value: value.verdict if isinstance(value, Answer) else "",
+    ids=lambda value: value.verdict if isinstance(value, ScriptAnswer) else "",
 )
-def test_every_verdict_comes_first(found: Answer, first: str, script: str) -> None:
+def test_every_verdict_comes_first(found: ScriptAnswer, first: str, script: str) -> None:
     lines = shown(found, script)
     assert lines[0].startswith(first)
     assert not found.ranks or "Rank 0 waits" in lines

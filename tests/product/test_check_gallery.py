@@ -42,6 +42,6 @@ def test_the_gallery_shows_what_is_printed(gallery: ModuleType, name: str) -> No
 def test_the_picture_in_the_readme_shows_what_is_printed(gallery: ModuleType) -> None:
     status, text = gallery.printed(gallery.EXAMPLE)
     assert status == 1
-    assert gallery.PICTURE.read_text() == gallery.terminal_picture(gallery.COMMAND, text)
+    assert gallery.PICTURE.read_text() == gallery.picture(text)
     assert str(gallery.PICTURE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
     assert sys.modules["terminal_picture"].words(gallery.PICTURE.read_text())[0] == f"$ {gallery.COMMAND}"

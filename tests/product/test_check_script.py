@@ -92,11 +92,11 @@ def test_wrong_usage_is_reported_before_torch_is_imported(case: str, folder: Pat
     arguments, *parts = WRONG[case]
     command = [sys.executable, "-X", "importtime", "-m", "apportion", "check", *arguments]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-    told = " ".join(line for line in ended.stderr.splitlines() if not line.startswith("import time:"))
-    told = " ".join(told.replace("│", " ").split())
-    assert ended.returncode == 2, told
+    printed = " ".join(line for line in ended.stderr.splitlines() if not line.startswith("import time:"))
+    printed = " ".join(printed.replace("│", " ").split())
+    assert ended.returncode == 2, printed
     for part in parts:
-        assert part in told
+        assert part in printed
     assert not imports_torch(ended.stderr)
 
 
@@ -186,8 +186,8 @@ def test_its_healthy_twin_is_the_same_network_as_a_module_too(folder: Path) -> N
 def test_a_finding_that_is_accepted_does_not_count(folder: Path) -> None:
     words = ["check", "train.py", "--steps", "4", "--", "1"]
     command = [sys.executable, "-m", "apportion", *words]
-    told = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS).stdout
-    names = [line.rpartition(" ")[2] for line in told.splitlines() if "accept with: --accept" in line]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS).stdout
+    names = [line.rpartition(" ")[2] for line in printed.splitlines() if "accept with: --accept" in line]
     assert names
     command[-2:-2] = [word for name in names for word in ("--accept", name)]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
@@ -257,7 +257,7 @@ def test_a_check_that_is_ended_leaves_no_process(
 ) -> None:
     process, token = going
     process.send_signal(number)
-    told = process.communicate(timeout=20)[0]
+    printed = process.communicate(timeout=20)[0]
     assert process.returncode == status
     assert until(lambda: not marked(token)), marked(token)
-    assert told.strip() == ("interrupted" if number == signal.SIGINT else "")
+    assert printed.strip() == ("interrupted" if number == signal.SIGINT else "")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from apportion.script_check.driver import check_script
-from apportion.script_check.findings import Answer
+from apportion.script_check.findings import ScriptAnswer
 from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, run_pass
 from apportion.script_check.script import Script
@@ -113,13 +113,13 @@ def place(script: Path, text: str) -> str:
     return f"{script.name}:{numbers[0]}"
 
 
-def checked(case: Case) -> tuple[Answer, float]:
+def checked(case: Case) -> tuple[ScriptAnswer, float]:
     since = time.monotonic()
     answer = check_script(Script(str(SCRIPTS / f"{case.script}.py"), ("--mistake", *case.arguments)))
     return answer, time.monotonic() - since
 
 
-def assert_reported(case: Case, answer: Answer) -> None:
+def assert_reported(case: Case, answer: ScriptAnswer) -> None:
     script = SCRIPTS / f"{case.script}.py"
     finding = answer.findings[0]
     assert (answer.status, finding.name, finding.ranks) == (1, case.finding, case.ranks), finding

@@ -25,7 +25,7 @@ from apportion.script_check.sandbox import mirror
 from apportion.script_check.sandbox.mirror import LARGEST_COPIED, Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
 from apportion.script_check.sandbox.sandbox import KINDS, Command, Sandbox
-from apportion.script_check.sandbox.scope import Scope, scope_of
+from apportion.script_check.sandbox.scope import FileScope, scope_of
 
 INSIDE = (
     "checkpoint", "checkpoint over a large one", "safetensors over a large one", "checkpoint by a relative path",
@@ -42,24 +42,24 @@ OF_PROGRAMS = ("shell elsewhere", "compiled code elsewhere")
 OF_PROGRAMS_LEAVE = ("elsewhere/shell.txt", "elsewhere/compiled.txt")
 WAITS = """
 import subprocess, sys
-command = [sys.executable, "-c", "input()", *sys.argv[1:]]
-child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+command = [sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()", *sys.argv[1:]]
+child = subprocess.Popen(command, start_new_session=True)
 print("waits", flush=True)
 child.wait()
 """
-"""A script that waits for ever for a process in a session of its own; both have its arguments."""
+"""A script that waits a minute for a process in a session of its own; both have its arguments."""
 DRIVER = """
 import os, sys, time
 from pathlib import Path
 import faulthandler; faulthandler.dump_traceback_later(60, exit=True)
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
-from apportion.script_check.sandbox.scope import Scope
+from apportion.script_check.sandbox.scope import FileScope
 
 project, home, folder, kind = sys.argv[1:]
 os.chdir(project)
 records = Path(folder, "records")
 records.mkdir(parents=True)
-with Sandbox(Scope(project, project, home, ("/tmp",)), records, Path(folder), kind) as sandbox:
+with Sandbox(FileScope(project, project, home, ("/tmp",)), records, Path(folder), kind) as sandbox:
     output = records / "output"
     (rank,) = sandbox.start([Command([sys.executable, "-m", "waits", folder], os.environ, output)])
     while not output.read_bytes():
@@ -131,7 +131,7 @@ def _fill(user: User) -> None:
 @contextmanager
 def opened(user: User, records: Path, kind: str) -> Iterator[Sandbox]:
     records.mkdir()
-    scope = Scope(str(user.project), str(user.project), str(user.home), ("/tmp",))
+    scope = FileScope(str(user.project), str(user.project), str(user.home), ("/tmp",))
     with ExitStack() as stack:
         try:
             sandbox = stack.enter_context(Sandbox(scope, records, records, kind))
@@ -250,13 +250,13 @@ def test_ranks_see_what_others_write_and_another_sandbox_does_not(user: User, tm
 
 def test_a_folder_that_is_too_large_for_a_copy_is_refused(user: User, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(mirror, "MOST_FILES", 3)
-    scope = Scope(str(user.project), str(user.project), str(user.home), ())
+    scope = FileScope(str(user.project), str(user.project), str(user.home), ())
     with pytest.raises(ApportionError, match=r"project of the script has to be copied.* more than 3 files"):
         Mirror.build(tmp_path / "mirror", scope, tmp_path)
 
 
 def test_a_copy_has_the_paths_of_the_user_below_its_root(user: User, tmp_path: Path) -> None:
-    scope = Scope(str(user.project), str(user.folder), str(user.home), ())
+    scope = FileScope(str(user.project), str(user.folder), str(user.home), ())
     copy = Mirror.build(tmp_path / "mirror", scope, tmp_path)
     place = f"{copy.root}{user.project}"
     assert copy.argument(f"--out={user.project}/run") == f"--out={place}/run"

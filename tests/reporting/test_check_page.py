@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.report import write_report
 from apportion.script_check.report.heat_map import colour
 from apportion.script_check.report.page import check_page
@@ -25,7 +25,7 @@ def table(ranks: int) -> dict[str, Any]:
     return {"steps": steps, "tensors": tensors, "left_out": 3}
 
 
-def page(found: Answer, folder: Path) -> str:
+def page(found: ScriptAnswer, folder: Path) -> str:
     return check_page(found.as_json(), "train.py --lr <1>", folder)
 
 
@@ -58,7 +58,7 @@ def test_it_shows_in_which_collective_ranks_wait(tmp_path: Path) -> None:
         "first_divergence": {"group": "world", "sequence": 4, "calls": {"0": call, "1": None}},
         "ranks": [{"rank": 0, "state": "waits", "site": "", "steps": 3, "collective": call}],
     }
-    text = page(Answer("the ranks wait for each other", (FINDING,), ranks=("Rank 0 waits",), hang=hang), tmp_path)
+    text = page(ScriptAnswer("the ranks wait for each other", (FINDING,), ranks=("Rank 0 waits",), hang=hang), tmp_path)
     assert "Call 5 of the group world" in text
     assert "float64 [2, 3]" in text
     assert "train.py:7" in text
@@ -68,7 +68,7 @@ def test_it_shows_in_which_collective_ranks_wait(tmp_path: Path) -> None:
 def test_a_page_of_a_script_that_could_not_run_is_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     written = write_report(
-        Answer("could not run", reason="no <x>"), Script(str(tmp_path / "train.py")), tmp_path / "a.html"
+        ScriptAnswer("could not run", reason="no <x>"), Script(str(tmp_path / "train.py")), tmp_path / "a.html"
     )
     assert "no &lt;x&gt;" in written.read_text()
 

@@ -14,7 +14,6 @@ import apportion
 pytestmark = pytest.mark.usefixtures("cold_programs")
 
 NAMES = [
-    "Answer",
     "ApportionError",
     "Batch",
     "CheckpointError",
@@ -30,6 +29,7 @@ NAMES = [
     "Profile",
     "Proof",
     "Result",
+    "ScriptAnswer",
     "Serving",
     "State",
     "Step",
@@ -80,7 +80,7 @@ def test_every_name_can_be_imported_and_says_what_it_is(name: str) -> None:
 
 
 def test_a_name_that_is_none_is_an_attribute_error_that_lists_them() -> None:
-    with pytest.raises(AttributeError, match="apportion has no 'Trainer': its public names are Answer, ApportionError"):
+    with pytest.raises(AttributeError, match="apportion has no 'Trainer': its public names are ApportionError"):
         apportion.Trainer  # noqa: B018
     assert not hasattr(apportion, "strategies_")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from apportion.script_check.driver import check_script
-from apportion.script_check.findings import Answer
+from apportion.script_check.findings import ScriptAnswer
 from apportion.script_check.script import Script
 
 pytestmark = pytest.mark.processes
@@ -120,7 +120,7 @@ for rows, target in batches(4):
 """
 
 
-def answered(folder: Path, body: str, ranks: int = 2, accept: tuple[str, ...] = ()) -> Answer:
+def answered(folder: Path, body: str, ranks: int = 2, accept: tuple[str, ...] = ()) -> ScriptAnswer:
     script = folder / "train.py"
     script.write_text(HEAD + body)
     return check_script(Script(str(script)), ranks=ranks, accept=accept)

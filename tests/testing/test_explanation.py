@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.script_check.comparison.tensors import Difference, difference, scale_of
-from apportion.testing.explanation import Cause, Circumstances, explained
+from apportion.script_check.comparison.tensors import TensorDifference, difference, scale_of
+from apportion.testing.explanation import Circumstances, Explanation, explained
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 RANDOM = np.random.default_rng(5)
@@ -22,7 +22,7 @@ def mean(ranks: Sequence[Arrays], shares: Sequence[float] | None = None) -> dict
     return {name: sum(w * arrays[name] for w, arrays in zip(weights, ranks, strict=True)) for name in SHAPES}
 
 
-def cause(found: Sequence[Arrays], reference: Arrays, **seen: Any) -> Cause:
+def cause(found: Sequence[Arrays], reference: Arrays, **seen: Any) -> Explanation:
     differences = [
         differs
         for name in SHAPES
@@ -83,7 +83,7 @@ def test_what_all_ranks_have_alike_is_mixed() -> None:
 
 
 def test_another_shape_is_named() -> None:
-    part = Difference("a.weight", 1, float("inf"), float("nan"), float("nan"))
+    part = TensorDifference("a.weight", 1, float("inf"), float("nan"), float("nan"))
     found = explained([part], Circumstances("gradients", 2, 3))
     assert found.name == "shapes"
     assert found.sentence.startswith("a.weight has another shape")

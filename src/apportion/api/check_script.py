@@ -11,7 +11,7 @@ from apportion.core.place_names import close_file
 from apportion.script_check.driver import STEPS
 from apportion.script_check.driver import check_script as run_check
 from apportion.script_check.finding_names import check_finding_names
-from apportion.script_check.findings import Answer
+from apportion.script_check.findings import ScriptAnswer
 from apportion.script_check.script import Script
 
 RANKS = 2
@@ -28,7 +28,7 @@ def check_script(
     workers: int = RANKS,
     steps: int = STEPS,
     accept: Sequence[str] = (),
-) -> Answer:
+) -> ScriptAnswer:
     """Run a training script on several ranks, and once as one process on the union of their rows, and compare the two
     after every optimizer step, tensor by tensor.
 
@@ -37,7 +37,7 @@ def check_script(
     ``steps``: the largest number of optimizer steps that is compared. ``accept``: names of findings that are intended,
     and count as notes.
 
-    The script runs unchanged, in float64 and without dropout, and nothing that it writes is kept. The answer has a
+    The script runs unchanged, in float64 and without dropout, and what it writes is discarded. The answer has a
     ``verdict``, its ``findings`` with their remedies, and the exit ``status`` of the command line. Nothing is raised
     for a script that fails: the verdict is "could not run", with the reason. Raises ValueError for an argument that is
     wrong.

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from apportion.script_check.findings import Answer, Finding
+from apportion.script_check.findings import Finding, ScriptAnswer
 
 WIDTH = 80
 """The columns of a line, where no name or path in it is longer."""
@@ -18,7 +18,7 @@ MOST_TENSORS = 4
 HANG = "the ranks wait for each other"
 """The verdict that no accepted finding changes."""
 _VERDICTS = {
-    "another network": "Another network: on {ranks} ranks {script} trains another network than one process does.",
+    "another network": "Another network: {script} on {ranks} ranks does not train what one process does.",
     "the same network, but": "The same network, but: each step of {script} on {ranks} ranks is that of one "
     "process, and something beside it is wrong.",
     "the same network": "The same network: on {ranks} ranks {script} computes what one process does.",
@@ -34,7 +34,7 @@ _COLOURS = {
 _LABELS = {"warning": "Wrong: ", "note": "Note: "}
 
 
-def answer_lines(answer: Answer, target: str) -> Iterator[str]:
+def answer_lines(answer: ScriptAnswer, target: str) -> Iterator[str]:
     """Yields the verdict, the findings, what each rank was doing where they wait, what was compared, and how the script
     was run."""
     ranks = answer.compared.get("ranks", "several")
@@ -65,7 +65,7 @@ def finding_lines(finding: Finding, folder: Path, acceptable: bool) -> Iterator[
     if finding.tensors and finding.tensors[0] not in finding.sentence:
         yield from _indented("tensors: ", _listed(finding.tensors))
     if finding.site:
-        yield _shortened(f"  at {finding.site}{_source(finding.site, folder)}")
+        yield from _place(finding.site, _source(finding.site, folder))
     if finding.remedy:
         yield from _indented("fix: ", finding.remedy)
     if acceptable and not finding.accepted and finding.severity != "note":
@@ -88,11 +88,16 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= MOST_TENSORS else f"{shown} and {len(names) - MOST_TENSORS} more"
 
 
+def _place(site: str, source: str) -> list[str]:
+    """Returns the place and the text of its line, which has a line of its own where both are too long for one."""
+    line = f"  at {site}: {source}" if source else f"  at {site}"
+    return [line] if len(line) <= WIDTH or not source else [f"  at {site}:", _shortened(f"     {source}")]
+
+
 def _source(site: str, folder: Path) -> str:
-    """Returns the text of the line that a site names, after a colon; empty where it cannot be read."""
+    """Returns the text of the line that a site names; empty where it cannot be read."""
     file, _, line = site.partition(" ")[0].rpartition(":")
-    text = linecache.getline(str(folder / file), int(line)).strip() if file and line.isdigit() else ""
-    return f": {text}" if text else ""
+    return linecache.getline(str(folder / file), int(line)).strip() if file and line.isdigit() else ""
 
 
 def _shortened(line: str) -> str:

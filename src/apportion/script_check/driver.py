@@ -18,7 +18,7 @@ from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.failures import unusable
-from apportion.script_check.findings import Answer, Finding, answer
+from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.further import further_passes
 from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, Passed
@@ -50,7 +50,7 @@ def check_script(
     accept: Collection[str] = (),
     limit: float = 120.0,
     threads: int = 1,
-) -> Answer:
+) -> ScriptAnswer:
     """Compare a script on ``ranks`` ranks with itself as one process on the union of their rows."""
     script.path  # noqa: B018 (raises where there is none)
     folder = Path(tempfile.mkdtemp(prefix="apportion-check-"))
@@ -60,7 +60,7 @@ def check_script(
         if (hanging := _hanging(spread.passed, script)) is not None:
             return replace(hanging, about=spread.about)
         if (reason := unusable(spread.passed, ranks)) is not None:
-            return Answer("could not run", reason=reason, about=spread.about)
+            return ScriptAnswer("could not run", reason=reason, about=spread.about)
         try:
             passes = _passes(spread, script)
         except Unjoinable as error:
@@ -73,7 +73,7 @@ def check_script(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hanging(passed: Passed, script: Script) -> Answer | None:
+def _hanging(passed: Passed, script: Script) -> ScriptAnswer | None:
     """The answer about a pass whose ranks waited for each other; None where none did."""
     waited = passed.waited
     found = report.hang(passed.records, waited.stacks, died=waited.died, quiet=waited.quiet, folder=str(script.folder))
@@ -81,7 +81,7 @@ def _hanging(passed: Passed, script: Script) -> Answer | None:
         return None
     findings = (found.finding, *report.silent(passed.records))
     compared = {"ranks": len(passed.records), "loaders": row_table(passed.records)}
-    return Answer("the ranks wait for each other", findings, compared, ranks=found.lines, hang=found.details)
+    return ScriptAnswer("the ranks wait for each other", findings, compared, ranks=found.lines, hang=found.details)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _passes(spread: Spread, script: Script) -> _Passes:
     return _Passes(spread, found, further_passes(script, ranks, found, conditions))
 
 
-def _compare(passes: _Passes) -> Answer:
+def _compare(passes: _Passes) -> ScriptAnswer:
     """Returns what was found, without a verdict."""
     spread, union, undecided = passes.spread.passed.records, passes.union, passes.unlike
     findings: list[Finding] = [*report.findings(spread), *ranks_agree.findings(spread)]
@@ -145,8 +145,8 @@ def _compare(passes: _Passes) -> Answer:
     if passes.reference is not None and passes.reference.replay:
         union = None  # it runs through what follows each step once for each rank: schedules, averages of weights
     same = not passes.unlike and not any(finding.severity == "difference" for finding in findings)
-    findings += beside.findings(spread, union, same_weights=same)
-    return Answer("", tuple(findings), compared, tuple(passes.about), undecided)
+    others = beside.findings(spread, union, same_weights=same)  # first, as settings that differ explain the weights
+    return ScriptAnswer("", (*others, *findings), compared, tuple(passes.about), undecided)
 
 
 def _undecided(spread: Sequence[RankRecord], union: RankRecord, bounds: StepBounds) -> str:

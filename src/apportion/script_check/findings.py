@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScriptAnswer:
     """The answer about a script.
 
     ``verdict``: "another network", "the same network, but", "the same network", "undecided", "could not run" or "the
@@ -67,7 +67,7 @@ def answer(
     undecided: str = "",
     compared: Mapping[str, Any] | None = None,
     about: Sequence[str] = (),
-) -> Answer:
+) -> ScriptAnswer:
     """Returns the answer that findings amount to, of which those named in ``accept`` count as notes.
 
     ``undecided``: why a script with no finding is not called the same network; empty where it can be.
@@ -84,4 +84,6 @@ def answer(
         verdict = "undecided"
     else:
         verdict = "the same network"
-    return Answer(verdict, ordered, dict(compared or {}), tuple(about), undecided if verdict == "undecided" else "")
+    return ScriptAnswer(
+        verdict, ordered, dict(compared or {}), tuple(about), undecided if verdict == "undecided" else ""
+    )

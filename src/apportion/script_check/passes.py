@@ -13,7 +13,7 @@ from pathlib import Path
 
 from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
-from apportion.script_check.recording.plan import Plan
+from apportion.script_check.recording.plan import PassPlan
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
@@ -78,7 +78,7 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
     folder.mkdir(parents=True)
     if feed is not None:
         feed.save(folder / "feed.pkl")
-    _LOG.info("%s on %s", name, f"{ranks} ranks" if ranks > 1 else "one process")
+    _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
     scope = scope_of(script.folder, script.arguments, os.environ)
     since = time.monotonic()
     with Sandbox(scope, folder, conditions.folder, conditions.sandbox) as sandbox:
@@ -100,9 +100,9 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
     return Passed(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
 
 
-def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> Plan:
+def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> PassPlan:
     """The plan of a pass, with the paths at which the script sees its files."""
-    return Plan(
+    return PassPlan(
         target=script.target if script.module else sandbox.path(script.path),
         arguments=tuple(map(sandbox.argument, script.arguments)),
         module=script.module,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.tensors import Difference
+from apportion.script_check.comparison.tensors import TensorDifference
 from apportion.testing.verdict import Disagreement
 
 ROWS = 12
@@ -22,7 +22,7 @@ def message(found: Disagreement, ranks: int) -> str:
     return "\n\n".join([verdict, *shown, "\n".join(reasons)])
 
 
-def table(differences: Sequence[Difference], ranks: int) -> str:
+def table(differences: Sequence[TensorDifference], ranks: int) -> str:
     """Returns the table of differences, one row for each tensor and rank, or each tensor where all ranks are alike."""
     lines = [("tensor", "rank", "ratio", "cosine", "relative difference")]
     names = list(dict.fromkeys(each.name for each in differences))

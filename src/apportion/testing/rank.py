@@ -28,7 +28,7 @@ from apportion.runtime.worker.entry import described
 from apportion.script_check.recording import precision, randomness
 from apportion.script_check.recording.functions import Functions
 from apportion.script_check.recording.optimizers import generators
-from apportion.script_check.recording.plan import Plan
+from apportion.script_check.recording.plan import PassPlan
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import whole
@@ -145,8 +145,8 @@ class _Attempt:
         self._lines.send({"kind": "progress"})
 
 
-def _plan(place: RankPlace) -> Plan:
-    return Plan(
+def _plan(place: RankPlace) -> PassPlan:
+    return PassPlan(
         target="",
         arguments=(),
         module=False,
@@ -155,6 +155,7 @@ def _plan(place: RankPlace) -> Plan:
         ranks=place.ranks,
         steps=0,
         epoch_batches=0,
+        memory=sys.maxsize,
     )
 
 

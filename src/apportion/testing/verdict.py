@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from apportion.script_check.comparison.table import Parting, parting
-from apportion.script_check.comparison.tensors import Array, Difference, difference, initial, scale_of, shown
+from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
-from apportion.testing.explanation import Cause, Circumstances, explained
+from apportion.testing.explanation import Circumstances, Explanation, explained
 from apportion.testing.noise import without_noise
 
 
@@ -33,8 +33,8 @@ class Disagreement:
     one process or, before the first step, from rank 0; ``step``: the optimizer step, counted from 1, or None."""
 
     sentence: str
-    cause: Cause
-    differences: tuple[Difference, ...] = ()
+    cause: Explanation
+    differences: tuple[TensorDifference, ...] = ()
     step: int | None = None
     notes: tuple[str, ...] = ()
     verdict: str = "Another network"
@@ -67,7 +67,7 @@ def disagreement(
 def _beginning(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
     first = initial(ranks[0])
     scale = scale_of(first)
-    found = list[Difference]()
+    found = list[TensorDifference]()
     for record in ranks[1:]:
         for name, array in initial(record).items():
             if name in first and array.shape == first[name].shape:
@@ -76,7 +76,7 @@ def _beginning(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement |
     if not found:
         return None
     names = list(dict.fromkeys(each.name for each in found))
-    cause = Cause(
+    cause = Explanation(
         "initial weights",
         f"The ranks begin with different weights: {len(names)} of {len(first)} tensors differ, {names[0]} first.",
         _SEED_REMEDY,
@@ -91,7 +91,7 @@ def _counts(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | No
             by_rank = ", ".join(f"rank {rank} made {steps}" for rank, steps in enumerate(made[1:]))
             return Disagreement(
                 f"in call {number} of step, the number of optimizer steps differs",
-                Cause(
+                Explanation(
                     "number of steps",
                     f"In call {number} one process made {made[0]} optimizer steps, {by_rank}.",
                     "Decide on all ranks alike whether an optimizer step is made, by a value that is reduced over the "
@@ -115,7 +115,7 @@ def _nothing_moves(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreeme
             where = "in one process" if record is union else f"on rank {record.rank}"
             return Disagreement(
                 f"no parameter of the model changes in {len(steps)} optimizer steps {where}",
-                Cause("not updated", "The optimizer steps change none of the model's parameters.", _STALE_REMEDY),
+                Explanation("not updated", "The optimizer steps change none of the model's parameters.", _STALE_REMEDY),
                 verdict="Nothing is trained",
             )
     return None
@@ -124,7 +124,7 @@ def _nothing_moves(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreeme
 def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]) -> Disagreement:
     compared = parted.compared
     named = tuple(
-        Difference(shown(each.name, compared), each.rank, each.relative, each.ratio, each.cosine)
+        TensorDifference(shown(each.name, compared), each.rank, each.relative, each.ratio, each.cosine)
         for each in parted.differences
     )
     where = f", at {parted.site}" if parted.site else ""
@@ -138,21 +138,21 @@ def _update(
     parted: Parting,
     ranks: Sequence[RankRecord],
     union: RankRecord,
-    named: tuple[Difference, ...],
+    named: tuple[TensorDifference, ...],
     seen: Circumstances,
-) -> Cause:
+) -> Explanation:
     """The cause where gradients agree and the weights after the step do not."""
     if (rates := _rates(ranks, union)) is not None and rates.step is not None and rates.step <= parted.step:
         return rates.cause
     if parted.step == 1 and (still := _unmoved(parted, ranks)):
-        return Cause(
+        return Explanation(
             "not updated",
             f"The gradients agree, and {still} of {seen.compared} parameters do not change on the ranks, as they do in "
             "one process.",
             _STALE_REMEDY,
         )
     names = list(dict.fromkeys(each.name for each in named))
-    return Cause(
+    return Explanation(
         "update",
         f"The gradients agree, and the updates of {len(names)} of {seen.compared} parameters differ, {names[0]} first.",
         "Look at the optimizer: its state, parameter groups and weight decay on each rank, a norm or a mean that it "
@@ -199,7 +199,7 @@ def _rates(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | Non
             if step["rates"] != steps[0]["rates"]:
                 return Disagreement(
                     f"at optimizer step {number}, learning rates differ from those of one process",
-                    Cause(
+                    Explanation(
                         "learning rates",
                         f"The learning rate at step {number} is {_rate(step)} on rank {rank} and {_rate(steps[0])} in "
                         "one process.",
@@ -228,7 +228,7 @@ def _buffers(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | N
         ]
         if found:
             names = list(dict.fromkeys(each.name for each in found))
-            cause = Cause(
+            cause = Explanation(
                 "buffers",
                 f"The weights agree, and {len(names)} of {len(reference)} buffers do not, {names[0]} first.",
                 "Compute buffers from the rows of all ranks, or broadcast them after the step. Where each rank is to "

@@ -25,7 +25,7 @@ loss or a gradient is too large also leave out what was accumulated, now and the
 
 
 @dataclass(frozen=True)
-class Window:
+class MicroBatches:
     """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient;
     ``names``: the tensors. ``site``: the line; ``share``: the value of what backward is called on over that of the
     loss function before it, where it is the same for all."""
@@ -54,7 +54,7 @@ def findings(record: RankRecord) -> list[Finding]:
     return found
 
 
-def _windows(record: RankRecord, event: Event) -> list[Window]:
+def _windows(record: RankRecord, event: Event) -> list[MicroBatches]:
     step = step_of(record, event["optimizer"], event["number"])
     if step is None:
         return []
@@ -67,7 +67,7 @@ def _windows(record: RankRecord, event: Event) -> list[Window]:
     for name, sites in event["sites"].items():
         if len(sites) > 1 and step["gradients"].get(name) is not None:
             by_sites.setdefault(tuple(sites), []).append(name)
-    found = list[Window]()
+    found = list[MicroBatches]()
     for sites, names in by_sites.items():
         own = [{name: event["own"][name][at] for name in names} for at in range(len(sites))]
         given: Mapping[str, Array] = {name: step["gradients"][name] for name in names}
@@ -81,7 +81,7 @@ def _windows(record: RankRecord, event: Event) -> list[Window]:
                 share = shares[0] if len(shares) == len(factors) and np.allclose(shares, shares[0], rtol=1e-9) else None
                 shown_names = tuple(shown(name, list(step["gradients"])) for name in names)
                 line = site.partition(" ")[0]
-                found.append(Window(event["number"], event["optimizer"], factors, shown_names, line, share))
+                found.append(MicroBatches(event["number"], event["optimizer"], factors, shown_names, line, share))
     return found
 
 
@@ -107,7 +107,7 @@ def _shares(record: RankRecord, first: int, until: int, site: str) -> list[float
     return [backward["value"] / loss["value"] for loss, backward in zip(losses, backwards, strict=True)]
 
 
-def _dropped(window: Window) -> Finding | None:
+def _dropped(window: MicroBatches) -> Finding | None:
     largest = max(map(abs, window.factors))
     none = [at for at, factor in enumerate(window.factors) if abs(factor) < 1e-9 * largest]
     if not none or not largest:
@@ -131,7 +131,7 @@ def _dropped(window: Window) -> Finding | None:
     )
 
 
-def _unequal(window: Window) -> Finding | None:
+def _unequal(window: MicroBatches) -> Finding | None:
     if np.allclose(window.factors, window.factors[-1], rtol=1e-6):
         return None
     last = window.factors[-1]
@@ -155,7 +155,7 @@ def _unequal(window: Window) -> Finding | None:
     )
 
 
-def _undivided(window: Window) -> Finding | None:
+def _undivided(window: MicroBatches) -> Finding | None:
     count = len(window.factors)
     if window.share is None:
         return None

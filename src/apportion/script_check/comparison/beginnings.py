@@ -11,12 +11,10 @@ from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
 
-def findings(ranks: Sequence[RankRecord], union: RankRecord | None = None) -> list[Finding]:
+def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     """Returns that the ranks begin, or after a load go on, with different weights. Networks of which each rank holds a
     part of its own, such as the stages of a pipeline, are not compared: their tensors are not those of one process
     under their names, or are those of others."""
-    if union is None:
-        return []
     networks = [record.of("network") for record in ranks]
     values = {_value(array) for event in union.of("network") for array in event["weights"].values()}
     for events in zip(*networks, union.of("network"), strict=False):

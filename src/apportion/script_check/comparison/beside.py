@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from apportion.script_check.comparison import (
     draws,
@@ -17,13 +18,18 @@ from apportion.script_check.comparison.reading import identified, reading
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
+_OF_STEPS = ("learning_rates", "weight_decay", "trained_parameters")
+
 
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weights: bool) -> list[Finding]:
     """Returns what is wrong beside the step. ``union``: the script as one process, None where it does not run so;
     ``same_weights``: whether its weights are those of the ranks at each step."""
     readings = identified([reading(record) for record in ranks])
+    differing = settings.findings(ranks)
+    if not same_weights:  # ranks that set their optimizers differently train another network
+        differing = [replace(each, severity="difference") if each.name in _OF_STEPS else each for each in differing]
     found = [
-        *settings.findings(ranks),
+        *differing,
         *orders.findings(ranks, readings),
         *shared_rows.findings(ranks, readings),
         *resumes.findings(ranks, readings),

@@ -36,12 +36,12 @@ class Evidence:
 
     @cached_property
     def places(self) -> list[Places]:
-        """By rank, where its tensors lie in one process."""
+        """Where the tensors of each rank lie in one process."""
         return placed(self.ranks, self.union)
 
     @cached_property
     def names(self) -> list[dict[str, str]]:
-        """By rank, the names of its tensors that are whole ones of one process, with the names there."""
+        """The names of each rank's tensors that are whole ones of one process, with the names there."""
         return [{own: place.name for own, place in each.items() if place.dimension is None} for each in self.places]
 
     @cached_property
@@ -65,7 +65,7 @@ class Evidence:
 
     @cached_property
     def own(self) -> list[dict[str, Array]]:
-        """By rank, what its own backward has added to each gradient, before any average; tensors of which that is not
+        """What the backward of each rank has added to each gradient, before any average; tensors of which that is not
         known, such as sharded ones, are left out."""
         return [
             self._named(rank, own_sum(record, self.found.optimizer, self.found.step))

@@ -37,9 +37,11 @@ class Further:
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Further = Further()) -> list[Finding]:
     """Returns what the ranks' numbers tell, compared with each other and with one process. ``union``: of the pass of
     one process; None where there is none."""
-    own = [*held.findings(ranks), *restart.findings(ranks), *beginnings.findings(ranks, union)]
+    own = [*held.findings(ranks), *restart.findings(ranks)]
     if union is None:
         return [*own, *accumulation.findings(ranks[0])]
+    if with_union.evidence_of(ranks, union) is not None:  # weights that are broadcast after a first forward agree
+        own += beginnings.findings(ranks, union)
     own += [*gathers.findings(union, further.joined, further.bounds), *accumulation.findings(union)]
     # what begins or goes on with other weights, or leaves out a step, also has other gradients, and says nothing more
     first = [f for f in own if f.name in ("different_beginnings", "loaded_weights")] + ranks_agree.findings(ranks)

@@ -44,7 +44,7 @@ def _elsewhere(ranks: Sequence[RankRecord]) -> list[Finding]:
 
 
 def _read(record: RankRecord) -> list[int]:
-    """At each step, the batches that the rank had read; the forwards with gradients where it reads no loader."""
+    """The batches that the rank had read at each step; the forwards with gradients where it reads no loader."""
     read, found = 0, list[int]()
     for event in record.of("batch", "step"):
         if event["kind"] == "batch":

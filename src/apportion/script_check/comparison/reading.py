@@ -14,7 +14,7 @@ from apportion.script_check.rows import Rows, Structure
 
 
 @dataclass
-class Batch:
+class ReadBatch:
     """One batch. ``rows``: what identifies its rows, indices where there are any and digests of their values elsewhere.
     ``contents``: the digests of the values of its rows, none where the batch does not have one value for each index.
     ``step``: the optimizer step for which it was read, from 1. ``position``: of its event in the record. ``trained``:
@@ -39,7 +39,7 @@ class Iteration:
     number: int
     position: int
     begun: Event
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[ReadBatch] = field(default_factory=list)
     exhausted: bool = False
     with_gradients: int = 0
     without: int = 0
@@ -53,7 +53,7 @@ class Iteration:
         return self.without > 0 and (trained == 0 or (trained == 1 and len(self.batches) > 1))
 
     @property
-    def trained(self) -> list[Batch]:
+    def trained(self) -> list[ReadBatch]:
         """The batches that the rank trained on."""
         return [] if self.evaluation else [batch for batch in self.batches if batch.trained]
 
@@ -64,18 +64,18 @@ class Iteration:
 
 
 @dataclass
-class _Run:
+class _Stretch:
     """Batches read one after the other, and the forwards that followed."""
 
     iteration: Iteration
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[ReadBatch] = field(default_factory=list)
     with_gradients: int = 0
     without: int = 0
 
 
 def reading(record: RankRecord) -> list[Iteration]:
     """Returns the iterations of a rank over its loaders, in order."""
-    return _Walk(record).iterations
+    return _Passage(record).iterations
 
 
 def identified(readings: Sequence[Sequence[Iteration]]) -> Sequence[Sequence[Iteration]]:
@@ -112,17 +112,17 @@ def _are_local(of_loader: Sequence[Sequence[Iteration]]) -> bool:
     return 2 * sum(one != two for one, two in pairs) > len(pairs)
 
 
-class _Walk:
+class _Passage:
     """Goes through the events of a rank once."""
 
     def __init__(self, record: RankRecord) -> None:
         self.iterations = list[Iteration]()
         self._places = dict[tuple[str, int], Iteration]()
-        self._runs = dict[str, _Run]()
-        self._closed = dict[int, list[_Run]]()
+        self._runs = dict[str, _Stretch]()
+        self._closed = dict[int, list[_Stretch]]()
         self._last = ""
         self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
-        self._fetched = dict[tuple[str, int, int], Batch]()
+        self._fetched = dict[tuple[str, int, int], ReadBatch]()
         for position, event in enumerate(record.events):
             self._see(position, event)
         for run in list(self._runs.values()):
@@ -160,27 +160,27 @@ class _Walk:
         contents = tuple(row_digests(event["rows"]))
         rows = tuple(map(_key, event["indices"])) if indexed else contents
         contents = contents if len(contents) == len(rows) else ()
-        batch = Batch(rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents)
+        batch = ReadBatch(rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents)
         iteration.batches.append(batch)
         if place in self._ahead:
             self._fetched[(*place, event["number"])] = batch
         else:
             self._take(iteration, batch)
 
-    def _take(self, iteration: Iteration, batch: Batch) -> None:
+    def _take(self, iteration: Iteration, batch: ReadBatch) -> None:
         for loader, other in list(self._runs.items()):
             if (other.with_gradients or other.without) and loader != iteration.loader:
                 self._close(other)
-        run: _Run | None = self._runs.get(iteration.loader)
+        run: _Stretch | None = self._runs.get(iteration.loader)
         if run is not None and (run.with_gradients or run.without or run.iteration is not iteration):
             self._close(run)
             run = None
         if run is None:
-            run = self._runs[iteration.loader] = _Run(iteration)
+            run = self._runs[iteration.loader] = _Stretch(iteration)
         run.batches.append(batch)
         self._last = iteration.loader
 
-    def _close(self, run: _Run) -> None:
+    def _close(self, run: _Stretch) -> None:
         self._closed.setdefault(id(run.iteration), []).append(run)
         del self._runs[run.iteration.loader]
 
@@ -194,7 +194,7 @@ class _Walk:
                 run.iteration.without += 1
 
 
-def _attribute(runs: list[_Run]) -> None:
+def _attribute(runs: list[_Stretch]) -> None:
     """Marks the batches that were trained on: where several were read before a forward, the last ones, one for each
     forward, or for as many forwards as follow a single batch elsewhere."""
     single = [run.with_gradients for run in runs if len(run.batches) == 1 and run.with_gradients]

@@ -35,7 +35,10 @@ def average_gradients(ranks: Sequence[RankRecord]) -> bool:
 
 
 def compute_the_same(one: RankRecord, other: RankRecord) -> bool:
-    """Returns whether two ranks compute the same values in all modules, in the steps of which digests were recorded."""
-    first = [(event["inputs"], event["outputs"]) for event in one.of("computed")]
-    second = [(event["inputs"], event["outputs"]) for event in other.of("computed")]
+    """Returns whether two ranks compute the same values in all modules for their first step. Later ones may differ by
+    accident, as where one rank draws more random numbers than the other."""
+    first, second = (
+        [(event["inputs"], event["outputs"]) for event in record.of("computed") if not event["step"]]
+        for record in (one, other)
+    )
     return bool(first) and first == second

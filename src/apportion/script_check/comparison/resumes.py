@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from apportion.script_check.comparison.reading import Batch, Iteration
+from apportion.script_check.comparison.reading import Iteration, ReadBatch
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -14,7 +14,7 @@ _SHOWN = 6
 
 
 @dataclass(frozen=True)
-class _Resume:
+class _ResumePoint:
     """A load after which a run goes on from the weights that an earlier step left. ``saved`` and ``loaded``: positions
     in the record of that step and of the load; ``step``: the number of that step; ``until``: the position of the next
     load."""
@@ -37,8 +37,8 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     return [finding for _, finding in found[:1]]
 
 
-def _resumes(record: RankRecord) -> list[_Resume]:
-    found = list[_Resume]()
+def _resumes(record: RankRecord) -> list[_ResumePoint]:
+    found = list[_ResumePoint]()
     steps = list[tuple[int, Event]]()
     loaded: int | None = None
     for position, event in enumerate(record.events):
@@ -48,14 +48,14 @@ def _resumes(record: RankRecord) -> list[_Resume]:
             if loaded is not None:
                 saved = next((at for at in reversed(steps) if at[1]["weights_after"] == event["weights_before"]), None)
                 if saved is not None:
-                    found.append(_Resume(saved[0], loaded, saved[1]["step"], len(record.events)))
+                    found.append(_ResumePoint(saved[0], loaded, saved[1]["step"], len(record.events)))
                 loaded = None
             steps.append((position, event))
     ends = [following.loaded for following in found[1:]] + [len(record.events)]
     return [replace(resume, until=end) for resume, end in zip(found, ends, strict=False)]
 
 
-def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _Resume) -> Finding | None:
+def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _ResumePoint) -> Finding | None:
     before = next(
         (
             iteration
@@ -92,11 +92,11 @@ def _order(record: RankRecord, iteration: Iteration) -> list[tuple[Hashable, ...
     return []
 
 
-def _trained_after(after: Iteration, resume: _Resume) -> list[Batch]:
+def _trained_after(after: Iteration, resume: _ResumePoint) -> list[ReadBatch]:
     return [batch for batch in after.trained if resume.loaded < batch.position < resume.until]
 
 
-def _again(read: Sequence[Batch], after: Iteration, resume: _Resume) -> Finding | None:
+def _again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoint) -> Finding | None:
     old = {row for batch in read for row in batch.rows}
     batches = _trained_after(after, resume)
     if after.exhausted and len(batches) > 1 and batches[-1] is after.batches[-1]:
@@ -115,11 +115,11 @@ def _again(read: Sequence[Batch], after: Iteration, resume: _Resume) -> Finding 
 
 
 def _left_out(
-    read: Sequence[Batch],
+    read: Sequence[ReadBatch],
     order: Sequence[tuple[Hashable, ...]],
     before: Iteration,
     after: Iteration,
-    resume: _Resume,
+    resume: _ResumePoint,
 ) -> Finding | None:
     """Rows of the epoch that follow the last one trained on, where the run goes on with later ones."""
     following = before.batches.index(read[-1]) + 1

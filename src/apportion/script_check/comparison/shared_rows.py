@@ -167,8 +167,8 @@ def _without_loader(ranks: Sequence[RankRecord]) -> list[Finding]:
         Finding(
             "shared_rows",
             "warning",
-            f"All ranks compute the same values from the same rows at {site}, and average {len(ranks)} equal "
-            "gradients.",
+            f"For step 1, all ranks compute the same values from the same rows at {site}, and average "
+            f"{len(ranks)} equal gradients.",
             "Have each rank read or draw rows of its own.",
             ranks=tuple(record.rank for record in ranks),
             step=1,

@@ -11,8 +11,8 @@ from apportion.script_check.comparison.table import beside
 from apportion.script_check.comparison.tensors import (
     IN_FLOAT64,
     Array,
-    Difference,
     StepBounds,
+    TensorDifference,
     difference,
     initial,
     places,
@@ -69,7 +69,7 @@ def _empty(name: str, ranks: int, steps: int) -> dict[str, Any]:
     return {"name": name, **{kind: [[None] * steps for _ in range(ranks)] for kind in KINDS}, "ratios": [None] * ranks}
 
 
-def _set(row: dict[str, Any], kind: str, place: tuple[int, int], found: Difference | None) -> None:
+def _set(row: dict[str, Any], kind: str, place: tuple[int, int], found: TensorDifference | None) -> None:
     """Sets one cell of a tensor's row to how much it differs. ``place``: rank and step."""
     rank, at = place
     if found is None:

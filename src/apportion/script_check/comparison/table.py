@@ -10,8 +10,8 @@ from apportion.script_check.comparison.places import Place, Places, placed
 from apportion.script_check.comparison.tensors import (
     IN_FLOAT64,
     Array,
-    Difference,
     StepBounds,
+    TensorDifference,
     difference,
     initial,
     places,
@@ -31,12 +31,12 @@ class Parting:
     optimizer: int
     step: int
     what: Literal["gradients", "weights"]
-    differences: tuple[Difference, ...]
+    differences: tuple[TensorDifference, ...]
     compared: tuple[str, ...]
     site: str
     shown: int
 
-    def of(self, name: str) -> list[Difference]:
+    def of(self, name: str) -> list[TensorDifference]:
         """Returns the differences of one tensor, by rank."""
         return [each for each in self.differences if each.name == name]
 
@@ -59,7 +59,7 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
             continue
         for what in ("gradients", "weights"):
             scale = scale_of(reference[what])
-            found = list[Difference]()
+            found = list[TensorDifference]()
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
                 bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]

@@ -32,7 +32,7 @@ StepBounds = Mapping[tuple[int, int], Bounds] | None
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How one rank's tensor differs from the same tensor of one process.
 
     ``relative``: the norm of the difference over the norm of the reference; ``ratio``: the factor of the reference
@@ -53,7 +53,7 @@ class Difference:
 
 def difference(
     name: str, rank: int, found: Array | None, reference: Array | None, scale: float, bounds: Bounds = IN_FLOAT64
-) -> Difference | None:
+) -> TensorDifference | None:
     """Returns how a tensor differs from its reference; None where rounding explains it. No gradient counts as zero.
     ``scale``: the norm of all tensors together."""
     if found is None and reference is None:
@@ -63,16 +63,18 @@ def difference(
         found = np.zeros(shape) if found is None else found
         reference = np.zeros(shape) if reference is None else reference
     if found.shape != reference.shape:
-        return Difference(name, rank, float("inf"), float("nan"), float("nan"))
+        return TensorDifference(name, rank, float("inf"), float("nan"), float("nan"))
     a, b = found.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return None if np.array_equal(a, b, equal_nan=True) else Difference(name, rank, float("inf"), 0.0, 0.0)
+        return None if np.array_equal(a, b, equal_nan=True) else TensorDifference(name, rank, float("inf"), 0.0, 0.0)
     distance, norm, other = (float(np.linalg.norm(each)) for each in (a - b, b, a))
     if distance <= bounds.relative * norm + bounds.floor * scale:
         return None
     product = float(a @ b)
     cosine = product / (norm * other) if norm and other else 0.0
-    return Difference(name, rank, distance / norm if norm else float("inf"), product / norm**2 if norm else 0.0, cosine)
+    return TensorDifference(
+        name, rank, distance / norm if norm else float("inf"), product / norm**2 if norm else 0.0, cosine
+    )
 
 
 def scale_of(arrays: Mapping[str, Array | None]) -> float:

@@ -20,7 +20,7 @@ STEPS = 3
 """The optimizer steps for whose forwards digests are recorded."""
 
 
-class Computed:
+class ForwardDigests:
     """The digest of one forward of an outermost module: of its inputs, and of the outputs of all modules."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -44,7 +44,7 @@ MOST_CALLS = 4096
 _SETUP = ("torch/nn/init.py", "torch/utils/data/", "torch/optim/", "torch/distributed/")
 
 
-class Draws:
+class WatchedDraws:
     """The draws of this rank. A place is a line of the script, a function, and whether gradients are computed; the
     n-th draw at a place on one rank belongs to the n-th of another."""
 
@@ -139,7 +139,7 @@ def _replaced(result: Tensor, values: np.ndarray[Any, Any], in_place: bool) -> T
         return torch.from_numpy(values).to(result.dtype).requires_grad_(result.requires_grad)
 
 
-def install(recorder: Recorder, drawing: Draws) -> None:
+def install(recorder: Recorder, drawing: WatchedDraws) -> None:
     """Watch the functions of numpy and Python that draw from global generators, and count those that shuffle, by which
     an order that is drawn differs from a fixed one."""
 

@@ -24,8 +24,7 @@ def figure(recorder: Recorder, name: str, args: tuple[Any, ...], reduced: bool) 
         return
     if tensor.numel() > LARGEST or tensor.is_complex() or tensor.is_meta or tensor.layout != torch.strided:
         return
-    with torch._C.DisableTorchFunction():
-        numbers = tensor.detach().to("cpu", torch.float64, copy=True).flatten().numpy().tolist()
+    numbers = tensor.detach().to("cpu", torch.float64, copy=True).flatten().numpy().tolist()
     recorder.emit(
         "figure",
         function=name,

@@ -31,7 +31,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self._splits, self._plain, self._constants = splits, plain, constants
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
-        self._draws = draws.Draws(recorder)
+        self._draws = draws.WatchedDraws(recorder)
         draws.install(recorder, self._draws)
         self._reductions = Reductions()
 

@@ -7,23 +7,21 @@ in the rank's own process, in the same order.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Iterator
 from functools import wraps
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
-from apportion.script_check.recording import dispatching, samplers
+from apportion.script_check.recording import accelerated, dispatching, samplers
 from apportion.script_check.recording.batches import LARGEST_BATCH, recorded, restored, size
 from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.known_loaders import Loaders, length_of
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.shortened import Shortened
 from apportion.script_check.rows import joined
 
 
@@ -44,34 +42,6 @@ def _whole(dataset: Any) -> Any:
     return dataset
 
 
-class _Shortened:
-    """The first batches of a sampler and its last one, so that an epoch ends within the steps of a proof.
-
-    The number of batches has the same remainder by 4 as that of the whole epoch, so that accumulation over 2 or 4
-    micro-batches ends in the same way.
-    """
-
-    def __init__(self, sampler: Any, most: int) -> None:
-        self._sampler, self._most = sampler, most
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def __len__(self) -> int:
-        return shortened_length(len(self._sampler), self._most)
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = list(islice(self._sampler, len(self._sampler)))  # as some go on without an end
-        length = shortened_length(len(batches), self._most)
-        self.order = batches if length == len(batches) else [*batches[: length - 1], batches[-1]]
-        yield from self.order
-
-
-def shortened_length(batches: int, most: int) -> int:
-    """Returns the number of batches to which an epoch is shortened: at most ``most`` and 3."""
-    return min(batches, most + batches % 4)
-
-
 def install(recorder: Recorder, constants: Constants) -> None:
     """Record, shorten and feed the loaders of torch."""
     loaders = Loaders(recorder, constants)
@@ -82,7 +52,7 @@ def install(recorder: Recorder, constants: Constants) -> None:
         begin(self, *args, **kwargs)
         if recorder.active:
             loaders.key(self)
-            _watch_accelerate(loaders)
+            accelerated.watch(recorder)
             if recorder.feed is None:
                 dispatching.install(loaders)
 
@@ -90,7 +60,8 @@ def install(recorder: Recorder, constants: Constants) -> None:
     samplers.install(loaders)
     _shorten(int(recorder.plan["epoch_batches"]))
     if recorder.feed is None:
-        _record(loaders)
+        _record_indices(loaders)
+        _record_batches(recorder)
     else:
         _feed(loaders)
 
@@ -101,50 +72,28 @@ def _shorten(most: int) -> None:
     def shortened(self: DataLoader[Any]) -> Any:
         sampler = sampler_of(self)
         mapped = self._dataset_kind == torch_loader._DatasetKind.Map and self.batch_sampler is not None
-        return _Shortened(sampler, most) if most and mapped and length_of(sampler) is not None else sampler
+        return Shortened(sampler, most) if most and mapped and length_of(sampler) is not None else sampler
 
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
 
 
-def _watch_accelerate(loaders: Loaders) -> None:
-    """Records which batch the script has where accelerate's loader has read the next one already, and the gathers that
-    drop the rows by which the last batches were filled."""
-    module = sys.modules.get("accelerate.data_loader")
-    shard = getattr(module, "DataLoaderShard", None)
-    if shard is None or hasattr(shard, "_apportion_watched"):
+def _start(loaders: Loaders, iterator: Any, loader: DataLoader[Any]) -> None:
+    """Records that an iteration begins."""
+    if loader.__dict__.get("_apportion_dispatched"):
+        iterator._apportion_place = ("", 0)
         return
-    shard._apportion_watched = True
-    iterate = shard.__iter__
-
-    @wraps(iterate)
-    def handed(self: Any) -> Iterator[Any]:
-        for position, batch in enumerate(iterate(self)):
-            base = self.base_dataloader
-            loaders.recorder.emit(
-                "taken",
-                loader=loaders.key(base),
-                iteration=base.__dict__["_apportion_iterations"] - 1,
-                number=position + self.skip_batches,
-            )
-            yield batch
-
-    shard.__iter__ = handed
-    accelerator: Any = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    if accelerator is not None:
-        gather = accelerator.gather_for_metrics
-
-        @wraps(gather)
-        def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
-            loaders.recorder.emit("gather_for_metrics", site=loaders.recorder.site())
-            return gather(self, *args, **kwargs)
-
-        accelerator.gather_for_metrics = gathered
+    sampler = loader._index_sampler
+    length = length_of(sampler)
+    full = sampler.full if isinstance(sampler, Shortened) else length
+    seed = int(iterator._base_seed) if iterator._num_workers else None
+    iterator._apportion_place = loaders.begin(loader, length, full, seed)
+    iterator._apportion_batch = 0
 
 
-def _record(loaders: Loaders) -> None:
-    """Records each iteration and each batch."""
+def _record_indices(loaders: Loaders) -> None:
+    """Records each iteration, and takes down the indices that samplers draw."""
     base: Any = torch_loader._BaseDataLoaderIter
-    begin, next_index, next_batch = base.__init__, base._next_index, base.__next__
+    begin, reset, next_index = base.__init__, base._reset, base._next_index
     recorder = loaders.recorder
 
     @wraps(begin)
@@ -156,27 +105,14 @@ def _record(loaders: Loaders) -> None:
         begin(self, loader)
         # One draw is the seed of the loader processes; a sampler that makes its order at once draws in here, too.
         self._apportion_random = recorder.draws > before + 1
-        _start(self, loader)
-
-    def _start(self: Any, loader: DataLoader[Any]) -> None:
-        if loader.__dict__.get("_apportion_dispatched"):
-            self._apportion_place = ("", 0)
-            return
-        sampler = loader._index_sampler
-        length = length_of(sampler)
-        full = len(sampler._sampler) if isinstance(sampler, _Shortened) else length
-        seed = int(self._base_seed) if self._num_workers else None
-        self._apportion_place = loaders.begin(loader, length, full, seed)
-        self._apportion_batch = 0
-
-    reset = base._reset
+        _start(loaders, self, loader)
 
     @wraps(reset)
     def again(self: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:  # persistent loader processes begin another epoch
             self._apportion_indices = deque()
             self._apportion_random = False
-            _start(self, loader)
+            _start(loaders, self, loader)
         reset(self, loader, first_iter)
 
     @wraps(next_index)
@@ -189,6 +125,14 @@ def _record(loaders: Loaders) -> None:
         self._apportion_random |= recorder.draws > before
         self._apportion_indices.append(index)
         return index
+
+    base.__init__, base._reset, base._next_index = begun, again, drawn
+
+
+def _record_batches(recorder: Recorder) -> None:
+    """Records each batch as the script gets it, and the order of each epoch with its first batch."""
+    base: Any = torch_loader._BaseDataLoaderIter
+    next_batch = base.__next__
 
     @wraps(next_batch)
     def handed(self: Any) -> Any:
@@ -209,7 +153,7 @@ def _record(loaders: Loaders) -> None:
         self._apportion_batch += 1
         return batch
 
-    base.__init__, base._reset, base._next_index, base.__next__ = begun, again, drawn, handed
+    base.__next__ = handed
 
 
 def _emit(recorder: Recorder, iterator: Any, indices: Any, batch: Any, drew: bool) -> None:
@@ -217,9 +161,8 @@ def _emit(recorder: Recorder, iterator: Any, indices: Any, batch: Any, drew: boo
     loader, iteration = iterator._apportion_place
     mapped = iterator._dataset_kind == torch_loader._DatasetKind.Map
     sampler, dataset = iterator._index_sampler, iterator._dataset
-    order = sampler.__dict__.get("order") if isinstance(sampler, _Shortened) else None
-    if order is not None and not iterator._apportion_batch and mapped:
-        batches = [_plain(each, dataset) for each in order]
+    if mapped and not iterator._apportion_batch and isinstance(sampler, Shortened):
+        batches = [_plain(each, dataset) for each in sampler.order]
         recorder.emit("order", loader=loader, iteration=iteration, batches=batches)
     recorder.emit(
         "batch",

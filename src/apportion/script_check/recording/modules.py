@@ -23,9 +23,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from apportion.core.torch_private import in_backward
-from apportion.script_check.recording.computed import Computed
+from apportion.script_check.recording.computed import ForwardDigests
 from apportion.script_check.recording.names import Root, root_of, unwrapped
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, gathering, placements, row_digests, values
@@ -63,7 +64,7 @@ class Networks:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._computed = Computed(recorder)
+        self._computed = ForwardDigests(recorder)
         self._depth = 0
         self._roots = list[tuple[weakref.ref[nn.Module], Root]]()
         self._labels = dict[str, int]()
@@ -86,6 +87,8 @@ class Networks:
         if self._depth > 1 or not self._recorder.active or in_backward():  # a checkpoint computes a part again
             return
         known = self._outermost.get(id(module))
+        if any(map(is_lazy, module.parameters())):
+            return  # it has no weights before its first forward
         if known is None or known() is not module:
             self._meet(module)
             self._outermost[id(module)] = weakref.ref(module)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from apportion.core.torch_private import modules_of
+
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DEEPEST = 64
 _LONGEST = 64
@@ -53,8 +55,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module inside of wrappers such as DistributedDataParallel and a compiled module."""
     for _ in range(_DEEPEST):
         for attribute in _WRAPPERS[:2]:
-            inner = dict(module.named_children()).get(attribute)
-            if inner is not None and len(dict(module.named_children())) == 1:
+            inner = modules_of(module).get(attribute)
+            if inner is not None and len(modules_of(module)) == 1:
                 module = inner
                 break
         else:

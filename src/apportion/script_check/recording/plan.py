@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassPlan:
     """A pass over a script.
 
     ``target``: the file, or with ``module`` the name of the module; ``arguments``: the script's own; ``folder``: the

@@ -38,7 +38,7 @@ class Recorder:
         self.drawing = ""
         """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
         self.parts: list[int] = []
-        """In a fed pass, how many rows of the last batch each rank has read."""
+        """The rows that each rank has read of the last batch, in a fed pass."""
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()

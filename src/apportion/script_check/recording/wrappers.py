@@ -80,7 +80,7 @@ class Wrappers:
 
 
 def install(recorder: Recorder, networks: Networks) -> Wrappers:
-    """Watch DistributedDataParallel."""
+    """Watch every wrap by DistributedDataParallel, the forwards and each backward."""
     wrappers = Wrappers(recorder, networks)
     begin, forward, backward = DistributedDataParallel.__init__, DistributedDataParallel.forward, Tensor.backward
 

@@ -31,8 +31,8 @@ _AROUND = 3
 
 
 def check_page(answer: Json, title: str, folder: Path) -> str:
-    """Return the whole HTML document. ``answer``: see ``Answer.as_json``; ``title``: the script with its arguments;
-    ``folder``: the folder of the script, from which lines of it are shown."""
+    """Return the whole HTML document. ``answer``: see ``ScriptAnswer.as_json``; ``title``: the script with its
+    arguments; ``folder``: the folder of the script, from which lines of it are shown."""
     compared: Json = answer["compared"]
     sections = [_head(answer, title)]
     if answer["findings"]:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from apportion.process import die_with_parent, take_orphans_in
 from apportion.script_check.sandbox import landlock, linux, mounts, namespaces
-from apportion.script_check.sandbox.scope import Scope
+from apportion.script_check.sandbox.scope import FileScope
 from apportion.script_check.sandbox.starter import Starter
 
 ENDED, ABANDONED, REFUSED = 0, 1, 2
@@ -110,7 +110,7 @@ def _make(
         namespaces.enter(configuration, map_all)
         if configuration.processes:  # elsewhere what this process has started would outlive it
             die_with_parent(guardian_pid)  # after the change of credentials, which would cancel it
-        mounts.protect(Scope(**spec["scope"]), spec["records"], configuration.user)
+        mounts.protect(FileScope(**spec["scope"]), spec["records"], configuration.user)
         if not configuration.processes:
             namespaces.restrict_programs()
             return _start(kind, control, guardian)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from apportion.errors import ApportionError
 from apportion.script_check.sandbox import linux
-from apportion.script_check.sandbox.scope import Scope, argument_path, within
+from apportion.script_check.sandbox.scope import FileScope, argument_path, within
 
 LARGEST_COPIED = 1 << 20
 """The bytes of a file from which on it is linked."""
@@ -42,7 +42,7 @@ class Mirror:
     writable: tuple[str, ...]
 
     @classmethod
-    def build(cls, root: Path, scope: Scope, writable: Path) -> Mirror:
+    def build(cls, root: Path, scope: FileScope, writable: Path) -> Mirror:
         """Make the tree. Raises ApportionError where the script's folder is too large to be copied."""
         folder = scope.folder
         mirror = cls(str(root), folder, str(writable / "temporary"), scope.home, (str(writable),))
@@ -194,7 +194,7 @@ class _Copy:
         self._mirror, self._files, self._bytes = mirror, 0, 0
 
     def copy(self) -> None:
-        """Copy it."""
+        """Copy the folder."""
         self._folder(self._mirror.folder, self._mirror.root + self._mirror.folder)
 
     def _folder(self, folder: str, place: str) -> None:

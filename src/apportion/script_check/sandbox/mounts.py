@@ -12,14 +12,14 @@ import os
 from apportion.script_check.sandbox import linux
 from apportion.script_check.sandbox.layers import Layers, Prepared, require_own
 from apportion.script_check.sandbox.mount_table import MountTable
-from apportion.script_check.sandbox.scope import Scope, within
+from apportion.script_check.sandbox.scope import FileScope, within
 
 SHARED_MEMORY = "/dev/shm"
 STAGE = "layers"
 """The folder in that of the records below which mounts are prepared; it is empty outside of the namespace."""
 
 
-def protect(scope: Scope, records: str, user_namespace: bool) -> None:
+def protect(scope: FileScope, records: str, user_namespace: bool) -> None:
     """Arrange the mounts of this process's own namespace; ``records`` is the folder that stays writable.
 
     Raises OSError where the kernel does not allow it, or where a folder that the scope needs cannot be an overlay.
@@ -42,7 +42,7 @@ def protect(scope: Scope, records: str, user_namespace: bool) -> None:
     layers.close()
 
 
-def _outermost(scope: Scope) -> list[str]:
+def _outermost(scope: FileScope) -> list[str]:
     """The folders of a scope, without those in another one."""
     paths = dict.fromkeys((*scope.needed, *scope.temporary, *scope.named))
     return [path for path in paths if not within(path, [other for other in paths if other != path])]

@@ -27,8 +27,8 @@ CONFIGURATIONS = {
     "unprivileged": Configuration(user=True, processes=True),
     "visible processes": Configuration(user=True, processes=False),
 }
-"""By name, in the order in which they are tried: the last one where the kernel allows no further /proc to be mounted,
-as in some containers."""
+"""The configurations, by name and in the order in which they are tried: the last one is for a kernel that allows no
+further /proc to be mounted, as in some containers."""
 
 
 def possible(configuration: Configuration) -> bool:

@@ -21,7 +21,7 @@ from apportion.errors import ApportionError
 from apportion.script_check.sandbox import mounts
 from apportion.script_check.sandbox.mirror import Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
-from apportion.script_check.sandbox.scope import Scope
+from apportion.script_check.sandbox.scope import FileScope
 
 KINDS = (*CONFIGURATIONS, "landlock")
 """The kinds of sandbox, in the order in which they are tried."""
@@ -76,7 +76,7 @@ class Sandbox:
     where the script's folder is too large for a copy.
     """
 
-    def __init__(self, scope: Scope, records: Path, remove: Path, kind: str | None = None) -> None:
+    def __init__(self, scope: FileScope, records: Path, remove: Path, kind: str | None = None) -> None:
         self._scope, self._records = scope, Path(os.path.realpath(records))
         kind = kind or os.environ.get(FORCED) or None
         (self._records / mounts.STAGE).mkdir(parents=True)

@@ -13,7 +13,7 @@ _MOST_NAMED = 32
 
 
 @dataclass(frozen=True)
-class Scope:
+class FileScope:
     """Folders, as absolute paths without symbolic links.
 
     ``folder``: the script's; ``current``: the one that it is run in; ``home``: the home directory. ``temporary``: those
@@ -33,12 +33,12 @@ class Scope:
         return _folders([self.folder, self.current, self.home])
 
 
-def scope_of(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> Scope:
+def scope_of(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> FileScope:
     """Returns the scope of a script in ``folder`` that is called with ``arguments`` from the current folder."""
     home = environment.get("HOME") or os.path.expanduser("~")
     temporary = _folders([environment.get("TMPDIR", ""), "/tmp", "/var/tmp"])
     named = _folders([*_of_environment(environment), *map(_existing, _of_arguments(arguments))])
-    return Scope(os.path.realpath(folder), os.getcwd(), os.path.realpath(home), temporary, named[:_MOST_NAMED])
+    return FileScope(os.path.realpath(folder), os.getcwd(), os.path.realpath(home), temporary, named[:_MOST_NAMED])
 
 
 def argument_path(argument: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ def cause(evidence: Evidence) -> Finding | None:
     if not alone or len(alone) < len(evidence.found.names):
         return None
     first = evidence.ranks[0]
+    alone += _unmanaged(evidence)
     if len(evidence.alone) == len([name for name in evidence.found.compared if name in evidence.reference]):
         sentence, remedy, site = _none(evidence, first.of("wrapper"))
     else:
@@ -25,6 +26,23 @@ def cause(evidence: Evidence) -> Finding | None:
     return Finding(
         "not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.shown, site
     )
+
+
+def _unmanaged(evidence: Evidence) -> list[str]:
+    """The tensors whose gradient is zero at this step, and that no wrapper manages either."""
+    first, step = evidence.ranks[0], evidence.steps[0]
+    if step is None or not (first.of("wrapped") or _sharded(evidence)):
+        return []
+    wrapped = {name for event in first.of("wrapped") for name in event["names"]}
+    managed = {evidence.names[0].get(name, name) for name in (*wrapped, *step["placements"])}
+    return [
+        name
+        for name in evidence.found.compared
+        if name not in managed
+        and name not in evidence.found.names
+        and name in evidence.reference
+        and not evidence.reference[name].any()
+    ]
 
 
 def _late(evidence: Evidence) -> Finding | None:

@@ -51,6 +51,8 @@ def inputs(evidence: Evidence) -> Finding | None:
             return None
         for name, group in event["groups"].items():
             groups[tuple(group)].append(name)
+    if sliced := _sliced_by_hand(evidence):
+        groups[tuple(range(evidence.count))] += sliced
     for group, names in groups.items():
         members = [rank for rank in group if rank < evidence.count]
         forwards = [
@@ -61,12 +63,13 @@ def inputs(evidence: Evidence) -> Finding | None:
             continue
         first = forwards[0][0]
         if any(each[0]["inputs"] != first["inputs"] for each in forwards[1:]):
-            module = evidence.shown([names[0]])[0].rpartition(".")[0]
+            shown = evidence.shown([names[0]])[0]
+            module = shown.rpartition(".")[0] or shown
             ranks = " and ".join(map(str, members))
             return Finding(
                 "inputs_differ",
                 "difference",
-                f"Ranks {ranks} hold the shards of one tensor-parallel group (layer {module}) and were given different "
+                f"Ranks {ranks} hold the shards of one tensor-parallel group ({module}) and were given different "
                 "inputs, where the group computes one batch together: the sampler or loader counts all ranks as data "
                 "parallel.",
                 "Give all ranks of a tensor-parallel group the same batches: num_replicas and rank of the sampler are "
@@ -77,6 +80,16 @@ def inputs(evidence: Evidence) -> Finding | None:
                 _loader(evidence) or first["site"],
             )
     return None
+
+
+def _sliced_by_hand(evidence: Evidence) -> list[str]:
+    """The tensors of which each rank holds another slice, so that all ranks are one group."""
+    return [
+        name
+        for name in sorted(evidence.sliced)
+        if len({place.start for each in evidence.places for place in each.values() if place.name == name})
+        == evidence.count
+    ]
 
 
 def _loader(evidence: Evidence) -> str:

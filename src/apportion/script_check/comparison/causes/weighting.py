@@ -48,20 +48,20 @@ def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
     if np.isclose(factor, 1 / count, rtol=1e-9):
         if averaged and (_losses(evidence.union) == "sum" or not _divided(evidence)):
             return (
-                f", 1/{count}: the loss is a sum over rows, and the gradients of {count} ranks are averaged; "
+                f" (1/{count}): the loss is a sum over rows, and the gradients of {count} ranks are averaged; "
                 f"Adam hides "
                 "this, clipping, eps and weight decay do not",
                 f"Multiply the loss by the number of ranks ({count}), or take a mean over the rows of all ranks.",
             )
         return (
-            f", 1/{count}: they are divided by the number of ranks twice",
+            f" (1/{count}): they are divided by the number of ranks twice",
             f"Divide by the number of ranks once: a wrapper that averages has already divided by {count}.",
         )
     if np.isclose(factor, count, rtol=1e-9):
         sharded = any(k.startswith("FSDP") for e in evidence.ranks[0].of("network") for k in e["modules"].values())
         how = " (set_gradient_divide_factor)" if sharded else ""
         return (
-            f", the number of ranks: the ranks' gradients are summed and not averaged{how}, and the loss is "
+            f" (the number of ranks): the ranks' gradients are summed and not averaged{how}, and the loss is "
             f"a mean over "
             "each rank's rows; Adam hides this, clipping, eps and weight decay do not",
             f"Divide the summed gradients by the number of ranks ({count}), or the loss by the rows of all ranks.",
@@ -69,12 +69,12 @@ def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
     batches = _batches(evidence)
     if batches > 1 and np.isclose(factor, batches, rtol=1e-9):
         return (
-            f", the number of micro-batches of a step ({batches}): the accumulated gradient is not divided by it",
+            f" (the number of micro-batches of a step is {batches}): the accumulated gradient is not divided by it",
             "Divide each micro-batch's loss by the number of micro-batches.",
         )
     if batches > 1 and np.isclose(factor, 1 / batches, rtol=1e-9):
         return (
-            f", one by the number of micro-batches of a step ({batches}): it is divided by it twice",
+            f" (the number of micro-batches of a step is {batches}): it is divided by it twice",
             "Divide by the number of micro-batches once.",
         )
     if given.exact and wanted.exact and given.alike and wanted.alike:
@@ -140,8 +140,8 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     if given.alike and not wanted.alike:
         counts = _counts(evidence, wanted)
         sentence = (
-            "The ranks are weighted alike, though their losses are means over unequal counts: in one process their "
-            f"weights are {_per_rank(_relative(wanted))}{counts}."
+            "The ranks are weighted alike, though each rank's loss is a mean over a count of its own: in one process "
+            f"their weights are {_per_rank(_relative(wanted))}{counts}."
         )
         remedy = (
             "Divide each rank's summed loss by the count (rows, tokens) of all ranks, and multiply by the number of "
