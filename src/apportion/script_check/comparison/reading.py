@@ -64,7 +64,7 @@ class Iteration:
 
 
 @dataclass
-class _Stretch:
+class _BatchRun:
     """Batches read one after the other, and the forwards that followed."""
 
     iteration: Iteration
@@ -118,8 +118,8 @@ class _Passage:
     def __init__(self, record: RankRecord) -> None:
         self.iterations = list[Iteration]()
         self._places = dict[tuple[str, int], Iteration]()
-        self._runs = dict[str, _Stretch]()
-        self._closed = dict[int, list[_Stretch]]()
+        self._runs = dict[str, _BatchRun]()
+        self._closed = dict[int, list[_BatchRun]]()
         self._last = ""
         self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
         self._fetched = dict[tuple[str, int, int], ReadBatch]()
@@ -171,16 +171,16 @@ class _Passage:
         for loader, other in list(self._runs.items()):
             if (other.with_gradients or other.without) and loader != iteration.loader:
                 self._close(other)
-        run: _Stretch | None = self._runs.get(iteration.loader)
+        run: _BatchRun | None = self._runs.get(iteration.loader)
         if run is not None and (run.with_gradients or run.without or run.iteration is not iteration):
             self._close(run)
             run = None
         if run is None:
-            run = self._runs[iteration.loader] = _Stretch(iteration)
+            run = self._runs[iteration.loader] = _BatchRun(iteration)
         run.batches.append(batch)
         self._last = iteration.loader
 
-    def _close(self, run: _Stretch) -> None:
+    def _close(self, run: _BatchRun) -> None:
         self._closed.setdefault(id(run.iteration), []).append(run)
         del self._runs[run.iteration.loader]
 
@@ -194,7 +194,7 @@ class _Passage:
                 run.iteration.without += 1
 
 
-def _attribute(runs: list[_Stretch]) -> None:
+def _attribute(runs: list[_BatchRun]) -> None:
     """Marks the batches that were trained on: where several were read before a forward, the last ones, one for each
     forward, or for as many forwards as follow a single batch elsewhere."""
     single = [run.with_gradients for run in runs if len(run.batches) == 1 and run.with_gradients]
