@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from apportion.script_check.comparison import beginnings
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, same_rows
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
@@ -47,6 +48,23 @@ def test_stages_get_the_names_of_the_run_of_tensors_with_their_values() -> None:
     first, second = record(0, network(a=[1.0], zero=[0.0])), record(1, network(a=[2.0], zero=[0.0]))
     found = [{name: place.name for name, place in places.items()} for places in placed([first, second], union)]
     assert found == [{"a": "a", "zero": "zero"}, {"a": "b", "zero": "null"}]
+
+
+def test_stages_of_equal_layers_are_told_apart_by_their_gradients() -> None:
+    union = record(0, network(a=[1.0], b=[1.0], c=[1.0]), step(a=[3.0], b=[4.0], c=[5.0]))
+    ranks = [record(rank, network(a=[1.0]), step(a=[3.0 + rank])) for rank in range(3)]
+    assert [places["a"].name for places in placed(ranks, union)] == ["a", "b", "c"]
+
+
+def test_a_stage_begins_with_the_weights_of_another_layer_and_not_with_other_weights() -> None:
+    def named(**weights: list[float]) -> dict[str, Any]:
+        return network(**weights) | {"label": "stage", "trainable": list(weights), "sites": {}, "site": "train.py:3"}
+
+    union = record(0, named(a=[1.0, 2.0]), named(b=[3.0, 4.0]) | {"label": "other"}, step(a=[1.0]))
+    first = record(0, named(a=[1.0, 2.0]))
+    assert beginnings.findings([first, record(1, named(a=[3.0, 4.0]))], union) == []
+    (finding,) = beginnings.findings([first, record(1, named(a=[3.0, 5.0]))], union)
+    assert (finding.name, finding.ranks) == ("different_beginnings", (1,))
 
 
 def test_batches_are_joined_or_follow_one_another_and_those_read_twice_count_once() -> None:

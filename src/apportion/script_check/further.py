@@ -24,7 +24,7 @@ def further_passes(
     if gathers.suspected(union):
         joined = run_until_port_is_free("joined", script, 1, replace(conditions, join_gathers=True), feed)
         found = replace(found, joined=joined.records[0])
-    if with_union.wants_split(ranks, union, bounds):
+    if bounds is None and with_union.wants_split(ranks, union):  # rounding would look like a module that mixes rows
         split = run_until_port_is_free("split", script, 1, replace(conditions, split_rows=True), feed).records[0]
         found = replace(found, split=split)
         names = statistics.modules(split)

@@ -22,9 +22,9 @@ def evidence_of(
     return None if found is None else Evidence(found, ranks, union, split)
 
 
-def wants_split(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds = None) -> bool:
+def wants_split(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
     """Whether a pass that splits the rows in each module can tell why they part."""
-    evidence = evidence_of(ranks, union, bounds=bounds)
+    evidence = evidence_of(ranks, union)
     return evidence is not None and explained(evidence).name == "differs" and statistics.suspected(evidence)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from apportion.core.torch_private import in_backward
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensors import digest
 
@@ -41,6 +42,8 @@ LARGEST = 1 << 16
 """The most elements of a draw whose values are recorded."""
 MOST_CALLS = 4096
 """The most draws at one place that are recorded."""
+MOST_HANDED = 256
+"""The most draws of a fed pass that are held for a checkpoint."""
 _SETUP = ("torch/nn/init.py", "torch/utils/data/", "torch/optim/", "torch/distributed/")
 
 
@@ -51,9 +54,11 @@ class WatchedDraws:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._numbers = defaultdict[str, int](int)
+        self._handed = dict[tuple[str, str], np.ndarray[Any, Any]]()
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw with torch as the script asks, and record the result; in a pass that is fed, with the ranks' numbers."""
+        """Draw with torch as the script asks, and record the result; in a pass that is fed, with the ranks' numbers.
+        A checkpoint that computes a forward again gets the numbers that it had, and is not recorded."""
         self._recorder.draws += 1
         if not self._counts():
             return function(*args, **kwargs)
@@ -65,7 +70,14 @@ class WatchedDraws:
         values = None if result.dtype == torch.bfloat16 else result.detach().to("cpu", copy=True).numpy()
         if values is None:
             return result
-        fed = self._record(name, state, values)
+        if in_backward():
+            fed = self._handed.get((name, state))
+        else:
+            fed = self._record(name, state, values)
+            if fed is not None:
+                self._handed[name, state] = fed
+                if len(self._handed) > MOST_HANDED:
+                    del self._handed[next(iter(self._handed))]
         return result if fed is None else _replaced(result, fed, name.endswith("_"))
 
     def call_numpy(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

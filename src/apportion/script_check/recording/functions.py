@@ -55,7 +55,7 @@ class Functions(TorchFunctionMode):
             if done:
                 return result
             args, kwargs = randomness.attention(self._recorder, name, args, kwargs)
-        if name in draws.NAMES and not in_backward():
+        if name in draws.NAMES:
             return self._draws.call(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
         self._record(name, args, kwargs, result)
