@@ -41,6 +41,30 @@ for epoch in range(3):
     for xb, yb in loader:
         train(xb + 0.1 * torch.randn_like(xb), yb)
 """
+_CHECKPOINTED = (
+    """
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(9 + rank)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def noisy(self, xb):
+        hidden = self.first(xb).tanh()
+        return hidden * (1 + 0.1 * torch.randn_like(hidden))
+
+    def forward(self, xb):
+        return self.second(checkpoint(self.noisy, xb, use_reentrant=False))
+
+
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+    + _NOISE
+)
 _STREAM = """
 class Stream(IterableDataset):
     epoch = 0
@@ -130,6 +154,11 @@ def test_the_same_noise_on_all_ranks(tmp_path: Path) -> None:
 
 def test_noise_that_each_rank_draws_is_given_to_one_process(tmp_path: Path) -> None:
     assert _names(tmp_path, "torch.manual_seed(9 + rank)\n" + _NOISE) == {}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_computes_again_has_the_noise_that_it_had(tmp_path: Path) -> None:
+    assert _names(tmp_path, _CHECKPOINTED) == {}
 
 
 @pytest.mark.slow
