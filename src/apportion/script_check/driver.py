@@ -66,7 +66,7 @@ def check_script(
         except Unjoinable as error:
             passes = _Passes(spread, None, unlike=f"there is no union of the rows, as {error}, and {_UNREADABLE}")
         found = _compare(passes)
-        if any(finding.name == "schedule" for finding in found.findings) and beside.shortened(spread.passed.records):
+        if any(finding.name == "schedule" for finding in found.findings):
             found = replace(found, findings=_schedules(found.findings, script, ranks, spread.conditions))
         return answer(found.findings, accept, undecided=found.reason, compared=found.compared, about=found.about)
     finally:
@@ -163,7 +163,7 @@ def _undecided(spread: Sequence[RankRecord], union: RankRecord, bounds: StepBoun
 
 def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions) -> tuple[Finding, ...]:
     """Compares the schedules again with whole epochs, as a schedule may be computed from the length of a loader that
-    was shortened on the ranks and not in one process."""
+    was shortened on the ranks and not in one process, even of one that is never read, as accelerate makes another."""
     whole = replace(conditions, epoch_batches=0)
     spread = run_until_port_is_free("whole-ranks", script, ranks, whole)
     union = run_until_port_is_free("whole-union", script, 1, whole, union_feed(spread.records))
