@@ -77,8 +77,9 @@ def _differs(record: RankRecord, optimizer: int, group: int, rates: Sequence[flo
     step = next(
         (k for k, (rate, alone) in enumerate(zip(rates, own, strict=True), 1) if abs(rate - factor * alone) > limit), 1
     )
-    times = next((n for n in range(2, _FASTEST) if _moves(rates, own, n) and _fits(rates, own, n, factor)), None)
-    slower = next((n for n in range(2, _FASTEST) if _moves(own, rates, n) and _fits(own, rates, n, 1 / factor)), None)
+    fastest = min(_FASTEST, (len(own) + 1) // 2)  # three rates at least, as any two fit some speed
+    times = next((n for n in range(2, fastest) if _moves(rates, own, n) and _fits(rates, own, n, factor)), None)
+    slower = next((n for n in range(2, fastest) if _moves(own, rates, n) and _fits(own, rates, n, 1 / factor)), None)
     speed = (
         f"the schedule makes {times} of its steps at each optimizer step"
         if times
