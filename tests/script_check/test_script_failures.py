@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from apportion.script_check import failures
+from apportion.script_check.passes import Passed
+from apportion.script_check.record import RankRecord
+from apportion.script_check.waiting import WaitOutcome
 
 
 def raised(kind: str, message: str = "", line: str = "") -> dict[str, Any]:
@@ -51,6 +54,17 @@ def test_a_failure_has_its_remedy(outcome: dict[str, Any] | None, output: str, w
 )
 def test_a_missing_gpu_is_told_from_other_failures(outcome: dict[str, Any], output: str, wanted: bool) -> None:
     assert failures.needs_gpu(outcome, output) == wanted
+
+
+def test_a_script_that_ends_before_its_first_step_may_lack_a_gpu() -> None:
+    def passed(output: str, *events: dict[str, Any]) -> Passed:
+        ended = {"kind": "end", "step": 0, "how": "ended"}
+        return Passed([RankRecord(0, (*events, ended))], [output], WaitOutcome("ended"), 1.0)
+
+    assert failures.lacks_gpu(passed("Unable to locate sufficient 2 gpus to run this example. Exiting."))
+    assert not failures.lacks_gpu(passed("Nothing to do."))
+    assert not failures.lacks_gpu(passed("max GPU memory: 0", {"kind": "step", "step": 0}))
+    assert "its last line was: Nothing to do." in str(failures.unusable(passed("Nothing to do.\n"), 2))
 
 
 def test_a_failure_is_described_with_its_place_or_its_last_line() -> None:

@@ -35,6 +35,7 @@ THOROUGH = [
     "loaders.py pad",
     "loaders.py prefetch",
     "loaders.py stream --workers 2",
+    "minimum_gpus.py",
     "modules.py ckpt",
     "modules.py compile",
     "modules.py complex",
@@ -67,7 +68,7 @@ def test_a_healthy_script_is_the_same_network(call: str) -> None:
     assert found.verdict == "the same network", (found.reason, [finding.sentence for finding in found.findings])
     assert found.compared["steps"] >= 5
     assert found.compared["tensors"] >= 2
-    assert found.about or not target.startswith("cuda"), "a CPU in place of a GPU is mentioned"
+    assert found.about or not target.startswith(("cuda", "minimum")), "a CPU in place of a GPU is mentioned"
 
 
 @pytest.mark.processes

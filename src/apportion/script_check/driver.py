@@ -17,7 +17,7 @@ from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds
-from apportion.script_check.failures import unusable
+from apportion.script_check.failures import lacks_gpu, unusable
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.further import further_passes
 from apportion.script_check.hangs import report
@@ -114,6 +114,9 @@ def _passes(spread: Spread, script: Script) -> _Passes:
     """Runs the script as one process, and what else can change the answer."""
     ranks, conditions = spread.passed.records, spread.conditions
     found = reference(spread.passed, script, conditions)
+    if conditions.no_gpu and lacks_gpu(found.passed):  # as one process it asks for as many GPUs as there are ranks
+        conditions = replace(conditions, gpus=len(ranks), folder=conditions.folder / "gpus")
+        found = reference(spread.passed, script, conditions)
     if (reason := unusable(found.passed, 1)) is not None:
         unlike = f"there is no reference, as the script does not run as one process: {reason}"
         return _Passes(spread, found, unlike=unlike)

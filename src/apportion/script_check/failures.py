@@ -35,12 +35,25 @@ def unusable(passed: Passed, ranks: int) -> str | None:
         reason = f"the script failed on rank {first.rank}: {described(first.outcome, output)}"
         return f"{reason} {remedy(first.outcome, output, ranks)}".rstrip()
     if not any(record.steps for record in passed.records):
+        last = next((line for line in map(last_line, passed.outputs) if line), "")
+        ending = f"; its last line was: {last}" if last else ""
         return (
-            "the script made no optimizer step. Give it arguments, after --, with which it trains; a step is seen "
-            "where an optimizer of torch's kind, an object with step and zero_grad, or an update of tensors in place "
-            "makes it."
+            f"the script made no optimizer step{ending}. Give it arguments, after --, with which it trains; a step is "
+            f"seen where an optimizer of torch's kind, an object with step and zero_grad, or an update of tensors in "
+            f"place makes it."
         )
     return None
+
+
+def lacks_gpu(passed: Passed) -> bool:
+    """Whether a script failed, or ended before its first step, because there is no GPU, or fewer than ranks."""
+    failed = next((record for record in passed.failed if record.outcome is not None), None)
+    if failed is not None and failed.outcome is not None:
+        return needs_gpu(failed.outcome, passed.outputs[failed.rank])
+    ended = all(record.outcome is not None for record in passed.records)
+    if not ended or any(record.steps for record in passed.records):
+        return False
+    return any(_GPU.search(output[-500:]) for output in passed.outputs)
 
 
 def needs_gpu(outcome: Mapping[str, Any], output: str) -> bool:
@@ -99,10 +112,6 @@ def _arguments(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     return ""
 
 
-def _spawned(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
-    return str(outcome.get("message", "")) if outcome.get("type") == "SpawnsOtherRanks" else ""
-
-
 def _world(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     text = f"{outcome.get('message', '')} {outcome.get('line', '')}"
     if outcome.get("type") not in ("AssertionError", "RuntimeError", "ValueError") or not _WORLD.search(text):
@@ -145,5 +154,5 @@ def _module(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
 
 
 _RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (
-    _arguments, _spawned, _network, _file, _module, _world,
+    _arguments, _network, _file, _module, _world,
 )  # fmt: skip

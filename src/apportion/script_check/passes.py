@@ -65,6 +65,7 @@ class Conditions:
     epoch_batches: int = 8
     float64: bool = True
     no_gpu: bool = False
+    gpus: int = 0
     join_gathers: bool = False
     split_rows: bool = False
     by_rank: tuple[str, ...] = ()
@@ -114,6 +115,7 @@ def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sand
         memory=conditions.memory,
         float64=conditions.float64,
         no_gpu=conditions.no_gpu,
+        gpus=conditions.gpus or ranks,
         join_gathers=conditions.join_gathers,
         split_rows=conditions.split_rows,
         by_rank=conditions.by_rank,

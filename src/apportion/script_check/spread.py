@@ -26,15 +26,13 @@ def spread_over(script: Script, ranks: int, conditions: Conditions) -> Spread:
     about = list[str]()
     for _ in range(2):
         failed = next((r for r in passed.failed if r.outcome is not None), None)
-        if failed is None or failed.outcome is None:
-            break
-        if not conditions.no_gpu and failures.needs_gpu(failed.outcome, passed.outputs[failed.rank]):
+        if not conditions.no_gpu and failures.lacks_gpu(passed):
             conditions = replace(conditions, no_gpu=True)
             about.append(
                 f"The script asks for a GPU for each of {ranks} ranks, which this machine does not have: it ran on the "
                 f"CPU, over gloo."
             )
-        elif conditions.float64 and failures.may_need_own_precision(failed.outcome):
+        elif conditions.float64 and failed and failed.outcome and failures.may_need_own_precision(failed.outcome):
             conditions = replace(conditions, float64=False)
             about.append(
                 f"The script cannot run in float64 ({failures.described(failed.outcome, '')}): it ran in its own "

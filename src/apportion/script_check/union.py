@@ -37,10 +37,11 @@ def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
         return False
     found = _draws(records)
     first, alone = records[0], defaultdict[str, int](int)
+    at = min(1, len(first.steps) - 1)  # before the first of several steps a script draws other things as well
     for event in union.of("draw"):
-        alone[event["place"]] += event["step"] == 1
+        alone[event["place"]] += event["step"] == at
     for place, ranks in found.items():
-        calls = [event for event in first.of("draw") if event["place"] == place and event["step"] == 1]
+        calls = [event for event in first.of("draw") if event["place"] == place and event["step"] == at]
         different = any(
             a is not None and b is not None and a.ndim and not np.array_equal(a, b)
             for other in ranks[1:]

@@ -38,6 +38,8 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
+        if function is torch.device and self._recorder.plan["no_gpu"] and type(next(iter(args), None)) is int:
+            return torch.device("cuda", args[0])
         if name == "__get__" or function is torch.device or not (args or kwargs):
             return function(*args, **kwargs)
         if name == "empty" and args and args[0] == (0,):  # torch reads bytes into it, whose element type is a fact

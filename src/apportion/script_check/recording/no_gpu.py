@@ -7,26 +7,18 @@ collectives, which it does not see, here.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apportion.script_check.recording import gpu_answers
 from apportion.script_check.recording.recorder import Recorder
 
 _CPU = torch.device("cpu")
-_NOTHING = (
-    "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "init", "ipc_collect",
-    "reset_peak_memory_stats", "reset_max_memory_allocated", "set_stream", "set_per_process_memory_fraction",
-    "set_rng_state", "set_rng_state_all", "set_device_index", "set_device_idx",
-)  # fmt: skip
-_NONE = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
 
 
 def is_gpu(value: Any) -> bool:
@@ -42,130 +34,18 @@ def without_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         args = (args[0], _CPU, *args[2:])
     if type(kwargs.get("device")) is int:
         kwargs = {**kwargs, "device": _CPU}
+    if name == "type" and len(args) > 1 and isinstance(args[1], str):
+        args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     return args, kwargs
 
 
 def install(recorder: Recorder) -> None:
-    """Answer for one GPU for each rank."""
-    _answer_for_cuda(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    _answer_for_accelerator()
+    """Answer for the GPUs that the plan names."""
+    gpu_answers.answer(int(recorder.plan["gpus"]))
     _move_modules()
+    _move_loaded()
     _use_gloo()
     _move_constructors()
-
-
-def _answer_for_cuda(ranks: int) -> None:
-    cuda = torch.cuda
-    current = [int(os.environ.get("LOCAL_RANK", "0"))]
-    answers: dict[str, Callable[..., Any]] = {
-        **{name: lambda *args, **kwargs: None for name in _NOTHING},
-        **{name: lambda *args, **kwargs: 0 for name in _NONE},
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: ranks,
-        "current_device": lambda: current[0],
-        "get_device_name": lambda *args, **kwargs: "CPU",
-        "get_device_capability": lambda *args, **kwargs: (8, 0),
-        "get_device_properties": lambda *args, **kwargs: SimpleNamespace(
-            name="CPU", total_memory=1 << 34, multi_processor_count=1, major=8, minor=0
-        ),
-        "mem_get_info": lambda *args, **kwargs: (1 << 34, 1 << 34),
-        "memory_stats": lambda *args, **kwargs: {},
-        "memory_summary": lambda *args, **kwargs: "",
-        "is_bf16_supported": lambda *args, **kwargs: True,
-        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "current_stream": lambda *args, **kwargs: _Stream(),
-        "default_stream": lambda *args, **kwargs: _Stream(),
-        "stream": _nothing,
-        "device": _nothing,
-        "Stream": _Stream,
-        "Event": _Event,
-    }
-    for name, value in answers.items():
-        setattr(cuda, name, value)
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(cuda.nvtx, name, lambda *args, **kwargs: 0)
-    cuda.nvtx.range = _nothing
-
-
-def _answer_for_accelerator() -> None:
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is None:
-        return
-    for name in ("set_device_index", "set_device_idx", "synchronize", "empty_cache", "set_stream"):
-        setattr(accelerator, name, lambda *args, **kwargs: None)
-    accelerator.is_available = lambda *args, **kwargs: True
-    accelerator.current_accelerator = lambda *args, **kwargs: torch.device("cuda")
-    accelerator.device_count = torch.cuda.device_count
-    accelerator.current_device_index = torch.cuda.current_device
-    accelerator.current_device_idx = torch.cuda.current_device
-    accelerator.current_stream = lambda *args, **kwargs: _Stream()
-
-
-class _Stream:
-    """A stream on which everything is already done."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        pass
-
-    def wait_stream(self, other: Any) -> None:
-        """Nothing is under way."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing is under way."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """Returns an event that has happened."""
-        return event or _Event()
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
-    def is_capturing(self) -> bool:
-        """Whether a graph is captured."""
-        return False
-
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
-
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        """It has happened already."""
-
-    def wait(self, stream: Any = None) -> None:
-        """It has happened already."""
-
-    def synchronize(self) -> None:
-        """It has happened already."""
-
-    def query(self) -> bool:
-        """Whether it has happened."""
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        """Milliseconds, of which none are counted."""
-        return 0.0
-
-
-@contextmanager
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
 
 
 def _move_modules() -> None:
@@ -180,6 +60,21 @@ def _move_modules() -> None:
         return move(*args, **kwargs)
 
     nn.Module.to = moved  # type: ignore[method-assign]
+
+
+def _move_loaded() -> None:
+    """Loads on the CPU what a script would load on a GPU, and has the CPU as the default device in place of one."""
+    load, set_default = torch.load, torch.set_default_device
+
+    @wraps(load)
+    def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return load(file, "cpu" if map_location is not None else None, *args, **kwargs)
+
+    @wraps(set_default)
+    def default(device: Any) -> None:
+        set_default(_CPU if is_gpu(device) or type(device) is int else device)
+
+    torch.load, torch.set_default_device = loaded, default  # type: ignore[assignment]
 
 
 def _use_gloo() -> None:
@@ -214,7 +109,12 @@ def _averaging(function: Callable[..., Any], position: int) -> Callable[..., Any
             group = kwargs.get("group")
             tensor = args[position] if len(args) > position else kwargs.get("tensor", kwargs.get("input"))
             if isinstance(tensor, Tensor):
-                tensor.div_(dist.get_world_size(group))
+                part = tensor / dist.get_world_size(group)
+                if position:  # the input of another output stays as it is
+                    args = tuple(part if a is tensor else a for a in args)
+                    kwargs = {key: part if value is tensor else value for key, value in kwargs.items()}
+                else:
+                    tensor.copy_(part)
             args = tuple(dist.ReduceOp.SUM if a is operation else a for a in args)
             if "op" in kwargs:
                 kwargs["op"] = dist.ReduceOp.SUM

@@ -15,9 +15,8 @@ class PassPlan:
     folder of the script; ``record``: the folder that the ranks write to. ``ranks``: how many there are. ``steps``: the
     most steps of each optimizer. ``epoch_batches``: the batches to which longer loaders are shortened; 0 leaves them.
     ``memory``: the bytes that all ranks may use together; 0 for any number.
-    ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for GPUs.
-    ``join_gathers``, ``split_rows``, ``by_rank``: see ``gathers.py``, ``splits.py`` and
-    ``by_rank.py``.
+    ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for
+    ``gpus`` GPUs. ``join_gathers``, ``split_rows``, ``by_rank``: see ``gathers.py``, ``splits.py`` and ``by_rank.py``.
     ``feed``: the file of what it is fed with, see ``feed.py``.
     """
 
@@ -33,6 +32,7 @@ class PassPlan:
     float64: bool = True
     no_dropout: bool = True
     no_gpu: bool = False
+    gpus: int = 1
     join_gathers: bool = False
     split_rows: bool = False
     by_rank: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -34,6 +35,8 @@ def install(recorder: Recorder) -> None:
         function: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *rest: Any, **more: Any
     ) -> None:
         if not one and nprocs != ranks:
+            if nprocs == torch.cuda.device_count():
+                raise SpawnsOtherRanks(f"The script starts a rank for each GPU, of which there are {nprocs}.")
             raise SpawnsOtherRanks(
                 f"The script starts {nprocs} ranks by itself: run the check with --workers {nprocs}, or make their "
                 f"number an argument."
