@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 
 from apportion.script_check.comparison import beginnings
-from apportion.script_check.comparison.coverage import coverage, gradients_alike, same_rows
+from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
+from apportion.script_check.comparison.replicas import are_replicas
+from apportion.script_check.driver import _undecided
 from apportion.script_check.feed import FedIteration, Feed, reordered
 from apportion.script_check.passes import Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.retried import port_was_taken
 from apportion.script_check.rows import Rows, Structure, joined, turned
-from apportion.script_check.union import replay_feed, union_feed
+from apportion.script_check.union import draws_to_join, replay_feed, union_feed
 
 
 def record(rank: int, *events: dict[str, Any]) -> RankRecord:
@@ -75,6 +77,20 @@ def test_batches_are_joined_or_follow_one_another_and_those_read_twice_count_onc
     assert apart.length == 4
 
 
+def test_draws_of_a_script_with_a_single_step_are_joined() -> None:
+    def drawing(rank: int, *steps: int) -> RankRecord:
+        draws = [
+            {"kind": "draw", "step": at, "place": "train.py:5 randn 0", "values": np.array([rank + 1.0, at]),
+             "function": "randn", "gradients": True, "fetching": False}
+            for at in steps
+        ]  # fmt: skip
+        return record(rank, *draws, *(step(at + 1, w=[1.0]) for at in steps))
+
+    assert draws_to_join([drawing(0, 0), drawing(1, 0)], drawing(0, 0))
+    assert draws_to_join([drawing(0, 0, 1), drawing(1, 0, 1)], drawing(0, 0, 1))
+    assert not draws_to_join([drawing(0, 0), drawing(0, 0)], drawing(0, 0)), "the ranks draw the same"
+
+
 def test_what_ranks_bring_into_their_steps_follows_rank_by_rank() -> None:
     ranks = [
         record(rank, {"kind": "constant", "function": "linear", "values": [rank]}, step(w=[1.0])) for rank in range(2)
@@ -93,6 +109,15 @@ def test_a_comparison_that_leaves_tensors_or_steps_out_is_undecided() -> None:
     assert "other" in coverage(ranks, record(0, network(w=[1.0]), step(w=[1.0]))).undecided
     assert coverage(ranks, record(0, network(w=[1.0]), step(w=[1.0], other=[2.0]))).undecided == ""
     assert "no optimizer step" in coverage(ranks, record(0, network(w=[1.0]))).undecided
+
+
+def test_gradients_that_are_no_numbers_prove_nothing() -> None:
+    nan = float("nan")
+    assert not_finite(record(0, step(v=[1.0], w=[1.0, nan]), step(2, v=[nan]))) == "w"
+    assert not_finite(record(0, step(w=[1.0]), step(2, w=[nan]))) is None
+    assert are_replicas([record(rank, network(w=[nan]) | {"placements": {}}) for rank in range(2)])
+    found = _undecided([], record(0, step(w=[nan])), None)
+    assert "w is infinite or no number" in found
 
 
 def test_rows_that_a_script_chooses_by_itself_have_to_be_those_of_the_ranks() -> None:

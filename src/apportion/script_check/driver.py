@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apportion.script_check.comparison import beside, numbers, ranks_agree, schedules
-from apportion.script_check.comparison.coverage import coverage, gradients_alike
+from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite
 from apportion.script_check.comparison.extent import extent
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
@@ -156,6 +156,11 @@ def _undecided(spread: Sequence[RankRecord], union: RankRecord, bounds: StepBoun
     """Why a comparison that finds nothing says too little; empty where it says enough."""
     if bounds is not None and not bounds:
         return "rounding in the precision of the script is as large as what a mistake would change"
+    if (name := not_finite(union)) is not None:
+        return (
+            f"the gradient of {name} is infinite or no number (NaN) at the first step, so the values that follow prove "
+            f"nothing: see that all weights are initialized and all inputs are finite"
+        )
     if lost := unplaced(spread, union):
         return (
             f"{len(lost)} trained tensors ({', '.join(lost[:3])}) are no part of those of one process, and are not "

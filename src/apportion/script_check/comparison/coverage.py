@@ -56,6 +56,13 @@ def coverage(ranks: Sequence[RankRecord], union: RankRecord) -> Coverage:
     return Coverage(compared, len(tensors), tuple(missing))
 
 
+def not_finite(record: RankRecord) -> str | None:
+    """Returns the first tensor whose gradient before the first step is infinite or no number; None where there is
+    none."""
+    gradients = record.steps[0]["gradients"] if record.steps else {}
+    return next((name for name, each in gradients.items() if each is not None and not np.isfinite(each).all()), None)
+
+
 def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:
     """Whether the networks of one process were called, up to a number of steps, with the rows of all ranks.
 

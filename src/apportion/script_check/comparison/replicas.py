@@ -23,7 +23,8 @@ def are_replicas(ranks: Sequence[RankRecord]) -> bool:
     return bool(first) and all(
         set(other) == set(first)
         and all(
-            other[name].shape == array.shape and np.array_equal(other[name], array) for name, array in first.items()
+            other[name].shape == array.shape and np.array_equal(other[name], array, equal_nan=array.dtype.kind in "fc")
+            for name, array in first.items()
         )
         for other in others
     )
