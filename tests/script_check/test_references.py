@@ -52,7 +52,7 @@ def test_stages_get_the_names_of_the_run_of_tensors_with_their_values() -> None:
     assert found == [{"a": "a", "zero": "zero"}, {"a": "b", "zero": "null"}]
 
 
-def test_stages_of_equal_layers_are_told_apart_by_their_gradients() -> None:
+def test_stages_of_equal_layers_are_distinguished_by_their_gradients() -> None:
     union = record(0, network(a=[1.0], b=[1.0], c=[1.0]), step(a=[3.0], b=[4.0], c=[5.0]))
     ranks = [record(rank, network(a=[1.0]), step(a=[3.0 + rank])) for rank in range(3)]
     assert [places["a"].name for places in placed(ranks, union)] == ["a", "b", "c"]

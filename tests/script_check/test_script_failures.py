@@ -52,7 +52,7 @@ def test_a_failure_has_its_remedy(outcome: dict[str, Any] | None, output: str, w
         ({"how": "ended"}, "no gpu", False),
     ],
 )
-def test_a_missing_gpu_is_told_from_other_failures(outcome: dict[str, Any], output: str, wanted: bool) -> None:
+def test_a_missing_gpu_is_distinguished_from_other_failures(outcome: dict[str, Any], output: str, wanted: bool) -> None:
     assert failures.needs_gpu(outcome, output) == wanted
 
 

@@ -189,7 +189,7 @@ def _makes_state(recorder: Recorder) -> bool:
 
 
 def fingerprint(optimizer: Any) -> str:
-    """Returns a digest of the weights of an optimizer as this rank holds them, which tells where a run has resumed."""
+    """Returns a digest of the weights of an optimizer as this rank holds them, which shows where a run has resumed."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return digest("".join(digest(local_bytes(parameter)) for parameter in parameters).encode())
 

@@ -14,7 +14,7 @@ LARGEST_SAMPLE = 1 << 16
 """The elements recorded of one tensor of a network that has more than ``LARGEST_WHOLE`` of them."""
 LARGEST_WHOLE = 1 << 22
 LARGEST_ROW = 1 << 10
-"""The elements by which a row is told from others."""
+"""The elements by which a row is distinguished from others."""
 ROW_DIGITS = 6
 
 gathering = list[bool]()
