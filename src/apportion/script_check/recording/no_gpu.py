@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from apportion.script_check.recording import gpu_answers
+from apportion.script_check.recording import gpu_answers, synchronized_statistics
 from apportion.script_check.recording.recorder import Recorder
 
 _CPU = torch.device("cpu")
@@ -42,6 +42,7 @@ def without_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def install(recorder: Recorder) -> None:
     """Answer for the GPUs that the plan names."""
     gpu_answers.answer(int(recorder.plan["gpus"]))
+    synchronized_statistics.install()
     _move_modules()
     _move_loaded()
     _use_gloo()
