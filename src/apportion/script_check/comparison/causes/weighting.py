@@ -225,7 +225,8 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     others = [each for each in range(evidence.count) if each != rank]
     sentence = (
         f"{listed(names)}: the gradient on rank {rank} is {factor:.6g} times that of one process and of "
-        f"{ranks_listed(others)}, before step {found.shown}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
+        f"{ranks_listed(others)}, before step {found.shown}: what scales the gradients, such as clipping, leaves these "
+        "tensors out on some ranks."
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
     return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)
