@@ -87,7 +87,7 @@ def test_rounding_is_no_difference() -> None:
     assert judged(own, [given, given], mean) is None
 
 
-def test_a_sum_under_an_average_and_a_sum_without_one_are_told_apart() -> None:
+def test_a_sum_under_an_average_and_a_sum_without_one_are_distinguished() -> None:
     own = gradients()
     averaged = judged(own, [summed((0.5, 0.5), own)] * 2, summed((1.0, 1.0), own))
     assert averaged.name == "scale"

@@ -13,7 +13,7 @@ from apportion.script_check.record import RankRecord
 
 
 def suspected(union: RankRecord) -> bool:
-    """Whether a pass that joins the graphs can tell more: a collective had an input with a graph and none behind it."""
+    """Whether a pass that joins the graphs can show more: a collective had an input with a graph and none behind it."""
     return bool(union.of("cut"))
 
 

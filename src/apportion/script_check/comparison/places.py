@@ -71,7 +71,7 @@ def _has_values(weights: Mapping[str, Array], reference: Mapping[str, Array]) ->
 def _runs(record: RankRecord, union: RankRecord) -> dict[str, Place]:
     """The places of the networks of a rank whose tensors begin, in order, with the values of a run of tensors of one
     process, as a stage of a pipeline does. Its zeros and ones are found by what lies between them. Stages of layers
-    that are copies of each other begin alike, and are told apart by their gradients."""
+    that are copies of each other begin alike, and are distinguished by their gradients."""
     reference = initial(union)
     order, values = list(reference), [_value(array) for array in reference.values()]
     found = dict[str, Place]()
@@ -143,7 +143,7 @@ def _slice(rank: int, name: str, array: Array, reference: Mapping[str, Array]) -
 
 
 def _varies(array: Array) -> bool:
-    """Whether a tensor's values tell it from others: constants do not."""
+    """Whether a tensor's values distinguish it from others: constants do not."""
     return bool(array.size > 1 and np.ptp(array))
 
 
