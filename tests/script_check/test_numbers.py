@@ -11,7 +11,9 @@ from apportion.script_check.comparison import accumulation, beginnings, held, nu
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.combination import combination, proportional
 from apportion.script_check.comparison.places import Place, placed, unplaced
+from apportion.script_check.comparison.tensors import listed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.rows import Rows
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {"net.0.weight": RNG.normal(size=(4, 3)), "net.0.bias": np.zeros(4), "net.1.weight": RNG.normal(size=(2, 4))}
@@ -85,7 +87,7 @@ def test_rounding_is_no_difference() -> None:
     assert judged(own, [given, given], mean) is None
 
 
-def test_a_sum_under_an_average_and_a_sum_without_one_are_told_apart() -> None:
+def test_a_sum_under_an_average_and_a_sum_without_one_are_distinguished() -> None:
     own = gradients()
     averaged = judged(own, [summed((0.5, 0.5), own)] * 2, summed((1.0, 1.0), own))
     assert averaged.name == "scale"
@@ -124,6 +126,63 @@ def test_gradients_clipped_before_their_average() -> None:
     finding = judged(own, [summed((0.1, 0.2), own)] * 2, summed((0.15, 0.15), own))
     assert finding.name == "clipped_before_average"
     assert "0.2 on rank 0 and 0.4 on rank 1" in finding.sentence
+
+
+def test_one_ranks_gradients_on_all_ranks_are_not_called_clipped() -> None:
+    own = gradients()
+    finding = judged(own, [summed((1.0, 0.0), own)] * 2, summed((0.5, 0.5), own))
+    assert finding.name == "not_averaged"
+    assert "rows of rank 1 are left out" in finding.sentence
+
+
+def test_a_rank_whose_gradient_is_enlarged_is_not_called_clipped() -> None:
+    own = gradients()
+    assert judged(own, [summed((0.5, 1.0), own)] * 2, summed((0.5, 0.5), own)).name == "ranks_weighted"
+
+
+def test_one_process_without_the_rows_of_a_rank_is_not_called_weighted() -> None:
+    own = gradients()
+    finding = judged(own, [summed((0.5, 0.5), own)] * 2, summed((1.0, 0.0), own))
+    assert finding.name == "differs"
+    assert "nothing of the rows of rank 1" in finding.sentence
+
+
+def forward(synchronized: bool) -> dict[str, Any]:
+    return {
+        "kind": "wrapper_forward", "step": 0, "index": 0, "sync": synchronized, "gradients": True, "site": "train.py:8",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("synchronized", [(True, False, False), (False, True, False)])
+def test_an_average_before_the_last_micro_batch(synchronized: tuple[bool, ...]) -> None:
+    first, last = gradients(), gradients()
+    own = [summed((1.0, 1.0), [a, b]) for a, b in zip(first, last, strict=True)]
+    given = [summed((0.5, 0.5, 1.0), [*first, each]) for each in last]
+    wrapped = {"kind": "wrapped", "step": 0, "index": 0, "path": "net", "names": list(WEIGHTS)}
+    finding = judged(own, given, summed((0.5, 0.5), own), wrapped, *map(forward, synchronized))
+    assert finding.name == "not_averaged"
+    assert f"number {synchronized.index(True) + 1}" in finding.sentence
+
+
+@pytest.mark.parametrize(("alike", "name"), [(True, "not_averaged"), (False, "inputs_differ")])
+def test_parts_of_one_batch_are_no_other_batches(alike: bool, name: str) -> None:
+    own = gradients()
+    mean = summed((1.0, 1.0), own)
+    given = [{**mean, "net.1.weight": each["net.1.weight"]} for each in own]
+    ranks = []
+    for rank in range(2):
+        rows = Rows(np.arange(8.0).reshape(4, 2) + (0 if alike else rank), "float64")
+        events = record(rank, own[rank], given[rank]).events[1:]
+        batch = {"kind": "batch", "step": 0, "loader": "train.py:3", "number": 0, "rows": rows}
+        call = {"kind": "forward", "step": 0, "gradients": True, "inputs": [f"part {rank}"], "site": "train.py:18"}
+        ranks.append(RankRecord(rank, (network(WEIGHTS, groups={"net.0.weight": [0, 1]}), batch, call, *events)))
+    (finding,) = numbers.findings(ranks, record(0, mean, mean))
+    assert finding.name == name
+
+
+def test_names_are_listed_as_in_a_sentence() -> None:
+    assert [listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
+    assert listed(["a", "b", "c", "d", "e"]) == "a, b, c, d and others"
 
 
 def test_gradients_of_different_parameters_that_are_added() -> None:

@@ -11,7 +11,6 @@ from apportion.script_check.comparison.table import Parting, parting
 from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
 from apportion.testing.explanation import Circumstances, Explanation, explained
-from apportion.testing.noise import without_noise
 
 
 class DifferentNetwork(AssertionError):
@@ -56,7 +55,6 @@ def disagreement(
     for look in (_beginning, _counts, _nothing_moves):
         if (found := look(ranks, union)) is not None:
             return found
-    ranks, union = without_noise(ranks, union)
     parted, _ = parting(ranks, union)
     if parted is not None:
         return _parted(parted, ranks, union, shares)

@@ -33,6 +33,12 @@ class Combination:
         """Whether all parts have the same factor."""
         return bool(np.allclose(self.factors, self.factors[0], rtol=1e-7, atol=0.0))
 
+    @property
+    def left_out(self) -> list[int]:
+        """The parts that have no weight beside the others."""
+        largest = max(map(abs, self.factors), default=0.0)
+        return [at for at, factor in enumerate(self.factors) if abs(factor) < 1e-7 * largest]
+
 
 def combination(target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]]) -> Combination:
     """Returns the factors of the parts whose sum is nearest to the target; a tensor that a part lacks is zero in it."""

@@ -13,7 +13,7 @@ from apportion.script_check.record import RankRecord
 
 
 def suspected(union: RankRecord) -> bool:
-    """Whether a pass that joins the graphs can tell more: a collective had an input with a graph and none behind it."""
+    """Whether a pass that joins the graphs can show more: a collective had an input with a graph and none behind it."""
     return bool(union.of("cut"))
 
 
@@ -31,8 +31,8 @@ def findings(union: RankRecord, joined: RankRecord | None, bounds: StepBounds = 
             "gather_without_gradient",
             "difference",
             f"The {cut['function']} at {cut['site']} has no backward, and the loss depends on what it gathers: the "
-            f"gradient through it is lost. With it, {len(names)} of {len(found.compared)} gradients are others (cosine "
-            f"{first.cosine:.6g}), {names[0]} first.",
+            f"gradient through it is lost. With it, {len(names)} of {len(found.compared)} gradients differ (cosine "
+            f"{first.cosine:.6g}), that of {names[0]} first.",
             "Gather with torch.distributed.nn.functional.all_gather, which has a backward, or put the "
             "rank's own tensor "
             "in its place and scale the loss so that the average over the ranks is right.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.tensors import Array, initial, shown
+from apportion.script_check.comparison.tensors import Array, initial, listed, shown
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -28,7 +28,8 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
         return []
     names = tuple(shown(name, list(weights)) for name in left)
     everything = len(left) == len(trainable)
-    what = "No parameter of the network moves" if everything else f"{', '.join(names[:4])} never move"
+    move = "moves" if len(names) == 1 else "move"
+    what = "No parameter of the network moves" if everything else f"{listed(names)} never {move}"
     step = next(step for step in record.steps if any(name in step["weights"] for name in orphans))
     return [
         Finding(

@@ -35,7 +35,7 @@ class Further:
 
 
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Further = Further()) -> list[Finding]:
-    """Returns what the ranks' numbers tell, compared with each other and with one process. ``union``: of the pass of
+    """Returns what the ranks' numbers show, compared with each other and with one process. ``union``: of the pass of
     one process; None where there is none."""
     own = [*held.findings(ranks), *restart.findings(ranks)]
     if union is None:

@@ -143,7 +143,7 @@ def _slice(rank: int, name: str, array: Array, reference: Mapping[str, Array]) -
 
 
 def _varies(array: Array) -> bool:
-    """Whether a tensor's values tell it from others: constants do not."""
+    """Whether a tensor's values distinguish it from others: constants do not."""
     return bool(array.size > 1 and np.ptp(array))
 
 

@@ -13,13 +13,13 @@ from apportion.script_check.comparison.tensors import (
     Array,
     StepBounds,
     TensorDifference,
-    difference,
     initial,
     places,
     scale_of,
     shown,
     step_of,
 )
+from apportion.script_check.comparison.zero_gradients import ZeroGradients
 from apportion.script_check.record import RankRecord
 
 MOST_TENSORS = 32
@@ -42,7 +42,7 @@ def step_table(
     """
     steps = [place for place in places(union) if bounds is None or place in bounds][:MOST_STEPS]
     names = placed(ranks, union)
-    begun = [initial(record) for record in ranks]
+    begun, zeros = [initial(record) for record in ranks], ZeroGradients(ranks, union)
     rows = [_norms(ranks, union, place) for place in steps]
     tensors = dict[str, dict[str, Any]]()
     for at, (optimizer, number) in enumerate(steps):
@@ -54,11 +54,13 @@ def step_table(
             bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
             for rank, step in enumerate(made):
                 arrays: dict[str, Array | None] = {} if step is None else step[kind]
-                for name, array, part in beside(arrays, reference[kind], names[rank], begun[rank]):
+                for pair in beside(arrays, reference[kind], names[rank], begun[rank]):
+                    name = pair.place.name
                     row = tensors.setdefault(name, _empty(name, len(ranks), len(steps)))
                     row[kind][rank][at] = 0.0
                     if differs:
-                        _set(row, kind, (rank, at), difference(name, rank, array, part, scale, bound))
+                        found = pair.difference(rank, scale, bound, zeros if kind == "weights" else None)
+                        _set(row, kind, (rank, at), found)
     ordered = sorted(tensors.values(), key=_first)
     for row in ordered:
         row["name"] = shown(row["name"], list(tensors))

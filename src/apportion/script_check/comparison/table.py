@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from apportion.script_check.comparison.places import Place, Places, placed
 from apportion.script_check.comparison.tensors import (
     IN_FLOAT64,
     Array,
+    Bounds,
     StepBounds,
     TensorDifference,
     difference,
@@ -18,6 +19,7 @@ from apportion.script_check.comparison.tensors import (
     scale_of,
     step_of,
 )
+from apportion.script_check.comparison.zero_gradients import ZeroGradients
 from apportion.script_check.record import RankRecord
 
 
@@ -50,7 +52,7 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
     """Returns where the ranks part from one process, None where they do not, and the number of steps compared.
     ``bounds``: of each step to compare, by optimizer and number; without them, those of float64."""
     names = placed(ranks, union)
-    begun = [initial(record) for record in ranks]
+    begun, zeros = [initial(record) for record in ranks], ZeroGradients(ranks, union)
     compared = 0
     for optimizer, number in places(union):
         reference = step_of(union, optimizer, number)
@@ -63,8 +65,8 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
                 bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
-                for name, array, part in beside(arrays, reference[what], names[rank], begun[rank]):
-                    differs = difference(name, rank, array, part, scale, bound)
+                for pair in beside(arrays, reference[what], names[rank], begun[rank]):
+                    differs = pair.difference(rank, scale, bound, zeros if what == "weights" else None)
                     found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"
@@ -81,16 +83,36 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
     return None, compared
 
 
+class Pair(NamedTuple):
+    """A rank's array and what is in its place in one process. ``own``: the rank's name of it."""
+
+    own: str
+    place: Place
+    array: Array | None
+    part: Array | None
+
+    def difference(
+        self, rank: int, scale: float, bounds: Bounds, zeros: ZeroGradients | None = None
+    ) -> TensorDifference | None:
+        """Returns how the two differ; None where rounding explains it. ``zeros``: for weights, the gradients that are
+        zero but for rounding, of which optimizers may make steps that differ."""
+        name, array, part = self.place.name, self.array, self.part
+        found = difference(name, rank, array, part, scale, bounds)
+        if found is None or zeros is None or array is None or part is None:
+            return found
+        return difference(name, rank, *zeros.without(rank, self.own, self.place, array, part), scale, bounds)
+
+
 def beside(
     arrays: Mapping[str, Array | None], reference: Mapping[str, Array | None], names: Places, begun: Mapping[str, Array]
-) -> Iterator[tuple[str, Array | None, Array | None]]:
-    """Yields each array of a rank with its name in one process and what is in its place there. ``names``: the rank's
-    places; ``begun``: what its tensors began with."""
+) -> Iterator[Pair]:
+    """Yields each array of a rank with what is in its place in one process. ``names``: the rank's places; ``begun``:
+    what its tensors began with."""
     for name, array in arrays.items():
         place = names.get(name) or (None if name in begun else Place(name))
         if place is not None and place.name in reference:
             whole = reference[place.name]
-            yield place.name, array, None if whole is None else place.of(whole, begun.get(name))
+            yield Pair(name, place, array, None if whole is None else place.of(whole, begun.get(name)))
 
 
 def _before(record: RankRecord, optimizer: int) -> int:

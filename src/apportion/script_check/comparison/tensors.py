@@ -103,3 +103,14 @@ def shown(name: str, names: Sequence[str]) -> str:
     """Returns a name as it is printed: without the variable that holds the network, where all names have the same."""
     first = {each.partition(".")[0] for each in names}
     return name.partition(".")[2] or name if len(first) == 1 else name
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns at most four names as a sentence lists them, such as ``a, b and c``."""
+    parts = [*names[:4], "others"] if len(names) > 4 else list(names)
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
+
+
+def ranks_listed(ranks: Sequence[int]) -> str:
+    """Returns ranks as a sentence lists them, such as ``ranks 0 and 2``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + listed(list(map(str, ranks)))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from apportion.script_check.comparison.combination import combination
 from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.comparison.tensors import listed
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event
 
 
 def cause(evidence: Evidence) -> Finding | None:
     """Returns the finding that gradients are not averaged; None where all are."""
-    if (late := _late(evidence)) is not None:
-        return late
+    if (mistimed := _late(evidence) or _early(evidence)) is not None:
+        return mistimed
     alone = [name for name in evidence.found.names if name in evidence.alone]
     if not alone or len(alone) < len(evidence.found.names):
         return None
@@ -64,6 +66,41 @@ def _late(evidence: Evidence) -> Finding | None:
     )
 
 
+def _early(evidence: Evidence) -> Finding | None:
+    """The average is made before the last micro-batch of a window, and what comes after it is averaged by nothing."""
+    if evidence.alike:
+        return None
+    calls = defaultdict[int, list[Event]](list)
+    for event in evidence.window(evidence.ranks[0], "wrapper_forward"):
+        if event["gradients"]:
+            calls[event["index"]].append(event)
+    for index, forwards in calls.items():
+        names = _wrapped_names(evidence, index)
+        averaged = [at for at, forward in enumerate(forwards, 1) if forward["sync"]]
+        if not averaged or averaged[-1] == len(forwards) or not set(evidence.found.names) <= names:
+            continue
+        return Finding(
+            "not_averaged",
+            "difference",
+            f"Of the {len(forwards)} micro-batches of a step, the last one that DistributedDataParallel averages over "
+            f"the ranks is number {averaged[-1]}: what later ones add to the gradient is averaged by nothing, as "
+            "their forwards run inside of no_sync().",
+            "Leave no_sync() for the forward and backward of the last micro-batch of a step, which averages what all "
+            "of them have added.",
+            evidence.shown(evidence.found.names),
+            (),
+            evidence.found.shown,
+            forwards[-1]["site"],
+        )
+    return None
+
+
+def _wrapped_names(evidence: Evidence, index: int) -> set[str]:
+    """The names in one process of what a wrapper was given."""
+    events = [event for event in evidence.ranks[0].of("wrapped") if event["index"] == index]
+    return {evidence.names[0].get(name, name) for event in events for name in event["names"]}
+
+
 def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]:
     """No gradient at all is averaged."""
     intro = "No gradient is averaged over the ranks: each rank trains on its own rows alone, because "
@@ -109,14 +146,15 @@ def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]
 def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
     """Some gradients are averaged, and these are not."""
     first = evidence.ranks[0]
-    shown = ", ".join(evidence.shown(alone)[:4]) + (" and others" if len(alone) > 4 else "")
+    shown = listed(evidence.shown(alone))
+    their = "its gradient" if len(alone) == 1 else "their gradients"
     verb = "is" if len(alone) == 1 else "are"
     they = "it" if len(alone) == 1 else "them"
     site = site_of(evidence, alone[0])
     if _are_parts(evidence, alone):
         return (
             f"{shown}: each rank has only its own part of the gradient, and no collective adds the parts up.",
-            f"Add the gradient of {they} over the ranks of the group by an all_reduce, after backward.",
+            f"Sum {their} over the ranks of the group by an all_reduce, after backward.",
             site,
         )
     intro = f"{shown} {verb} trained, and no wrapper or collective averages {they} over the ranks"
@@ -125,7 +163,7 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
     if wrapped := first.of("wrapped"):
         ignored = {each for wrapper in first.of("wrapper") for each in wrapper["ignored"]}
         if any(name.endswith(each) for name in names for each in ignored):
-            return f"{intro}: DistributedDataParallel was told to ignore {they}.", _averaged(they), site
+            return f"{intro}: DistributedDataParallel was given {they} to ignore.", _averaged(their), site
         paths = [each["path"] for each in wrapped if each["path"]]
         if all(any(name.startswith(f"{path}.") for path in paths) for name in names):
             return (
@@ -142,13 +180,13 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
     if _sharded(evidence):
         tensor = "it is an ordinary tensor" if they == "it" else "they are ordinary tensors"
         if _inside_sharded(first.of("network"), names[0]):
-            return f"{intro}: {tensor} that fully_shard was told to ignore (ignored_params).", _averaged(they), site
+            return f"{intro}: {tensor} that fully_shard was given to ignore (ignored_params).", _averaged(their), site
         return (
             f"{intro}: {tensor} that no fully_shard call manages, as the root was not sharded.",
             "Call fully_shard on the root module as well.",
             site,
         )
-    return f"{intro}.", _averaged(they), site
+    return f"{intro}.", _averaged(their), site
 
 
 def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
@@ -159,8 +197,8 @@ def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
     return made.exact and all(abs(factor - 1) < 1e-7 for factor in made.factors)
 
 
-def _averaged(they: str) -> str:
-    return f"Average the gradient of {they} over the ranks by an all_reduce after backward, divided by their number."
+def _averaged(their: str) -> str:
+    return f"Average {their} over the ranks: an all_reduce after backward, divided by the number of ranks."
 
 
 def _sharded(evidence: Evidence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from apportion.script_check.comparison.causes import averaging, groups, lists, statistics, weighting
 from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.comparison.tensors import ranks_listed
 from apportion.script_check.findings import Finding
 
 
@@ -33,7 +34,7 @@ def _weights(evidence: Evidence) -> Finding:
     found = evidence.found
     names = evidence.shown(found.names)
     ranks = tuple(sorted({difference.rank for difference in found.differences}))
-    where = "all ranks" if len(ranks) == evidence.count else "rank " + " and ".join(map(str, ranks))
+    where = "all ranks" if len(ranks) == evidence.count else ranks_listed(ranks)
     steps = [step for step in evidence.steps if step is not None]
     if len({tuple(step["rates"]) for step in steps}) > 1:
         why = ": the learning rates differ between the ranks"
@@ -67,6 +68,9 @@ def _unexplained(evidence: Evidence) -> Finding:
     names = evidence.shown(found.names)
     first = found.of(found.names[0])[0]
     lost = "" if evidence.alike else " The ranks differ from each other, too."
+    wanted = evidence.weights_in_reference
+    if wanted.exact and wanted.left_out:
+        lost += f" The gradient of one process contains nothing of the rows of {ranks_listed(wanted.left_out)}."
     cut = evidence.window(evidence.ranks[0], "cut")
     if cut and evidence.alike:
         return Finding(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
 from apportion.script_check.comparison.combination import proportional
 from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.comparison.reading import row_digests
 from apportion.script_check.findings import Finding
 
 
@@ -59,7 +61,7 @@ def inputs(evidence: Evidence) -> Finding | None:
             [event for event in evidence.window(evidence.ranks[rank], "forward") if event["gradients"]]
             for rank in members
         ]
-        if len(members) < 2 or any(not each for each in forwards):
+        if len(members) < 2 or any(not each for each in forwards) or _read_alike(evidence, members):
             continue
         first = forwards[0][0]
         if any(each[0]["inputs"] != first["inputs"] for each in forwards[1:]):
@@ -90,6 +92,16 @@ def _sliced_by_hand(evidence: Evidence) -> list[str]:
         if len({place.start for each in evidence.places for place in each.values() if place.name == name})
         == evidence.count
     ]
+
+
+def _read_alike(evidence: Evidence, members: Sequence[int]) -> bool:
+    """Whether the ranks have read the same batches, so that their inputs are parts which the script has made of them,
+    as those of sequence parallelism are."""
+    read = [
+        [digest for event in evidence.window(evidence.ranks[rank], "batch") for digest in row_digests(event["rows"])]
+        for rank in members
+    ]
+    return bool(read[0]) and all(each == read[0] for each in read[1:])
 
 
 def _loader(evidence: Evidence) -> str:

@@ -12,8 +12,8 @@ def suspected(evidence: Evidence) -> bool:
     splits the rows in each module can tell why."""
     if evidence.found.what != "gradients" or not evidence.reference:
         return False
-    known = any(evidence.own)
-    return not known or evidence.weights_in_reference.residual > 1e-7
+    known, wanted = any(evidence.own), evidence.weights_in_reference
+    return not known or wanted.residual > 1e-7 or bool(wanted.left_out)  # such as by a loss of the largest row
 
 
 def modules(split: RankRecord) -> tuple[str, ...]:

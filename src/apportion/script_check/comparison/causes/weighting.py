@@ -8,7 +8,7 @@ import numpy as np
 
 from apportion.script_check.comparison.combination import Combination
 from apportion.script_check.comparison.evidence import Evidence
-from apportion.script_check.comparison.tensors import scale_of
+from apportion.script_check.comparison.tensors import listed, ranks_listed, scale_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -30,8 +30,7 @@ def scale(evidence: Evidence) -> Finding | None:
     if set(compared) <= set(found.names):
         intro = f"Every gradient is {factor:.10g} times that of one process"
     else:
-        listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
-        intro = f"{listed}: the gradient is {factor:.10g} times that of one process, the others agree"
+        intro = f"{listed(names)}: the gradient is {factor:.10g} times that of one process, the others agree"
     because, remedy = _because(evidence, factor)
     site = _site(evidence)
     return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
@@ -121,11 +120,13 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     """Returns the finding that the ranks' gradients are weighted otherwise than in one process, where their sum by
     other factors is the gradient of one process to the last digit."""
     given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
-    if not given.exact or not wanted.exact or not evidence.alike:
-        return None
+    if not given.exact or not wanted.exact or not evidence.alike or wanted.left_out:
+        return None  # one process that leaves out the rows of a rank has chosen rows, and weighted nothing
     found = evidence.found
+    if given.left_out:
+        return _left_out(evidence, given.left_out)
     names, clips = evidence.shown(found.names), evidence.window(evidence.ranks[0], "clip")
-    if wanted.alike and not given.alike:
+    if wanted.alike and not given.alike and (clips or max(_times(given)) < 1 + 1e-7):  # no clipping enlarges
         lower = min(range(evidence.count), key=lambda rank: given.factors[rank])
         sentence = (
             f"The ranks' own gradients were scaled before they were averaged, by {_per_rank(_times(given))}, each rank "
@@ -161,6 +162,22 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
             names, (), found.shown, _site(evidence),
         )  # fmt: skip
     return None
+
+
+def _left_out(evidence: Evidence, ranks: Sequence[int]) -> Finding:
+    """No rank's step has the gradients of some ranks, as where those of one rank are broadcast."""
+    found = evidence.found
+    return Finding(
+        "not_averaged",
+        "difference",
+        f"All ranks step with the same gradients, in which those of the rows of {ranks_listed(ranks)} are left out.",
+        "Average the gradients of all ranks: an all_reduce after backward, divided by the number of ranks. A broadcast "
+        "of one rank's gradients leaves out the others.",
+        evidence.shown(found.names),
+        tuple(ranks),
+        found.shown,
+        found.site,
+    )
 
 
 def _relative(weights: Combination) -> tuple[float, ...]:
@@ -205,11 +222,11 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     rank = max(ratios, key=lambda each: len(found.differences) if each in ratios else 0)
     factor = next(difference.ratio for difference in found.differences if difference.rank == rank)
     names = evidence.shown(found.names)
-    others = ", ".join(str(each) for each in range(evidence.count) if each != rank)
-    listed = ", ".join(names[:4]) + (" and others" if len(names) > 4 else "")
+    others = [each for each in range(evidence.count) if each != rank]
     sentence = (
-        f"{listed}: the gradient on rank {rank} is {factor:.6g} times that of one process and of rank {others}, before "
-        f"step {found.shown}: what scales the gradients, such as clipping, leaves these tensors out on some ranks."
+        f"{listed(names)}: the gradient on rank {rank} is {factor:.6g} times that of one process and of "
+        f"{ranks_listed(others)}, before step {found.shown}: what scales the gradients, such as clipping, leaves these "
+        "tensors out on some ranks."
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
     return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)
