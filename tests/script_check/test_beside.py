@@ -150,6 +150,21 @@ def test_rows_after_a_resume(resumed: tuple[int, int], name: str | None) -> None
         assert name in found["resumed_rows"].sentence
 
 
+@pytest.mark.parametrize(("following", "names"), [(SHUFFLED, {}), (EPOCH, {"resumed_rows": "warning"})])
+def test_the_best_weights_of_an_epoch_are_no_resume_in_it(
+    following: Sequence[Sequence[int]], names: dict[str, str]
+) -> None:
+    one, two = _two()
+    for rank, shift in ((one, 0), (two, 1)):
+        rank.epoch([[row + shift for row in batch] for batch in EPOCH])
+        rank.emit("restore", what="Linear", site="train.py:30")
+        place = rank.iteration("train.py:6")
+        for batch in following:
+            rank.read(place, [row + shift for row in batch])
+            rank.train(**({"weights_before": "w2"} if rank.step == 3 else {}))
+    assert _names((one, two)) == names
+
+
 def test_a_load_of_other_weights_is_no_resume() -> None:
     one, two = _two()
     for rank, epoch in ((one, EPOCH), (two, OTHER)):
