@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beside
+from apportion.script_check.comparison import beside, evaluations
+from apportion.script_check.comparison.reading import reading
 from apportion.script_check.findings import Finding
 
 EPOCH = ([0, 2], [4, 6], [8, 10])
@@ -49,7 +50,7 @@ def test_the_same_order_in_two_epochs() -> None:
     assert found.severity == "warning"
     assert found.ranks == (0, 1)
     assert "set_epoch" in found.remedy
-    assert "8, 2, 0" in found.sentence
+    assert "on ranks 0, 1 (rows 8, 2, 0, 10, 6, 4, ...), although" in found.sentence
 
 
 def test_a_fixed_order_is_a_note() -> None:
@@ -120,6 +121,11 @@ def test_a_loader_that_one_rank_ends_earlier() -> None:
     one.epoch(EPOCH)
     two.epoch(OTHER[:2])
     assert _names((one, two))["uneven_batches"] == "warning"
+    for rank in (one, two):
+        rank.emit("join", site="train.py:4")
+    assert "uneven_batches" not in _names((one, two)), (
+        "ranks that have ended take part in the collectives of the others"
+    )
 
 
 @pytest.mark.parametrize(("resumed", "name"), [((4, 6), None), ((0, 2), "again"), ((8, 10), "left out")])
@@ -142,6 +148,21 @@ def test_rows_after_a_resume(resumed: tuple[int, int], name: str | None) -> None
     else:
         assert list(found) == ["resumed_rows"]
         assert name in found["resumed_rows"].sentence
+
+
+@pytest.mark.parametrize(("following", "names"), [(SHUFFLED, {}), (EPOCH, {"resumed_rows": "warning"})])
+def test_the_best_weights_of_an_epoch_are_no_resume_in_it(
+    following: Sequence[Sequence[int]], names: dict[str, str]
+) -> None:
+    one, two = _two()
+    for rank, shift in ((one, 0), (two, 1)):
+        rank.epoch([[row + shift for row in batch] for batch in EPOCH])
+        rank.emit("restore", what="Linear", site="train.py:30")
+        place = rank.iteration("train.py:6")
+        for batch in following:
+            rank.read(place, [row + shift for row in batch])
+            rank.train(**({"weights_before": "w2"} if rank.step == 3 else {}))
+    assert _names((one, two)) == names
 
 
 def test_a_load_of_other_weights_is_no_resume() -> None:
@@ -190,6 +211,33 @@ def test_the_same_noise_for_different_rows() -> None:
                       values=None)  # fmt: skip
             rank.train()
     assert _names((one, two)) == {"same_draws": "warning"}
+
+
+def _streamed(rows: tuple[Sequence[int], Sequence[int]], function: str, draws: int) -> dict[str, str]:
+    ranks = _two()
+    for rank, read in zip(ranks, rows, strict=True):
+        rank.emit("computed", inputs=f"i{rank.rank}", outputs=f"o{rank.rank}", rows=2)
+        place = rank.iteration(rows=None, replicas=None)
+        for first in range(0, len(read), 2):
+            for number in range(draws):
+                rank.emit("draw", place="train.py:7", number=number, function=function, site="train.py:7",
+                          gradients=True, fetching=True, state="s", digest=f"d{number}", shape=(),
+                          values=None)  # fmt: skip
+            rank.read(place, read[first : first + 2], indexed=False)
+            rank.train()
+    return _names(ranks)
+
+
+def test_draws_by_which_a_stream_chooses_its_rows_are_the_same_on_all_ranks() -> None:
+    rows = ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert _streamed(rows, "randn", draws=2) == {"same_draws": "warning"}
+    assert _streamed(rows, "randn", draws=4) == {}, "each rank draws the rows of all ranks, and yields its own"
+    assert _streamed(rows, "random.randint", draws=2) == {}, "places in a buffer"
+
+
+def test_equal_rows_of_a_stream_are_not_one_row() -> None:
+    assert _streamed(((0, 1, 2, 3, 0, 1), (1, 2, 3, 2, 1, 0)), "random.randint", draws=1) == {}
+    assert _streamed(((0, 1, 2, 3), (1, 0, 3, 2)), "random.randint", draws=1) == {"shared_rows": "warning"}
 
 
 @pytest.mark.parametrize(
@@ -251,6 +299,28 @@ def test_figures_of_an_evaluation() -> None:
     assert _evaluated(0.5, 0.5, ((0, 1), (2, 0))) == {}, "the row that was read twice was dropped"
     assert _evaluated(0.5, 0.4, ((0, 1), (2, 0))) == {"evaluation": "warning"}
     assert _evaluated(0.5, 0.5, ((0, 1), (0, 1))) == {}, "each rank evaluates all rows"
+
+
+def test_a_sum_over_the_ranks_is_shown_divided_by_their_number() -> None:
+    ranks, union = _two(), Rank(0)
+    for rank, value in ((ranks[0], 1.125), (ranks[1], 1.125), (union, 0.5)):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        rank.evaluate([[rank.rank]])
+        rank.figure(value)
+    assert "is 0.5625 (1.125 as a sum over 2 ranks), and 0.5 for" in _found(ranks, union)["evaluation"].sentence
+
+
+def test_a_figure_that_is_another_in_each_run_is_none_of_the_evaluation() -> None:
+    ranks, union, again = _two(), Rank(0), Rank(0)
+    for rank, seconds in ((ranks[0], 0.31), (ranks[1], 0.31), (union, 0.22), (again, 0.23)):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        rank.evaluate([[rank.rank]])
+        rank.figure(seconds, site="train.py:24")
+        rank.figure(0.5 if rank in ranks else 0.4)
+    records = [rank.record for rank in ranks]
+    readings = [reading(record) for record in records]
+    assert evaluations.findings(records, readings, union.record)[0].site == "train.py:24"
+    assert evaluations.findings(records, readings, union.record, again.record)[0].site == "train.py:25"
 
 
 def test_shortened_epochs_are_named() -> None:

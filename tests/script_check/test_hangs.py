@@ -238,6 +238,13 @@ def test_a_call_too_many_on_one_rank() -> None:
     assert silent(one, other) == ["diverged_collectives"]
 
 
+def test_a_rank_that_has_joined_answers_with_calls_of_its_own() -> None:
+    one, other = (rank.add("join", site="train.py:2") for rank in both())
+    one.call("broadcast", (3,), root=0).end()
+    other.call("all_reduce", (3,)).end()
+    assert silent(one, other) == []
+
+
 def test_ranks_that_ended_do_not_wait() -> None:
     one, other = both()
     for rank in (one, other):

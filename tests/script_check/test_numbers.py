@@ -305,6 +305,14 @@ def test_a_rank_that_leaves_out_a_step(forwards: list[int]) -> None:
     assert finding.step == (3 if len(forwards) == 4 else 2)
 
 
+def test_steps_that_a_rank_leaves_out_at_its_end_under_join_are_meant() -> None:
+    steps = [{**step(at, {}), "forwards": at} for at in range(1, 6)]
+    joined: dict[str, Any] = {"kind": "join", "step": 0, "site": "train.py:1"}
+    ranks = [RankRecord(0, (joined, *steps)), RankRecord(1, (joined, *steps[:-1]))]
+    assert ranks_agree.findings(ranks) == []
+    assert len(ranks_agree.findings([ranks[0], RankRecord(1, tuple(steps[:-1]))])) == 1
+
+
 def test_ranks_that_begin_with_different_weights() -> None:
     other = {**WEIGHTS, "net.1.weight": RNG.normal(size=(2, 4))}
     ranks = [RankRecord(0, (network(WEIGHTS),)), RankRecord(1, (network(other),))]

@@ -8,11 +8,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from apportion.script_check.comparison import beside, numbers, ranks_agree, schedules
+from apportion.script_check.comparison import beside, evaluations, numbers, ranks_agree, schedules
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite
 from apportion.script_check.comparison.extent import extent
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
+from apportion.script_check.comparison.reading import identified, reading
 from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.comparison.table import parting
@@ -68,6 +69,8 @@ def check_script(
         found = _compare(passes)
         if any(finding.name == "schedule" for finding in found.findings):
             found = replace(found, findings=_schedules(found.findings, script, ranks, spread.conditions))
+        if any(finding.name == "evaluation" for finding in found.findings):
+            found = replace(found, findings=_evaluations(found.findings, script, passes))
         return answer(found.findings, accept, undecided=found.reason, compared=found.compared, about=found.about)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,3 +182,19 @@ def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditio
     if unusable(spread, ranks) is not None or unusable(union, 1) is not None:
         return tuple(findings)
     return (*others, *schedules.findings(spread.records, union.records[0]))
+
+
+def _evaluations(findings: Sequence[Finding], script: Script, passes: _Passes) -> tuple[Finding, ...]:
+    """Compares the evaluations again, without figures that one process has otherwise when it runs once more, such as
+    the seconds that an evaluation took."""
+    found, union = passes.reference, passes.union
+    differs = any(finding.severity == "difference" for finding in findings)
+    if found is None or union is None or found.replay or passes.unlike or differs:
+        return tuple(findings)  # no figures were compared
+    again = run_until_port_is_free("union-repeated", script, 1, passes.spread.conditions, found.feed)
+    if unusable(again, 1) is not None:
+        return tuple(findings)
+    ranks = passes.spread.passed.records
+    readings = identified([reading(record) for record in ranks])
+    others = tuple(finding for finding in findings if finding.name != "evaluation")
+    return (*others, *evaluations.findings(ranks, readings, union, again.records[0]))

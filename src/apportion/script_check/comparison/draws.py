@@ -15,6 +15,9 @@ _REMEDY = (
 )
 
 
+_WHOLE_NUMBERS = ("randint", "randrange", "random_", "choice")
+
+
 def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
     """Returns that data-parallel ranks draw the same masks or numbers for different rows, and that ranks draw different
     masks for the same rows."""
@@ -23,7 +26,7 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     distributed = are_replicas(ranks) and not _same_rows(readings)
     found = list[Finding]()
     if distributed:
-        found += _same_masks(ranks) or _same_draws(ranks) or _same_worker_seeds(readings)
+        found += _same_masks(ranks) or _same_draws(ranks, readings) or _same_worker_seeds(readings)
     elif not are_replicas(ranks):
         found += _unlike_masks(ranks)
     return found
@@ -75,13 +78,13 @@ def _unlike_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
     return []
 
 
-def _same_draws(ranks: Sequence[RankRecord]) -> list[Finding]:
+def _same_draws(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> list[Finding]:
     """Numbers that a line draws for each row of a batch, in training, alike on ranks whose rows differ."""
-    first = _per_row(ranks[0])
-    for record in ranks[1:]:
+    first = _per_row(ranks[0], readings[0])
+    for record, iterations in zip(ranks[1:], readings[1:], strict=True):
         if compute_the_same(ranks[0], record):
             continue  # no different rows for which they could differ
-        other = _per_row(record)
+        other = _per_row(record, iterations)
         for place, calls in first.items():
             pairs = list(zip(calls, other.get(place, []), strict=False))
             if pairs and all(one["digest"] == two["digest"] and one["digest"] for one, two in pairs):
@@ -137,7 +140,7 @@ def _random_values(iterations: Sequence[Iteration]) -> bool:
     )
 
 
-def _per_row(record: RankRecord) -> dict[str, list[Event]]:
+def _per_row(record: RankRecord, iterations: Sequence[Iteration]) -> dict[str, list[Event]]:
     """The draws of each place that are made for single rows, or have an entry for each row of the network's batch, at
     places where the script draws again after its first step."""
     sizes = {event["rows"] for event in record.of("computed")}
@@ -148,4 +151,17 @@ def _per_row(record: RankRecord) -> dict[str, list[Event]]:
             continue
         if event["fetching"] or (entries in sizes and entries is not None and entries > 1):
             found[event["place"]].append(event)
-    return {place: events for place, events in found.items() if events[-1]["step"] > 0}
+    return {
+        place: events
+        for place, events in found.items()
+        if events[-1]["step"] > 0 and not _chooses_rows(events, iterations)
+    }
+
+
+def _chooses_rows(events: Sequence[Event], iterations: Sequence[Iteration]) -> bool:
+    """Whether draws of iterable data choose or make the rows of all ranks, of which each rank yields its own: whole
+    numbers, as of places in a buffer, or more draws than the rank has read rows."""
+    streamed = [len(batch.rows) for each in iterations for batch in each.batches if not batch.indexed]
+    if not streamed or not events[0]["fetching"]:
+        return False
+    return events[0]["function"].rpartition(".")[2] in _WHOLE_NUMBERS or len(events) > sum(streamed)

@@ -36,13 +36,20 @@ class _Figures:
 
 
 def findings(
-    ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]], union: RankRecord | None
+    ranks: Sequence[RankRecord],
+    readings: Sequence[Sequence[Iteration]],
+    union: RankRecord | None,
+    again: RankRecord | None = None,
 ) -> list[Finding]:
     """Returns the first figure that differs, and rows that count twice. ``union``: the script as one process on the
-    rows that the ranks evaluated, each once; None where its weights are not those of the ranks."""
+    rows that the ranks evaluated, each once; None where its weights are not those of the ranks. ``again``: a repeat of
+    it; figures that it has otherwise, such as times, are none of the evaluation."""
     twice = _rows_twice(ranks, readings)
     figures = [_figures(record) for record in ranks]
     alone = _figures(union) if union is not None else {}
+    if again is not None:
+        repeated = _figures(again)
+        alone = {place: each for place, each in alone.items() if place in repeated and _repeats(each, repeated[place])}
     for place, reference in alone.items():
         found = [each[place] for each in figures if place in each]
         value = _aggregated(found, len(ranks))
@@ -50,7 +57,7 @@ def findings(
         if value is None or not single or len(value) != len(reference.values):
             continue  # values of rows, batches or ranks, of which a figure may be computed later
         if not _equal(value, reference.values, len(ranks)):
-            return [_differs(place, value, reference.values, twice)]
+            return [_differs(place, value, reference.values, twice, len(ranks))]
     if twice is not None and not _dropped(figures, alone, len(ranks)) and not _gathers_for_metrics(ranks):
         return [twice]
     return []
@@ -65,6 +72,10 @@ def _aggregated(found: Sequence[_Figures], ranks: int) -> list[float] | None:
         return None
     values = found[0].values
     return values if all(each.calls == found[0].calls for each in found) else None
+
+
+def _repeats(one: _Figures, other: _Figures) -> bool:
+    return len(one.values) == len(other.values) and all(map(_close, one.values, other.values))
 
 
 def _equal(found: Sequence[float], reference: Sequence[float], ranks: int) -> bool:
@@ -160,18 +171,23 @@ def _padded(iteration: Iteration, twice: Sequence[str], read: int, rows: int) ->
     )
 
 
-def _differs(place: Place, value: Sequence[float], alone: Sequence[float], twice: Finding | None) -> Finding:
+def _differs(
+    place: Place, value: Sequence[float], alone: Sequence[float], twice: Finding | None, ranks: int
+) -> Finding:
     step, site, _ = place
     cause = (
         twice.sentence
         if twice is not None
         else "Batches, or ranks, of unequal size are weighted equally, or only a part of the rows counts."
     )
-    one, two = next((a, b) for a, b in zip(value, alone, strict=True) if not _close(a, b))
+    one, two = next(pair for pair in zip(value, alone, strict=True) if not _equal(pair[:1], pair[1:], ranks))
+    mean = one / ranks  # which the script may compute later, from the number that it took out of the sum
+    summed = abs(mean - two) < abs(one - two)
+    shown = f"{mean:.9g} ({one:.9g} as a sum over {ranks} ranks)" if summed else f"{one:.9g}"
     return Finding(
         "evaluation",
         "warning",
-        f"The figure of the evaluation at {site} is {one:.9g}, and {two:.9g} for one process that evaluates the same "
+        f"The figure of the evaluation at {site} is {shown}, and {two:.9g} for one process that evaluates the same "
         f"rows once with the same weights. {cause}",
         "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks.",
         step=step or None,

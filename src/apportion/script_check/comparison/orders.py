@@ -69,7 +69,7 @@ def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
     begun, step = earlier.begun, later.trained[0].step
     epochs = f"Epochs {earlier.number + 1} and {later.number + 1}"
     indexed = earlier.batches[0].indexed
-    first = f", {', '.join(map(str, _order(earlier)[:_SHOWN]))}, ..." if indexed else ""
+    first = f" (rows {', '.join(map(str, _order(earlier)[:_SHOWN]))}, ...)" if indexed else ""
     where = f"on rank {ranks[0]}" if len(ranks) == 1 else f"on ranks {', '.join(map(str, ranks))}"
     if not _shuffled(earlier):
         return Finding(

@@ -12,12 +12,16 @@ _REMEDY = "Decide on all ranks alike whether a step is made, by a sum over the r
 
 
 def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
-    """Returns that a rank leaves out a step that another makes."""
+    """Returns that a rank leaves out a step that another makes. Under torch's ``Join``, the steps that a rank leaves
+    out at its end are meant, and it gets the weights of the last rank."""
     counts = [len(record.steps) for record in ranks]
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
     if min(counts) == max(counts):
         return _elsewhere(ranks)
-    step = _first_other(_read(ranks[fewest]), _read(ranks[most])) or min(counts) + 1
+    step = _first_other(_read(ranks[fewest]), _read(ranks[most]))
+    if step is None and all(record.of("join") for record in ranks):
+        return []
+    step = step or min(counts) + 1
     sentence = (
         f"Rank {fewest} made {min(counts)} optimizer steps where rank {most} made {max(counts)}; the first one that it "
         f"left out is step {step}."

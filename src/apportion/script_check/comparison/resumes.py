@@ -79,10 +79,17 @@ def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _Resum
     )
     order = _order(record, before)
     finished = len(read) == len(order) if order else before.exhausted and read[-1] is before.batches[-1]
-    if after is None or finished:
+    if after is None or finished or _begins_another(before, after, resume):
         return None
     again = _again(read, after, resume)
     return again if again is not None else _left_out(read, order, before, after, resume)
+
+
+def _begins_another(before: Iteration, after: Iteration, resume: _ResumePoint) -> bool:
+    """Whether the run had read the epoch to its end before the load, and goes on with rows in another order: it takes
+    up the best weights of an epoch, and begins the next one."""
+    ended = before.exhausted and before.batches[-1].position < resume.loaded
+    return ended and any(one.rows != two.rows for one, two in zip(before.batches, after.batches, strict=False))
 
 
 def _order(record: RankRecord, iteration: Iteration) -> list[tuple[Hashable, ...]]:

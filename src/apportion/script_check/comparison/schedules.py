@@ -100,6 +100,6 @@ def _differs(record: RankRecord, optimizer: int, group: int, rates: Sequence[flo
 
 
 def _moves(rates: Sequence[float], own: Sequence[float], every: int) -> bool:
-    """Whether enough steps can be compared at a distance to tell the rate."""
+    """Whether enough steps can be compared at a distance to determine the rate."""
     sampled = own[::every][: len(rates)]
     return len(sampled) > 1 and len(set(sampled)) > 1

@@ -22,8 +22,9 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     found = list[Finding]()
     replicas = are_replicas(ranks)
     seen = set[tuple[str, str]]()
+    joining = all(record.of("join") for record in ranks)  # a rank that has ended takes part in the steps of the others
     for epoch in _epochs(readings):
-        each = [_uneven(epoch)]
+        each = [None if joining else _uneven(epoch)]
         if replicas:
             each += [_shared(ranks, epoch), _unread(ranks, epoch)]
         for finding in each:
@@ -67,9 +68,16 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     if identical:
         if not all(compute_the_same(ranks[sharing[0]], ranks[rank]) for rank in sharing[1:]):
             return None  # ranks that compute different parts of the same rows
-    elif _padding(epoch, rows, set(twice)) or (not first.batches[0].indexed and 2 * len(twice) < len(readers)):
+    elif _padding(epoch, rows, set(twice)) or (
+        not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers))
+    ):
         return None
     return _shared_finding(first, sharing, twice, len(readers))
+
+
+def _may_be_equal(rows: dict[int, list[Hashable]], twice: int, every: int) -> bool:
+    """Whether values that several ranks read may be those of different rows: few are, or one rank reads equal rows."""
+    return 2 * twice < every or any(len(set(each)) < len(each) for each in rows.values())
 
 
 def _padding(epoch: dict[int, Iteration], rows: dict[int, list[Hashable]], twice: set[Hashable]) -> bool:

@@ -67,6 +67,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         functions,
         gathers,
         group_making,
+        joins,
         loaders,
         losses,
         modules,
@@ -101,6 +102,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     losses.install(recorder)
     plain = plain_optimizers.install(recorder, networks, steps)
     scalers.install(recorder)
+    joins.install(recorder)
     restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
