@@ -252,7 +252,7 @@ from pathlib import Path
 word, waited = sys.argv[1:]
 Path(word).write_text("written")
 deadline = time.monotonic() + 30
-while not Path(waited).exists() and time.monotonic() < deadline:
+while not (Path(waited).exists() and Path(waited).read_text()) and time.monotonic() < deadline:
     time.sleep(0.01)
 print(Path(waited).read_text(), sorted(path.name for path in Path().glob("word*")))
 """

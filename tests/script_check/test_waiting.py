@@ -1,4 +1,4 @@
-"""Ranks that wait are told from ranks that compute: the ranks here are small programs that write records."""
+"""Ranks that wait are distinguished from ranks that compute: the ranks here are small programs that write records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits for the ranks of a pass, and tells ranks that wait for each other from ranks that compute.
+"""Waits for the ranks of a pass, and distinguishes ranks that wait for each other from ranks that compute.
 
 A rank has ended when its record says so: its process then stays until it is killed. Ranks hang when, for longer than
 any earlier pause of this script, none of those that have not ended has recorded anything, used a processor, waited for
