@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from apportion.script_check.sandbox.mounts import SHARED_MEMORY
 
 _MAPPED = re.compile(rf"(\d+) +{SHARED_MEMORY}/")
-"""In a line of a process's maps: the number of a file's inode. The name is not that by which it is to be found, as the
-C library makes a semaphore under another one."""
+"""The number of a file's inode in a line of a process's maps. The C library makes a semaphore under another name than
+the one by which it is found, so only the number identifies it."""
 
 
 def existing() -> set[str]:
