@@ -218,13 +218,41 @@ def test_no_process_outlives_a_sandbox(user: User, tmp_path: Path, kind: str, ki
         time.sleep(0.02)
 
 
+SEMAPHORES = """
+import multiprocessing, signal
+from multiprocessing import shared_memory
+lock = multiprocessing.get_context("spawn").Lock()
+block = shared_memory.SharedMemory(create=True, size=8)
+print("sem." + lock._semlock.name.strip("/"), block.name.strip("/"), flush=True)
+signal.alarm(60)
+signal.pause()
+"""
+"""A script that uses a semaphore, as loader processes of another context than fork do, and shared memory."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["landlock", pytest.param("hook", marks=THOROUGH)])
+def test_shared_memory_of_killed_processes_is_removed(user: User, tmp_path: Path, kind: str) -> None:
+    (user.project / "semaphores.py").write_text(SEMAPHORES)
+    output = tmp_path / "records" / "output"
+    with opened(user, tmp_path / "records", kind) as sandbox:
+        sandbox.start([Command([sys.executable, "-m", "semaphores"], environment(user), output)])
+        deadline = time.monotonic() + 30
+        while not output.read_text().endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        names = output.read_text().split()
+        assert set(names) <= set(os.listdir("/dev/shm"))
+    assert not set(names) & set(os.listdir("/dev/shm"))
+
+
 SHARES = """
 import sys, time
 from pathlib import Path
 word, waited = sys.argv[1:]
 Path(word).write_text("written")
 deadline = time.monotonic() + 30
-while not Path(waited).exists() and time.monotonic() < deadline:
+while not (Path(waited).exists() and Path(waited).read_text()) and time.monotonic() < deadline:
     time.sleep(0.01)
 print(Path(waited).read_text(), sorted(path.name for path in Path().glob("word*")))
 """

@@ -1,4 +1,4 @@
-"""Ranks that wait are told from ranks that compute: the ranks here are small programs that write records."""
+"""Ranks that wait are distinguished from ranks that compute: the ranks here are small programs that write records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,23 @@ def test_pauses_that_the_script_makes_are_no_hang(ranks: Ranks, monkeypatch: pyt
 def test_a_process_that_ends_without_a_word_has_died(ranks: Ranks) -> None:
     outcome = ranks.wait("os._exit(1)", "begin(); forever()")
     assert (outcome.how, outcome.unfinished, outcome.died) == ("hang", (0, 1), (0,))
+
+
+def test_seconds_in_which_the_watch_itself_was_stopped_do_not_count(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SHORTEST", 20.0)
+    monkeypatch.setattr(waiting, "OUTSIDE", 20.0)
+    stopped, looks, real = [0.0], [0], time.monotonic
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        looks[0] += any(path.stat().st_size for path in ranks.folder.glob("*.pkl"))
+        stopped[0] = 100.0 if looks[0] > 5 else 0.0  # once the record has been seen
+
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: real() + stopped[0], sleep=sleep))
+    outcome = ranks.wait("begin(); time.sleep(2.0); end(); forever()", seconds=300.0)
+    assert (stopped[0], outcome.how) == (100.0, "ended")
 
 
 def test_the_limit_holds(ranks: Ranks) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import socket
 import sys
 import time
@@ -11,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from apportion.errors import ApportionError
 from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import PassPlan
+from apportion.script_check.recording.recorder import UNWRITABLE
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
@@ -74,9 +78,25 @@ class Conditions:
 
 
 def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
-    """Run a script once and return what was recorded; ``name`` names the pass's folder."""
+    """Run a script once and return what was recorded; ``name`` names the pass's folder.
+
+    Raises ApportionError where the folder takes no records, as on a full disk.
+    """
     folder = conditions.folder / name
     folder.mkdir(parents=True)
+    try:
+        return _run_in(folder, name, script, ranks, conditions, feed)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(folder).free >> 20
+        raise ApportionError(
+            f"the records of the check do not fit into {folder} ({error.strerror}), where {free} MiB are free: set "
+            "TMPDIR to a folder of a file system with more room"
+        ) from error
+
+
+def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None) -> Passed:
     if feed is not None:
         feed.save(folder / "feed.pkl")
     _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
@@ -96,8 +116,13 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
             ]
         )
         waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
-        records = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
-    outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+        found = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
+        unwritable = [process.number for process in processes if process.poll() == UNWRITABLE]
+    missing = set(range(ranks)) - {record.rank for record in found}  # their process died before it could record
+    records = sorted([*found, *map(RankRecord, missing)], key=lambda record: record.rank)
+    if unwritable:
+        raise OSError(errno.ENOSPC, f"rank {unwritable[0]} could not write its record")
+    outputs = [_text(folder / f"rank{rank}.log") for rank in range(ranks)]
     return Passed(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
 
 
@@ -144,6 +169,11 @@ def _environment(rank: int, ranks: int, port: int, threads: int) -> Mapping[str,
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def _text(path: Path) -> str:
+    """What a rank has printed; empty where its process ended before it could open the file."""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _available_memory() -> int:

@@ -1,4 +1,4 @@
-"""Waits for the ranks of a pass, and tells ranks that wait for each other from ranks that compute.
+"""Waits for the ranks of a pass, and distinguishes ranks that wait for each other from ranks that compute.
 
 A rank has ended when its record says so: its process then stays until it is killed. Ranks hang when, for longer than
 any earlier pause of this script, none of those that have not ended has recorded anything, used a processor, waited for
@@ -33,6 +33,8 @@ NCCL does while it waits."""
 TIMES = 8.0
 """How many times as long as the longest pause so far from which the script went on by itself."""
 _LOOK = 0.1
+_LONGEST_LOOK = 1.0
+"""The most seconds that count between two looks: the machine has stopped this process too where more have passed."""
 _NOTICED = 1.0
 """Pauses shorter than this are not looked at, so that watching costs nothing while a script runs."""
 _STRAY = 0.15
@@ -67,7 +69,7 @@ def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: flo
             how: Literal["ended", "hang", "limit"] = "ended" if not watch.running else "hang" if hanging else "limit"
             died = tuple(sorted(watch.died))
             unfinished = tuple(sorted((*watch.running, *died)))
-            return WaitOutcome(how, unfinished, died, now - watch.quiet_since, watch.stacks())
+            return WaitOutcome(how, unfinished, died, watch.now - watch.quiet_since, watch.stacks())
         time.sleep(_LOOK)
 
 
@@ -85,11 +87,15 @@ class _Watch:
         self._inside: tuple[float, bool] = (0.0, False)
         self.running: list[int] = list(self._ranks)
         self.died = set[int]()
-        self.recorded_at = self.quiet_since = time.monotonic()
+        self._looked_at = time.monotonic()
+        self.now = self.recorded_at = self.quiet_since = 0.0
+        """Seconds of watching, without those in which this process was stopped itself."""
 
     def look(self) -> None:
         """Look at the records and, in a pause, at the processes."""
-        now = time.monotonic()
+        before, self._looked_at = self._looked_at, time.monotonic()
+        self.now += min(self._looked_at - before, _LONGEST_LOOK)
+        now = self.now
         if len(self._pids) < len(self._ranks):
             self._pids |= rank_processes(self._roots)
         ended = [rank for rank in self._ranks if (self._record / f"rank{rank}.end").exists()]
@@ -109,7 +115,7 @@ class _Watch:
         """Whether the ranks hang."""
         if not self.running:
             return False
-        now = time.monotonic()
+        now = self.now
         shortest = AFTER_AN_END if len(self.running) < len(self._ranks) else SHORTEST
         needed = max(shortest, TIMES * self._longest)
         if now - self.quiet_since > needed:

@@ -1,4 +1,4 @@
-"""Records each call of torch's functions that clip gradients, so that one can tell whether it comes before or after the
+"""Records each call of torch's functions that clip gradients, so that one can see whether it comes before or after the
 collectives that average them."""
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from typing import Any
 
 from apportion.process import PACKAGE
 
+UNWRITABLE = os.EX_IOERR
+"""The status with which a rank ends that cannot write its record, as on a full disk."""
+_leave = os._exit
 _TORCH = str(Path(importlib.util.find_spec("torch").submodule_search_locations[0]))  # type: ignore[union-attr,index]
 
 
@@ -42,7 +45,10 @@ class Recorder:
         self._folder = str(plan["folder"])
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._file = Path(plan["record"], f"rank{rank}.pkl").open("wb")  # noqa: SIM115 (open until the process ends)
+        try:
+            self._file = Path(plan["record"], f"rank{rank}.pkl").open("wb")  # noqa: SIM115 (open until the process ends)
+        except OSError:
+            _leave(UNWRITABLE)
 
     @property
     def active(self) -> bool:
@@ -50,18 +56,24 @@ class Recorder:
         return os.getpid() == self._pid
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Write one event; nothing in a process forked from the rank."""
+        """Write one event; nothing in a process forked from the rank. Ends the process where it cannot be written."""
         if not self.active:
             return
         data = pickle.dumps({"kind": kind, "step": self.step, **fields}, protocol=5)
-        with self._lock:
-            self._file.write(data)
-            self._file.flush()
+        try:
+            with self._lock:
+                self._file.write(data)
+                self._file.flush()
+        except OSError:  # not raised: the script, which has done nothing wrong, could catch it
+            _leave(UNWRITABLE)
 
     def finish(self, **outcome: Any) -> None:
         """Write the event ``end``, and an empty file beside the record which says that it is complete."""
         self.emit("end", time=time.monotonic(), **outcome)
-        Path(self.plan["record"], f"rank{self.rank}.end").touch()
+        try:
+            Path(self.plan["record"], f"rank{self.rank}.end").touch()
+        except OSError:
+            _leave(UNWRITABLE)
 
     def own(self, file: str) -> bool:
         """Whether a source file is the user's: in the script's folder, and not of an installed package."""

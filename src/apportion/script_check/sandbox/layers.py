@@ -164,7 +164,7 @@ def _try_to_write(view: str) -> None:
 
 
 def _mapped(kind: str, number: int) -> bool:
-    """Whether a user or a group is one of this user namespace; one that is not is shown as nobody."""
+    """Whether a user or a group is one of this user namespace; one that is not is shown as the overflow user."""
     with open(f"/proc/self/{kind}_map") as file:
         extents = [tuple(map(int, line.split())) for line in file]
     return any(first <= number < first + count for first, _, count in extents)

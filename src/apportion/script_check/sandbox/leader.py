@@ -4,7 +4,7 @@ It makes the namespaces, of which all ranks are, and ends with everything in the
 started it does. Three processes take part, each the parent of the next:
 
 - the *guardian* stays outside. It gives the user namespace its users, and where its own parent dies it removes the
-  records, which nobody else would;
+  records, as no other process would;
 - the *maker* makes the namespaces and arranges the mounts;
 - the *starter* is the first process in the namespace of process numbers: with it the kernel kills all others. It
   starts the ranks and reports them by lines on the socket: ``ready KIND``, ``refused REASON``, ``started RANK PID``

@@ -74,10 +74,10 @@ def forbid_new_privileges() -> None:
     call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def bound_capabilities(kept: Collection[int]) -> None:
+def bound_capabilities(allowed: Collection[int]) -> None:
     """Programs that this process runs have no other capabilities than these, even as root."""
     for capability in range(64):
-        if capability not in kept:
+        if capability not in allowed:
             try:
                 call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
             except OSError:  # beyond the last capability of this kernel

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import select
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from apportion.errors import ApportionError
-from apportion.script_check.sandbox import mounts
+from apportion.script_check.sandbox import mounts, shared_memory
 from apportion.script_check.sandbox.mirror import Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
 from apportion.script_check.sandbox.scope import FileScope
@@ -101,7 +99,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt of the terminal reaches this process alone
             )
-        self._shared_memory = _shared_memory()
+        self._shared_memory = shared_memory.existing()
         self._ready, self._refused, self._closed = "", "", False
         self._mirror: Mirror | None = None
 
@@ -203,7 +201,7 @@ class Sandbox:
         self._control.close()
         self._set_closed()
         if self._mirror is not None:
-            _remove_shared_memory(self._shared_memory)
+            shared_memory.remove(shared_memory.abandoned(shared_memory.existing() - self._shared_memory))
 
     def _set_closed(self) -> None:
         self._closed = True
@@ -253,18 +251,3 @@ _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 def _listed(paths: Sequence[str]) -> str:
     return ", ".join(paths)
-
-
-def _shared_memory() -> set[str]:
-    return set(os.listdir(mounts.SHARED_MEMORY)) if os.path.isdir(mounts.SHARED_MEMORY) else set()
-
-
-def _remove_shared_memory(before: Collection[str]) -> None:
-    """Removes shared memory that is newer than ``before`` and bears the number of a process that has ended, as torch
-    and OpenMP name theirs: processes that were killed have not removed it."""
-    for name in _shared_memory() - set(before):
-        number = re.match(r"(?:torch|__KMP_REGISTERED_LIB)_(\d+)_", name)
-        path = os.path.join(mounts.SHARED_MEMORY, name)
-        if number and not os.path.exists(f"/proc/{number[1]}"):
-            with contextlib.suppress(OSError):  # of another user, or removed by now
-                os.unlink(path)

@@ -73,8 +73,8 @@ def _existing(path: str) -> str:
 def _folders(paths: Iterable[str]) -> tuple[str, ...]:
     """The folders among these, each once, without those that belong to the system."""
     real = dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path))
-    kept = (path for path in real if path.startswith(_SHARED) or not within(path, _OF_THE_SYSTEM))
-    return tuple(path for path in kept if path != "/")
+    ordinary = (path for path in real if path.startswith(_SHARED) or not within(path, _OF_THE_SYSTEM))
+    return tuple(path for path in ordinary if path != "/")
 
 
 def within(path: str, folders: Iterable[str]) -> bool:

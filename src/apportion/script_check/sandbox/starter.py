@@ -12,6 +12,8 @@ import traceback
 from typing import Any, NoReturn
 
 from apportion.process import die_with_parent
+from apportion.script_check.processes import family
+from apportion.script_check.sandbox import shared_memory
 
 
 class Starter:
@@ -19,6 +21,7 @@ class Starter:
 
     def __init__(self, control: socket.socket, guardian: socket.socket) -> None:
         self._control, self._guardian = control, guardian
+        self._shared_memory = shared_memory.existing()
         self._ranks = dict[int, int]()
         """The rank of each process that runs, by its number."""
 
@@ -85,7 +88,8 @@ class Starter:
 
     def _end_descendants(self) -> None:
         """Kills all descendants of this process (Linux), or the groups of all ranks: those whose own parent ends become
-        its children."""
+        its children. Removes the shared memory that they used, which the killed processes do not."""
+        used = shared_memory.mapped(family(os.getpid())) - self._shared_memory
         for pid in self._ranks:
             _kill(-pid)
         while True:
@@ -94,7 +98,8 @@ class Starter:
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
-                return
+                break
+        shared_memory.remove(used)
 
 
 def _kill(pid: int) -> None:
