@@ -391,7 +391,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no seconds": (step, {"timeout": None}, r"timeout=None: .* seconds above 0"),
     "endless": (step, {"timeout": float("inf")}, r"timeout=inf: .* at most 604800"),
     "an optimizer": (
-        step, {"optimizer": torch.optim.SGD([nn.Parameter(ROWS[0])], lr=0.1)}, r"type SGD: .* such as torch.optim.AdamW"),
+        step, {"optimizer": torch.optim.SGD([nn.Parameter(ROWS[0])])}, r"type SGD: .* such as torch.optim.AdamW"),
     "a wrapped model": (step, {"wrap": Net()}, r"wrap=an object of type Net: it is a function"),
     "shared by 3": (step, {"shared": 3, "ranks": 4}, r"shared=3: .* divides ranks=4"),
 }  # fmt: skip
