@@ -40,7 +40,7 @@ class ScriptAnswer:
     ranks wait for each other".
     ``findings``: what was found, the most important first. ``compared``: what was compared, in numbers, by name.
     ``about``: sentences on how the script was run (shortened loaders, the reference, the sandbox). ``ranks``: lines
-    that say what each rank was doing when all waited, and ``hang`` the whole of it, with the stacks.
+    on what each rank was doing when all waited, and ``hang`` the whole of it, with the stacks.
     """
 
     verdict: str

@@ -127,7 +127,7 @@ class Sandbox:
         if self._mirror is None:
             return (
                 f"The script ran in a sandbox: writes to {_listed(self._scope.needed)} and temporary folders were "
-                "discarded, others were refused, and there was no network but loopback."
+                "discarded; others, and connections beyond loopback, were refused."
             )
         refused = self._ready.removeprefix(self.kind).strip()
         because = f" as the kernel allows no namespaces here ({refused})" if refused else ""
