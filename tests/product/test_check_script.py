@@ -78,6 +78,8 @@ WRONG = {
     "no step": (("train.py", "--steps", "0"), "0", "range", "x>=1"),
     "an unknown finding": (("train.py", "--accept", "skiped_steps"), "skiped_steps", "not the name", "skipped_steps"),
     "a page in no folder": (("train.py", "--out", "no/page.html"), "no/page.html", "does not exist", "check.html"),
+    "a page in place of the script": (("train.py", "--out", "./train.py"), "--out", "the script itself", "check.html"),
+    "a page without a name": (("train.py", "--out", ""), "--out ''", "names no file", "check.html"),
     "a page of a workload": (("train.py:w", "--out", "a.html"), "--out", "goes with a script", "leave it out"),
     "arguments of a workload": (("train.py:w", "--strategy", "hogwild", "--", "x"), "'x'", "takes none", "leave them"),
     "nothing": ((), "Missing", "argument", "apportion check train.py"),
@@ -161,6 +163,16 @@ def test_a_mistake_is_named_with_its_factor_tensors_line_and_page(folder: Path) 
     assert "Which rows each rank read" in page.headings
     assert page.outside == []
     assert before == sorted(path.name for path in folder.iterdir() if path.name not in ("page.html", "trained"))
+
+
+@pytest.mark.processes
+def test_the_answer_is_printed_where_the_page_cannot_be_written(folder: Path) -> None:
+    name = f"{'long' * 62}.html"  # a temporary name beside it is too long for the file system
+    command = [sys.executable, "-m", "apportion", "check", "train.py", "--steps", "1", "--out", name]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 3
+    assert ended.stdout.startswith("The same network")
+    assert f"--out {name} was not written: " in ended.stderr
 
 
 @pytest.mark.processes

@@ -387,6 +387,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no parameters": (step, {"model": nn.ReLU()}, r"model ReLU has no parameters: .* give the network"),
     "no gpu": (step, {"backend": "nccl", "ranks": 64}, r"one GPU for each of ranks=64, .* use backend='gloo'"),
     "no function": (5, {}, r"step=5: it is a function step\(model, optimizer, rows\)"),
+    "one part": (step, {"parts": 4}, r"parts=4: .* here 2 positive integers"),
+    "no seconds": (step, {"timeout": None}, r"timeout=None: .* seconds above 0"),
+    "endless": (step, {"timeout": float("inf")}, r"timeout=inf: .* at most 604800"),
+    "an optimizer": (
+        step, {"optimizer": torch.optim.SGD([nn.Parameter(ROWS[0])])}, r"type SGD: .* such as torch.optim.AdamW"),
+    "a wrapped model": (step, {"wrap": Net()}, r"wrap=an object of type Net: it is a function"),
     "shared by 3": (step, {"shared": 3, "ranks": 4}, r"shared=3: .* divides ranks=4"),
 }  # fmt: skip
 

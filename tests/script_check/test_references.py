@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.replicas import are_replicas
 from apportion.script_check.driver import _undecided
+from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.feed import FedIteration, Feed, reordered
+from apportion.script_check.findings import Finding, answer
 from apportion.script_check.passes import Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.retried import port_was_taken
@@ -118,6 +121,17 @@ def test_gradients_that_are_no_numbers_prove_nothing() -> None:
     assert are_replicas([record(rank, network(w=[nan]) | {"placements": {}}) for rank in range(2)])
     found = _undecided([], record(0, step(w=[nan])), None)
     assert "w is infinite or no number" in found
+
+
+def test_gradients_that_are_never_finite_prove_nothing_and_are_null_in_json() -> None:
+    lost = [record(rank, network(w=[1.0]), step(w=[float("nan")])) for rank in range(2)]
+    assert "not a number at every step" in coverage(lost, lost[0]).undecided
+    later = record(0, network(w=[1.0]), step(w=[1.0]), step(2, w=[float("inf")]))
+    assert coverage([later, later], later).undecided == ""
+    table = step_table([later, later], later, differs=True)
+    assert [each["norm"] for each in table["steps"]] == [1.0, None]
+    apart = Finding("differs", "difference", "w has another shape.", factor=float("nan"))
+    json.dumps(answer([apart], compared={"table": table}).as_json(), allow_nan=False)
 
 
 def test_rows_that_a_script_chooses_by_itself_have_to_be_those_of_the_ranks() -> None:

@@ -16,6 +16,18 @@ def raised(kind: str, message: str = "", line: str = "") -> dict[str, Any]:
     return {"how": "raised", "type": kind, "message": message, "line": line, "site": "train.py:3"}
 
 
+def test_a_reason_and_its_remedy_are_two_sentences() -> None:
+    ended = RankRecord(0, ({"kind": "end", "step": 0, "how": "exited", "code": 2},))
+    output = "usage: train.py\ntrain.py: error: the following arguments are required: --lr\n"
+    passed = Passed([ended], [output], WaitOutcome("ended", ()), 1.0)
+    reason = failures.unusable(passed, 2)
+    assert reason is not None
+    assert reason.endswith("required: --lr. The script needs the arguments --lr: give them after --.")
+    late = failures.unusable(Passed([ended], [output], WaitOutcome("limit", (0,)), 120.0), 2)
+    assert late is not None
+    assert "compare fewer steps (--steps)" in late
+
+
 @pytest.mark.parametrize(
     ("outcome", "output", "wanted"),
     [

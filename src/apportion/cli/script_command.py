@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -79,12 +80,15 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
             steps=STEPS if request.steps is None else request.steps,
             accept=request.accept,
         )
-    if request.out is not None:
-        write_report(answer, script_of(target, request.own, module=request.module is not None), request.out)
     if request.as_json:
         typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
     else:
         typer.echo("\n".join(answer_lines(answer, target)))
+    if request.out is not None:  # after the answer, which is not to be lost where the disk is full
+        try:
+            write_report(answer, script_of(target, request.own, module=request.module is not None), request.out)
+        except OSError as error:
+            raise OSError(f"--out {request.out} was not written: {error.strerror or error}") from error
     return answer.status
 
 
@@ -107,12 +111,26 @@ def _target(request: ScriptRequest, of_workloads: Mapping[str, str | None]) -> s
                 f"{flag} {value} goes with a workload, and {target} is a script, which has its own way to run on "
                 f"several ranks: leave {flag} out, or {hint}"
             )
-    if request.out is not None:
-        folder = Path(request.out).parent
-        if Path(request.out).is_dir() or not folder.is_dir():
-            what = "is a folder" if Path(request.out).is_dir() else f"lies in {folder}, which does not exist"
-            raise ValueError(f"--out {request.out} {what}: give the file to write the page to, as check.html")
+    if request.out is not None and (what := _unusable(request.out, target)):
+        raise ValueError(f"--out {request.out or repr('')} {what}: give the file to write the page to, as check.html")
     return target
+
+
+def _unusable(out: str, target: str) -> str:
+    """Returns why a page cannot be written to a path, which is found before the check takes its time; empty where
+    nothing is against it."""
+    path = Path(out)
+    if not out:
+        return "names no file"
+    if path.is_dir():
+        return "is a folder"
+    if not path.parent.is_dir():
+        return f"lies in {path.parent}, which does not exist"
+    if not os.access(path.parent, os.W_OK):
+        return f"lies in {path.parent}, where you may not write"
+    if path.exists() and Path(target).exists() and path.samefile(target):
+        return "is the script itself"
+    return ""
 
 
 def _end(number: int, _: object) -> None:

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what the check of a script is doing, and for how long."""
+"""A line on the terminal that shows what the check of a script is doing, and for how long."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ def unusable(passed: Passed, ranks: int) -> str | None:
     """Returns why a pass says nothing, and the remedy; None where it does."""
     if passed.waited.how == "limit":
         late = written_ranks(passed.unfinished)
-        return f"{late} did not end within {passed.seconds:.0f} s; pass a higher limit or fewer steps"
+        return (
+            f"{late} did not end within {passed.seconds:.0f} s: compare fewer steps (--steps), or give the script "
+            f"arguments with which a step is shorter"
+        )
     if passed.waited.how == "hang":
         found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
         return "its ranks wait for each other" if found is None else found.finding.sentence
@@ -33,7 +36,7 @@ def unusable(passed: Passed, ranks: int) -> str | None:
         first = next((r for r in failed if r.outcome is not None), failed[0])
         output = passed.outputs[first.rank]
         reason = f"the script failed on rank {first.rank}: {described(first.outcome, output)}"
-        return f"{reason} {remedy(first.outcome, output, ranks)}".rstrip()
+        return ". ".join(filter(None, (reason.rstrip(". "), remedy(first.outcome, output, ranks))))
     if not any(record.steps for record in passed.records):
         last = next((line for line in map(last_line, passed.outputs) if line), "")
         ending = f"; its last line was: {last}" if last else ""

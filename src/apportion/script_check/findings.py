@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from typing import Any, Literal
 
 Severity = Literal["difference", "warning", "note"]
@@ -39,7 +40,7 @@ class ScriptAnswer:
     ranks wait for each other".
     ``findings``: what was found, the most important first. ``compared``: what was compared, in numbers, by name.
     ``about``: sentences on how the script was run (shortened loaders, the reference, the sandbox). ``ranks``: lines
-    that say what each rank was doing when all waited, and ``hang`` the whole of it, with the stacks.
+    on what each rank was doing when all waited, and ``hang`` the whole of it, with the stacks.
     """
 
     verdict: str
@@ -56,8 +57,13 @@ class ScriptAnswer:
         return {"the same network": 0, "could not run": 3}.get(self.verdict, 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the answer as plain values."""
-        return {"status": self.status, **asdict(self)}
+        """Returns the answer as plain values, of which each number is finite, as JSON has no others."""
+        findings = tuple(asdict(finding) | {"factor": _finite(finding.factor)} for finding in self.findings)
+        return {"status": self.status, **asdict(self), "findings": findings}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
 
 
 def answer(

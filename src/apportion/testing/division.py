@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,8 @@ def _group(shared: bool | int, ranks: int) -> int:
 
 
 def _checked(parts: Sequence[int], groups: int) -> tuple[int, ...]:
-    chosen = tuple(parts)
-    if len(chosen) != groups or not all(isinstance(part, int) and part > 0 for part in chosen):
+    chosen = tuple(parts) if isinstance(parts, Iterable) else ()
+    if len(chosen) != groups or not all(type(part) is int and part > 0 for part in chosen):
         raise ValueError(
             f"parts={parts!r}: it has the rows of each {'rank' if groups > 1 else 'group of ranks'} in a global batch, "
             f"here {groups} positive integers"

@@ -68,7 +68,7 @@ class _Tensor:
 
 
 def explained(differences: Sequence[TensorDifference], seen: Circumstances) -> Explanation:
-    """Returns the likely cause of gradients that differ at one step, by which the ranks may be told apart."""
+    """Returns the likely cause of gradients that differ at one step, by which the ranks may be distinguished."""
     tensors = _by_tensor(differences, seen.ranks)
     if any(math.isnan(ratio) for tensor in tensors for ratio in tensor.ratios):
         return _shapes(tensors, seen)

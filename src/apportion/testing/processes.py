@@ -211,19 +211,19 @@ def _died(rank: _RunningRank) -> WorkerFailed:
 
 def _raised(rank: _RunningRank) -> Exception:
     assert rank.raised is not None
-    told = rank.raised
-    if told["mistake"]:
-        return ValueError(told["summary"])
-    what = f"{_name(rank)} raised {told['doing']}: {told['summary']}"
+    report = rank.raised
+    if report["mistake"]:
+        return ValueError(report["summary"])
+    what = f"{_name(rank)} raised {report['doing']}: {report['summary']}"
     if not rank.place.alone:
-        return WorkerFailed(what, rank=rank.place.rank, traceback=told["traceback"], where=told["where"])
+        return WorkerFailed(what, rank=rank.place.rank, traceback=report["traceback"], where=report["where"])
     failure = WorkerFailed(
         f"{what}; the reference is step in one process, with a process group of one rank: where it cannot run so, give "
         "reference=, a function like step that trains the network in one process",
-        where=told["where"],
+        where=report["where"],
     )
-    if told["traceback"] is not None:
-        failure.add_note(f"the reference's own traceback:\n{told['traceback']}")
+    if report["traceback"] is not None:
+        failure.add_note(f"the reference's own traceback:\n{report['traceback']}")
     return failure
 
 

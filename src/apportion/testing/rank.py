@@ -42,7 +42,7 @@ DEFAULT_OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
 
 
 def run(sock: socket.socket, payload: bytes) -> int:
-    """Try the step in one process, and tell the test's process of each call; returns the exit status."""
+    """Try the step in one process, and report each call to the test's process; returns the exit status."""
     lines = Lines(sock)
     place, data = pickle.loads(payload)
     _print_to(Path(place.folder, f"rank{place.rank}.log"))
@@ -90,7 +90,7 @@ class _Attempt:
             if place.weights is not None:
                 recording.set_weights(pickle.loads(Path(place.weights).read_bytes()))
             recording.begin()
-            self._tell()
+            self._report()
             self._call(trial, model, optimizer, recorder, device)
 
     def _prepared(self, trial: StepTrial, device: torch.device) -> tuple[nn.Module, Any]:
@@ -139,9 +139,9 @@ class _Attempt:
                 made=recorder.step - made,
                 drew=[name for name, state in generators().items() if state != before[name]],
             )
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._lines.send({"kind": "progress"})
 
 

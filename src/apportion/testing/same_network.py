@@ -24,7 +24,7 @@ from apportion.testing.processes import log_of, run_pass
 from apportion.testing.stacks import before_stacks
 from apportion.testing.transfer import packed
 from apportion.testing.trial import RankPlace, Step, StepTrial
-from apportion.testing.usable import refuse_nothing_compared, refuse_unfit
+from apportion.testing.usable import refuse_nothing_compared, refuse_other_than_functions, refuse_unfit
 from apportion.testing.verdict import DifferentNetwork, disagreement
 
 __tracebackhide__ = True  # pytest shows the line of the test, and not those of this module
@@ -91,9 +91,7 @@ def assert_same_network(  # noqa: PLR0913 (one argument for each thing that a st
     """
     __tracebackhide__ = True
     refuse_unfit(step, model, ranks, steps, backend, timeout)
-    for name, function in {"wrap": wrap, "optimizer": optimizer, "reference": reference}.items():
-        if function is not None and not callable(function):
-            raise ValueError(f"{name}={function!r}: it is a function, see the documentation of assert_same_network")
+    refuse_other_than_functions({"wrap": wrap, "optimizer": optimizer, "reference": reference})
     division = divided(rows, ranks, steps, shared, parts)
     trial = StepTrial(step, model, wrap, optimizer, reference, rows, steps, division)
     data = packed(trial, [f for f in (step, model, wrap, optimizer, reference) if f is not None], _caller())

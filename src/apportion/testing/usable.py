@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,13 @@ from torch import nn
 from apportion.script_check.record import RankRecord
 
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
-
+_FUNCTIONS = {
+    "wrap": "a function that is called with the model on each rank, such as DistributedDataParallel",
+    "optimizer": "a function that makes an optimizer from the parameters, such as torch.optim.AdamW",
+    "reference": "a function reference(model, optimizer, rows) that makes the step in one process",
+}
+LONGEST = 7 * 24 * 3600.0
+"""The longest time without progress, in seconds, that the deadlines of collectives can be made of."""
 LARGEST = 1e100
 """The largest value that is compared: squares beyond it overflow."""
 
@@ -25,8 +31,10 @@ def refuse_unfit(step: Any, model: Any, ranks: int, steps: int, backend: str, ti
         raise ValueError(f"ranks={ranks!r}: a distributed step is compared on at least 2 ranks; give ranks=2")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: it is the number of calls of step, at least 1; give steps=8")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout!r}: it is a number of seconds above 0; give timeout=60.0")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST:
+        raise ValueError(
+            f"timeout={timeout!r}: it is a number of seconds above 0, at most {LONGEST:.0f}; give timeout=60.0"
+        )
     if isinstance(model, nn.Module):
         if next(model.parameters(), None) is None:
             raise ValueError(
@@ -42,6 +50,15 @@ def refuse_unfit(step: Any, model: Any, ranks: int, steps: int, backend: str, ti
             f"backend={backend!r} has one GPU for each of ranks={ranks}, and this machine has "
             f"{torch.cuda.device_count()}: use backend='gloo', which computes on the CPU"
         )
+
+
+def refuse_other_than_functions(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument, by its name, that is neither None nor the function that it has to be."""
+    for name, value in given.items():
+        if value is None or (callable(value) and not isinstance(value, nn.Module)):
+            continue
+        shown = repr(value) if isinstance(value, str | int | float) else f"an object of type {type(value).__name__}"
+        raise ValueError(f"{name}={shown}: it is {_FUNCTIONS[name]}")
 
 
 def refuse_nothing_compared(ranks: Sequence[RankRecord], union: RankRecord) -> None:

@@ -1,4 +1,4 @@
-"""Compares what the ranks and one process have recorded, and says what differs first."""
+"""Compares what the ranks and one process have recorded, and finds what differs first."""
 
 from __future__ import annotations
 

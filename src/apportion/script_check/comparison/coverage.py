@@ -19,11 +19,13 @@ ROW_DIGITS = 6
 @dataclass(frozen=True)
 class Coverage:
     """``steps``: the optimizer steps compared; ``tensors``: the trained tensors compared; ``missing``: those that have
-    no counterpart in one process, or on no rank."""
+    no counterpart in one process, or on no rank; ``finite``: whether all gradients of one process are finite at any of
+    these steps."""
 
     steps: int
     tensors: int
     missing: tuple[str, ...]
+    finite: bool = True
 
     @property
     def undecided(self) -> str:
@@ -35,13 +37,18 @@ class Coverage:
                 f"{len(self.missing)} trained tensors of the ranks and of one process have no counterpart, "
                 f"{self.missing[0]} among them"
             )
+        if not self.finite:
+            return (
+                "gradients of one process are infinite or not a number at every step, and nothing can be compared with "
+                "them: give the script arguments with which its loss is finite, such as a smaller learning rate"
+            )
         return ""
 
 
 def coverage(ranks: Sequence[RankRecord], union: RankRecord) -> Coverage:
     """Returns what of the ranks' steps has a counterpart in one process."""
     names = placed(ranks, union)
-    compared, tensors, missing = 0, set[str](), dict[str, None]()
+    compared, finite, tensors, missing = 0, False, set[str](), dict[str, None]()
     for step in union.steps:
         steps = [step_of(record, step["optimizer"], step["number"]) for record in ranks]
         found = set[str]()
@@ -51,9 +58,10 @@ def coverage(ranks: Sequence[RankRecord], union: RankRecord) -> Coverage:
         if not found:
             continue
         compared += 1
+        finite = finite or bool(np.isfinite(scale_of(step["gradients"])))
         tensors |= found & set(step["gradients"])
         missing |= dict.fromkeys(sorted(found ^ set(step["gradients"])))
-    return Coverage(compared, len(tensors), tuple(missing))
+    return Coverage(compared, len(tensors), tuple(missing), finite)
 
 
 def not_finite(record: RankRecord) -> str | None:

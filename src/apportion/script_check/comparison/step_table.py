@@ -33,7 +33,7 @@ def step_table(
     """Returns the table of the steps of both.
 
     ``steps``: each with the numbers of its ``optimizer`` and, from 1, of its ``step``, and the norm of all gradients
-    together, of each rank (``norms``, None of a rank that has not made it) and of one process (``norm``).
+    together, of each rank (``norms``) and of one process (``norm``), None where it is not finite or not made.
     ``tensors``: each with its ``name`` and, for gradients and weights, by rank and step, the norm of the difference
     over that of the reference: 0 where rounding explains it, None where there is nothing to compare, -1 where the
     shapes differ or the reference is zero; those that differ first come first. ``ratios``: of the gradients that
@@ -89,8 +89,12 @@ def _first(row: dict[str, Any]) -> int:
 
 def _norms(ranks: Sequence[RankRecord], union: RankRecord, place: tuple[int, int]) -> dict[str, Any]:
     made = [step_of(record, *place) for record in (*ranks, union)]
-    norms = [None if step is None else _short(scale_of(step["gradients"])) for step in made]
+    norms = [None if step is None else _finite(scale_of(step["gradients"])) for step in made]
     return {"optimizer": place[0], "step": place[1], "norms": norms[:-1], "norm": norms[-1]}
+
+
+def _finite(value: float) -> float | None:
+    return _short(value) if isfinite(value) else None  # JSON has no other numbers
 
 
 def _short(value: float) -> float:

@@ -124,8 +124,8 @@ class Sandbox:
         """Says how the user's files are protected."""
         if self._mirror is None:
             return (
-                f"The script ran in namespaces of its own: what it wrote in {_listed(self._scope.needed)} and in "
-                "temporary folders was discarded, nothing else could be written, and loopback was its only network."
+                f"The script ran in a sandbox: writes to {_listed(self._scope.needed)} and temporary folders were "
+                "discarded; others, and connections beyond loopback, were refused."
             )
         refused = self._ready.removeprefix(self.kind).strip()
         because = f" as the kernel allows no namespaces here ({refused})" if refused else ""
