@@ -12,8 +12,8 @@ from apportion.script_check.comparison.coverage import coverage, gradients_alike
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.replicas import are_replicas
-from apportion.script_check.driver import _undecided
 from apportion.script_check.comparison.step_table import step_table
+from apportion.script_check.driver import _undecided
 from apportion.script_check.feed import FedIteration, Feed, reordered
 from apportion.script_check.findings import Finding, answer
 from apportion.script_check.passes import Passed

@@ -83,7 +83,7 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
     return None, compared
 
 
-class Pair(NamedTuple):
+class ComparedPair(NamedTuple):
     """A rank's array and what is in its place in one process. ``own``: the rank's name of it."""
 
     own: str
@@ -105,14 +105,14 @@ class Pair(NamedTuple):
 
 def beside(
     arrays: Mapping[str, Array | None], reference: Mapping[str, Array | None], names: Places, begun: Mapping[str, Array]
-) -> Iterator[Pair]:
+) -> Iterator[ComparedPair]:
     """Yields each array of a rank with what is in its place in one process. ``names``: the rank's places; ``begun``:
     what its tensors began with."""
     for name, array in arrays.items():
         place = names.get(name) or (None if name in begun else Place(name))
         if place is not None and place.name in reference:
             whole = reference[place.name]
-            yield Pair(name, place, array, None if whole is None else place.of(whole, begun.get(name)))
+            yield ComparedPair(name, place, array, None if whole is None else place.of(whole, begun.get(name)))
 
 
 def _before(record: RankRecord, optimizer: int) -> int:
