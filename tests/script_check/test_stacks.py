@@ -37,7 +37,6 @@ THOROUGH = [
     "loaders.py stream --workers 2",
     "minimum_gpus.py",
     "modules.py ckpt",
-    "modules.py compile",
     "modules.py complex",
     "modules.py half",
     "modules.py shared",
@@ -56,10 +55,18 @@ THOROUGH = [
     "two_optimizers.py",
     "updated_by_hand.py",
 ]
+SLOW = ["modules.py compile"]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("call", [*FAST, *(pytest.param(call, marks=pytest.mark.thorough) for call in THOROUGH)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *FAST,
+        *(pytest.param(call, marks=pytest.mark.thorough) for call in THOROUGH),
+        *(pytest.param(call, marks=pytest.mark.slow) for call in SLOW),
+    ],
+)
 def test_a_healthy_script_is_the_same_network(call: str) -> None:
     if call.startswith("accelerate"):
         pytest.importorskip("accelerate")
