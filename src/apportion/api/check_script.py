@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ MOST_RANKS = 64
 
 
 @named_arguments("check")
-def check_script(
+def check_script(  # noqa: PLR0913 (all but two are options)
     script: str | os.PathLike[str],
     arguments: Sequence[str] = (),
     *,
@@ -28,6 +29,7 @@ def check_script(
     workers: int = RANKS,
     steps: int = STEPS,
     accept: Sequence[str] = (),
+    then: Sequence[str] | None = None,
 ) -> ScriptAnswer:
     """Run a training script on several ranks, and once as one process on the union of their rows, and compare the two
     after every optimizer step, tensor by tensor.
@@ -35,14 +37,16 @@ def check_script(
     ``script``: the path of its file, or with ``module`` the dotted name that ``python -m`` takes. ``arguments``: the
     script's own. ``workers``: the number of ranks, at least 2, each with torchrun's variables in its environment.
     ``steps``: the largest number of optimizer steps that is compared. ``accept``: names of findings that are intended,
-    and count as notes.
+    and count as notes. ``then``: for a script that resumes in a run of its own, the arguments that this run has
+    besides, such as ``["--resume", "last.pt"]``, or none: it is run a second time, in the folder that the first run
+    has left, and compared across both.
 
     The script runs unchanged, in float64 and without dropout, and what it writes is discarded. The answer has a
     ``verdict``, its ``findings`` with their remedies, and the exit ``status`` of the command line. Nothing is raised
     for a script that fails: the verdict is "could not run", with the reason. Raises ValueError for an argument that is
     wrong.
     """
-    checked = script_of(script, arguments, module=module)
+    checked = script_of(script, arguments, module=module, then=then)
     check_ranks(workers)
     if not _whole(steps) or steps < 1:
         raise ValueError(f"steps={steps!r} must be a whole number of optimizer steps, at least 1, as steps={STEPS}")
@@ -52,12 +56,19 @@ def check_script(
     return run_check(checked, ranks=workers, steps=steps, accept=accept)
 
 
-def script_of(target: str | os.PathLike[str], arguments: Sequence[str] = (), *, module: bool = False) -> Script:
+def script_of(
+    target: str | os.PathLike[str],
+    arguments: Sequence[str] = (),
+    *,
+    module: bool = False,
+    then: Sequence[str] | None = None,
+) -> Script:
     """Returns a script with its arguments. Raises ValueError where there is no such file or module."""
-    if isinstance(arguments, str):
-        raise ValueError(f"arguments={arguments!r} must be a list of words, as {arguments.split()!r}")
+    for word, value in (("arguments", arguments), ("then", then)):
+        if isinstance(value, str):
+            raise ValueError(f"{word}={value!r} must be a list of words, as {shlex.split(value)!r}")
     name = os.fspath(target)
-    script = Script(name, tuple(map(str, arguments)), module)
+    script = Script(name, tuple(map(str, arguments)), module, None if then is None else tuple(map(str, then)))
     if module:
         if name.endswith(".py") or os.sep in name:
             raise ValueError(

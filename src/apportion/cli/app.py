@@ -235,6 +235,13 @@ def check(  # noqa: PLR0913 (the flags)
     accept: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a finding that is intended; again for each one")
     ] = None,
+    then: Annotated[
+        str | None,
+        typer.Option(
+            metavar="'ARGS'",
+            help="run the script a second time, with these arguments besides, by which it resumes: '--resume last.pt'",
+        ),
+    ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="write what was found about a script there")
     ] = None,
@@ -249,10 +256,12 @@ def check(  # noqa: PLR0913 (the flags)
     own = script_arguments(context)
     with guarded():
         if module is not None or (target is not None and ":" not in target):
-            request = ScriptRequest(target, module, own, workers, steps, accept or (), out, as_json)
+            request = ScriptRequest(target, module, own, workers, steps, accept or (), then, out, as_json)
             status = check_script_command(request, given)
         else:
-            workload = workload_of(target, own, {"--accept": accept, "--out": out}, strategy)
+            workload = workload_of(
+                target, own, {"--accept": accept, "--then": then is not None, "--out": out}, strategy
+            )
             status = check_strategy_command(workload, str(strategy), steps, (launcher, workers, hosts), as_json)
     if status:
         raise typer.Exit(status)

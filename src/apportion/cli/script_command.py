@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ class ScriptRequest:
     workers: int | None
     steps: int | None
     accept: Sequence[str]
+    then: str | None
     out: str | None
     as_json: bool
 
@@ -64,6 +66,7 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
     """Check a script, print the answer, and return the exit status. ``of_workloads``: the values of flags that go with
     FILE:NAME alone. Raises ValueError for wrong usage."""
     target = _target(request, of_workloads)
+    then = _words(request.then)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _end)
@@ -79,6 +82,7 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
             workers=RANKS if request.workers is None else request.workers,
             steps=STEPS if request.steps is None else request.steps,
             accept=request.accept,
+            then=then,
         )
     if request.as_json:
         typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
@@ -114,6 +118,14 @@ def _target(request: ScriptRequest, of_workloads: Mapping[str, str | None]) -> s
     if request.out is not None and (what := _unusable(request.out, target)):
         raise ValueError(f"--out {request.out or repr('')} {what}: give the file to write the page to, as check.html")
     return target
+
+
+def _words(then: str | None) -> list[str] | None:
+    """Returns the arguments of a second run, which are given as one word. Raises ValueError where a quote is open."""
+    try:
+        return None if then is None else shlex.split(then)
+    except ValueError as error:
+        raise ValueError(f"--then {then!r} cannot be divided into arguments ({error}): close its quotes") from error
 
 
 def _unusable(out: str, target: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Collection, Sequence
@@ -25,6 +26,7 @@ from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.references import Reference, on_same_rows, reference, replayed
+from apportion.script_check.restarted import runs
 from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.rows import Unjoinable
 from apportion.script_check.script import Script
@@ -109,8 +111,14 @@ class _Passes:
         ranks = self.spread.passed.records
         compiled = [_UNCOMPILED] if any(record.of("compiled") for record in ranks) else []
         sandbox = [self.spread.passed.sandbox] if self.spread.passed.sandbox else []
-        own = [*self.spread.about, *compiled, *sandbox, *beside.shortened(ranks)]
+        again = [_again(self.spread.passed.then)] if self.spread.passed.then is not None else []
+        own = [*self.spread.about, *again, *compiled, *sandbox, *beside.shortened(ranks)]
         return [*own, *(self.reference.about if self.reference is not None else ()), *self.further.about]
+
+
+def _again(then: Sequence[str]) -> str:
+    how = f"with {shlex.join(then)}" if then else "with the same arguments"
+    return f"The script was run again, {how}, to go on from what its first run had saved."
 
 
 def _passes(spread: Spread, script: Script) -> _Passes:
@@ -138,7 +146,8 @@ def _passes(spread: Spread, script: Script) -> _Passes:
 def _compare(passes: _Passes) -> ScriptAnswer:
     """Returns what was found, without a verdict."""
     spread, union, undecided = passes.spread.passed.records, passes.union, passes.unlike
-    findings: list[Finding] = [*report.findings(spread), *ranks_agree.findings(spread)]
+    findings: list[Finding] = [finding for run in runs(spread) for finding in report.findings(run)]
+    findings += ranks_agree.findings(spread)
     compared = {**extent(spread, None if undecided else union), "loaders": row_table(spread)}
     if union is None or undecided:
         findings += numbers.findings(spread, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from apportion.script_check.hangs import report
 from apportion.script_check.hangs.sentences import ranks as written_ranks
 from apportion.script_check.passes import Passed
+from apportion.script_check.record import RankRecord
 
 _GPU = re.compile(r"cuda|\bgpus?\b|nccl|nvidia|accelerator|device_count", re.IGNORECASE)
 _REQUIRED = re.compile(r"error: the following arguments are required: (.+)")
@@ -32,13 +34,21 @@ def unusable(passed: Passed, ranks: int) -> str | None:
     if passed.waited.how == "hang":
         found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
         return "its ranks wait for each other" if found is None else found.finding.sentence
+    again = f", run again with {shlex.join(passed.then)}," if passed.then else ", run again," if resumed(passed) else ""
     if failed := passed.failed:
         first = next((r for r in failed if r.outcome is not None), failed[0])
         output = passed.outputs[first.rank]
-        reason = f"the script failed on rank {first.rank}: {described(first.outcome, output)}"
-        return ". ".join(filter(None, (reason.rstrip(". "), remedy(first.outcome, output, ranks))))
+        reason = f"the script{again} failed on rank {first.rank}: {described(first.outcome, output)}"
+        help_ = _saved_late(first) if resumed(passed) else ""
+        return ". ".join(filter(None, (reason.rstrip(". "), help_ or remedy(first.outcome, output, ranks))))
+    last = next((line for line in map(last_line, passed.outputs) if line), "")
+    if resumed(passed) and not any(record.runs[1].steps for record in passed.records):
+        ending = f"; its last line was: {last}" if last else ""
+        return (
+            f"the script{again} made no optimizer step{ending}. Give it arguments with --then with which it goes on "
+            f"after its first run, such as more epochs."
+        )
     if not any(record.steps for record in passed.records):
-        last = next((line for line in map(last_line, passed.outputs) if line), "")
         ending = f"; its last line was: {last}" if last else ""
         return (
             f"the script made no optimizer step{ending}. Give it arguments, after --, with which it trains; a step is "
@@ -46,6 +56,24 @@ def unusable(passed: Passed, ranks: int) -> str | None:
             f"place makes it."
         )
     return None
+
+
+def resumed(passed: Passed) -> bool:
+    """Whether a script was run a second time."""
+    return any(record.runs for record in passed.records)
+
+
+def _saved_late(record: RankRecord) -> str:
+    """What a second run needs that does not find a file; empty where it failed for another reason."""
+    if record.outcome is None or record.outcome.get("type") not in ("FileNotFoundError", "CheckpointException"):
+        return ""
+    saved = list(dict.fromkeys(event["path"] for event in record.of("save") if event["path"]))
+    steps = len(record.runs[0].steps)
+    wrote = f"saved {', '.join(saved[:3])}" if saved else "saved nothing"
+    return (
+        f"In {steps} steps of its first run rank {record.rank} {wrote}: give the script arguments, after --, with "
+        f"which it saves within them, and with --then those that name this file."
+    )
 
 
 def lacks_gpu(passed: Passed) -> bool:

@@ -40,7 +40,7 @@ class Feed:
     ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
     one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of each step in turn, what
     a script without a loader brings into its computation, as the names of functions with values; ``windows``: how many
-    of them make one step."""
+    of them make one step. ``again``: what the second run of a script is fed with that resumes in a run of its own."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class Feed:
     join_draws: bool = False
     constants: list[list[Any]] = field(default_factory=list)
     windows: int = 1
+    again: Feed | None = None
 
     def draw(self, place: str, number: int, shape: tuple[int, ...]) -> Array | None:
         """Returns what the n-th draw at a place has in one process; None where it is to draw for itself.
@@ -112,7 +113,9 @@ def load_feed(path: str) -> Feed:
 def reordered(feed: Feed) -> Feed:
     """Returns a feed with the rows of each batch in the opposite order."""
     return replace(
-        feed, iterations={loader: [_turned(each) for each in found] for loader, found in feed.iterations.items()}
+        feed,
+        iterations={loader: [_turned(each) for each in found] for loader, found in feed.iterations.items()},
+        again=None if feed.again is None else reordered(feed.again),
     )
 
 

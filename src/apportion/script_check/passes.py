@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apportion.errors import ApportionError
@@ -18,6 +18,7 @@ from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import PassPlan
 from apportion.script_check.recording.recorder import UNWRITABLE
+from apportion.script_check.restarted import joined_runs
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
 from apportion.script_check.script import Script
@@ -36,13 +37,15 @@ _OFF = {
 @dataclass(frozen=True)
 class Passed:
     """One pass: what the ranks recorded, what they printed, how they were waited for, and how the user's files were
-    protected, as a sentence."""
+    protected, as a sentence. ``then``: where the script was run a second time, the arguments that it then had besides;
+    ``outputs``, ``waited`` and ``seconds`` are those of that run."""
 
     records: Sequence[RankRecord]
     outputs: Sequence[str]
     waited: WaitOutcome
     seconds: float
     sandbox: str = ""
+    then: tuple[str, ...] | None = None
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -100,24 +103,41 @@ def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Con
     if feed is not None:
         feed.save(folder / "feed.pkl")
     _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
-    scope = scope_of(script.folder, script.arguments, os.environ)
-    since = time.monotonic()
+    arguments = (*script.arguments, *(script.then or ()))
+    scope = scope_of(script.folder, arguments, os.environ)
     with Sandbox(scope, folder, conditions.folder, conditions.sandbox) as sandbox:
-        _plan(script, ranks, conditions, folder, sandbox).save(folder / "plan.json")
-        port = _free_port()
-        processes = sandbox.start(
-            [
-                Command(
-                    [sys.executable, "-m", "apportion.script_check.recording.main", str(folder / "plan.json")],
-                    _environment(rank, ranks, port, conditions.threads),
-                    folder / f"rank{rank}.log",
-                )
-                for rank in range(ranks)
-            ]
-        )
-        waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
-        found = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
-        unwritable = [process.number for process in processes if process.poll() == UNWRITABLE]
+        passed = _run_once(sandbox, folder, script, ranks, conditions)
+        if script.then is None or passed.waited.how != "ended" or passed.failed:
+            return passed
+        again = folder / "again"
+        again.mkdir()
+        if feed is not None and feed.again is not None:
+            feed.again.save(again / "feed.pkl")
+        resumed = _run_once(sandbox, again, replace(script, arguments=arguments), ranks, conditions)
+    if resumed.waited.how != "ended":
+        return replace(resumed, then=script.then)
+    return replace(resumed, records=joined_runs(passed.records, resumed.records), then=script.then)
+
+
+def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, conditions: Conditions) -> Passed:
+    """Runs a script in a sandbox with its ``arguments``. ``folder``: for what it records, and of the file of its feed,
+    where there is one."""
+    since = time.monotonic()
+    _plan(script, ranks, conditions, folder, sandbox).save(folder / "plan.json")
+    port = _free_port()
+    processes = sandbox.start(
+        [
+            Command(
+                [sys.executable, "-m", "apportion.script_check.recording.main", str(folder / "plan.json")],
+                _environment(rank, ranks, port, conditions.threads),
+                folder / f"rank{rank}.log",
+            )
+            for rank in range(ranks)
+        ]
+    )
+    waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
+    found = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
+    unwritable = [process.number for process in processes if process.poll() == UNWRITABLE]
     missing = set(range(ranks)) - {record.rank for record in found}  # their process died before it could record
     records = sorted([*found, *map(RankRecord, missing)], key=lambda record: record.rank)
     if unwritable:

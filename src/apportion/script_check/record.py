@@ -22,7 +22,8 @@ class RankRecord:
 
     rank: int
     events: tuple[Event, ...] = ()
-    ended: str = field(default="", compare=False)
+    runs: tuple[RankRecord, ...] = field(default=(), compare=False)
+    """The records of the runs that ``events`` joins, where there were two."""
 
     def of(self, *kinds: str) -> list[Event]:
         """Returns the events of some kinds, in order."""

@@ -11,11 +11,12 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Script:
     """A training script. ``target``: its file, or with ``module`` the dotted name that ``python -m`` takes;
-    ``arguments``: its own."""
+    ``arguments``: its own; ``then``: where it resumes in a run of its own, the arguments that this run has besides."""
 
     target: str
     arguments: tuple[str, ...] = ()
     module: bool = False
+    then: tuple[str, ...] | None = None
 
     @property
     def path(self) -> Path:

@@ -14,6 +14,7 @@ import numpy as np
 from apportion.script_check.comparison.reading import identified, reading, row_digests
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.restarted import runs
 from apportion.script_check.rows import Unjoinable, count, joined, split
 
 
@@ -25,9 +26,13 @@ def union_feed(
     ``join_draws``: see ``Feed``. ``interleaved``: the batches of the ranks one after another, for a script that
     accumulates over more batches as one process, in place of joined ones. ``weights``: False where the script begins
     with the right ones by itself, such as those of all stages of a pipeline.
+
+    A second run, that resumes, is fed with no weights: it begins with those that it loads.
     """
-    begun = _weights(records) if weights else {}
-    return Feed(begun, _rates(records[0]), _iterations(records, interleaved), _draws(records), join_draws)
+    first, *others = runs(records)
+    begun = _weights(first) if weights else {}
+    again = union_feed(others[0], join_draws=join_draws, interleaved=interleaved, weights=False) if others else None
+    return Feed(begun, _rates(first[0]), _iterations(first, interleaved), _draws(first), join_draws, again=again)
 
 
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:

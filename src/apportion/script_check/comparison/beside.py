@@ -11,6 +11,7 @@ from apportion.script_check.comparison import (
     orders,
     resumes,
     schedules,
+    second_run,
     settings,
     shared_rows,
 )
@@ -33,6 +34,7 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weig
         *orders.findings(ranks, readings),
         *shared_rows.findings(ranks, readings),
         *resumes.findings(ranks, readings),
+        *second_run.findings(ranks),
         *draws.findings(ranks, readings),
         *evaluations.findings(ranks, readings, union if same_weights else None),
     ]

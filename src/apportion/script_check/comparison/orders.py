@@ -37,7 +37,8 @@ def _epochs(record: RankRecord, iterations: Sequence[Iteration]) -> list[tuple[I
         if earlier is not None:
             between = record.events[earlier.position : iteration.position]
             resumed = any(event["kind"] in RESTORES for event in between)
-            if earlier.exhausted or not resumed:
+            restarted = any(event["kind"] == "restart" for event in between)
+            if not restarted and (earlier.exhausted or not resumed):
                 found.append((earlier, iteration))
         last[iteration.loader] = iteration
     return found
@@ -106,7 +107,10 @@ def _permutations(ranks: Sequence[RankRecord]) -> list[Finding]:
         return []
     for record in ranks:
         last = dict[str, Event]()
-        for event in record.of("draw"):
+        for event in record.of("draw", "restart"):
+            if event["kind"] == "restart":
+                last.clear()
+                continue
             if event["function"] != "randperm" or not event["gradients"]:
                 continue
             before = last.get(event["place"])

@@ -97,6 +97,7 @@ class OptimizerSteps:
             "trainable": {n: p.requires_grad for root in self._networks.roots() for n, p in root.parameters()},
             "forwards": self._networks.forwards,
             "weights_before": fingerprint(optimizer),
+            "stateful": any(optimizer.state.get(parameter) for parameter in parameters.values()),
             "generators": generators(),
             "site": self._recorder.site(),
         }
