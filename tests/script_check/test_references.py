@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from apportion.script_check.comparison import beginnings
-from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows
+from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows, untrained
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.replicas import are_replicas
@@ -112,6 +112,23 @@ def test_a_comparison_that_leaves_tensors_or_steps_out_is_undecided() -> None:
     assert "other" in coverage(ranks, record(0, network(w=[1.0]), step(w=[1.0]))).undecided
     assert coverage(ranks, record(0, network(w=[1.0]), step(w=[1.0], other=[2.0]))).undecided == ""
     assert "no optimizer step" in coverage(ranks, record(0, network(w=[1.0]))).undecided
+
+
+def test_a_warning_does_not_hide_that_nothing_was_compared() -> None:
+    warning, difference = Finding("same_order", "warning", "a"), Finding("scale", "difference", "b")
+    found = answer([warning], undecided="there is no reference")
+    assert (found.verdict, found.reason, found.findings) == ("undecided", "there is no reference", (warning,))
+    assert answer([warning], ["same_order"], undecided="there is no reference").verdict == "undecided"
+    assert answer([warning, difference], undecided="there is no reference").verdict == "another network"
+    assert answer([warning]).verdict == "the same network, but"
+
+
+def test_gradients_that_are_all_zero_are_mentioned() -> None:
+    still = record(0, network(w=[1.0]), step(w=[0.0]) | {"site": "train.py:9"})
+    moving = record(0, network(w=[1.0]), step(w=[0.5]) | {"site": "train.py:9"})
+    assert [(found.name, found.severity) for found in untrained([still, still], still)] == [("zero_gradients", "note")]
+    assert untrained([still, moving], still) == []
+    assert untrained([still, still], moving) == []
 
 
 def test_gradients_that_are_no_numbers_prove_nothing() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apportion.script_check.comparison import beside, evaluations, numbers, ranks_agree, schedules
-from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite
+from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, untrained
 from apportion.script_check.comparison.extent import extent
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
@@ -154,7 +154,7 @@ def _compare(passes: _Passes) -> ScriptAnswer:
     else:
         bounds = passes.further.bounds
         undecided = _undecided(spread, union, bounds)
-        findings += numbers.findings(spread, union, passes.further)
+        findings += [*numbers.findings(spread, union, passes.further), *untrained(spread, union)]
         differs = any(finding.severity == "difference" for finding in findings)
         compared["table"] = step_table(spread, union, differs, bounds)
     if passes.reference is not None and passes.reference.replay:

@@ -56,6 +56,7 @@ FINDING_NAMES: Mapping[str, str] = {
     "unused_parameters": "DistributedDataParallel waits for gradients of parameters that are not used",
     "weight_decay": "the weight decay differs between ranks",
     "weights_differ": "weights differ after a step whose gradients agree",
+    "zero_gradients": "all gradients are zero",
 }
 """What each finding is about, by its name."""
 _WHERE = "each finding prints its name, and docs/check_scripts.md lists them all"

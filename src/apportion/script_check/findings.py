@@ -76,7 +76,8 @@ def answer(
 ) -> ScriptAnswer:
     """Returns the answer that findings amount to, of which those named in ``accept`` count as notes.
 
-    ``undecided``: why a script with no finding is not called the same network; empty where it can be.
+    ``undecided``: why a script whose numbers do not differ is not called the same network; empty where it can be. A
+    warning states that each step is right, and so it is none of an undecided script.
     """
     judged = [replace(finding, accepted=finding.name in accept) for finding in findings]
     counting = [finding for finding in judged if not finding.accepted]
@@ -84,10 +85,10 @@ def answer(
     ordered = tuple(sorted(judged, key=lambda finding: (finding.accepted, rank[finding.severity])))
     if any(finding.severity == "difference" for finding in counting):
         verdict = "another network"
-    elif any(finding.severity == "warning" for finding in counting):
-        verdict = "the same network, but"
     elif undecided:
         verdict = "undecided"
+    elif any(finding.severity == "warning" for finding in counting):
+        verdict = "the same network, but"
     else:
         verdict = "the same network"
     return ScriptAnswer(

@@ -40,7 +40,8 @@ def reference(spread: Passed, script: Script, conditions: Conditions) -> Referen
         return found
     other = run_until_port_is_free("union-reordered", script, 1, conditions, reordered(found.feed))
     bounds = measured_bounds(found.passed.records[0], other.records[0])
-    sentence = f"Rounding was measured by the rows of each batch in another order: {len(bounds)} steps can be compared."
+    steps = f"{len(bounds)} steps" if bounds else "no step"
+    sentence = f"Rounding was measured by the rows of each batch in another order: {steps} can be compared."
     return replace(found, bounds=bounds, about=(*found.about, sentence))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.tensors import difference, scale_of, step_of
+from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 ROW_DIGITS = 6
@@ -69,6 +70,23 @@ def not_finite(record: RankRecord) -> str | None:
     none."""
     gradients = record.steps[0]["gradients"] if record.steps else {}
     return next((name for name, each in gradients.items() if each is not None and not np.isfinite(each).all()), None)
+
+
+def untrained(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
+    """Returns that all gradients of all ranks and of one process are zero, with which equal weights prove little."""
+    gradients = [each for record in (*ranks, union) for step in record.steps for each in step["gradients"].values()]
+    if not union.steps or any(each is not None and np.any(each) for each in gradients):
+        return []
+    return [
+        Finding(
+            "zero_gradients",
+            "note",
+            f"All gradients are zero in all {len(union.steps)} steps: the loss does not depend on the weights, and "
+            f"equal weights prove little.",
+            "See that the loss can change; the cross entropy of a single class, for example, is always 0.",
+            site=union.steps[0]["site"],
+        )
+    ]
 
 
 def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:
