@@ -116,6 +116,18 @@ def test_rows_of_data_sets_that_each_rank_numbers_itself_are_not_shared() -> Non
     assert _names((one, two)) == {}
 
 
+@pytest.mark.parametrize(("values", "names"), [([2, 3, 4, 5], {"shared_rows": "warning"}), ([4, 4, 4, 4], {})])
+def test_rows_that_ranks_read_under_other_numbers_are_shared(values: Sequence[int], names: dict[str, str]) -> None:
+    one, two = _two()
+    for rank, read in ((one, range(1, 5)), (two, values)):
+        place = rank.iteration(rows=8)
+        for at in (0, 2):
+            rank.read(place, read[at : at + 2])
+            rank.events[-1]["indices"] = [at, at + 1]
+            rank.train()
+    assert _names((one, two)) == names, "equal values on one rank do not identify a row"
+
+
 def test_a_loader_that_one_rank_ends_earlier() -> None:
     one, two = _two()
     one.epoch(EPOCH)

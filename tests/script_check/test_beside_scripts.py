@@ -86,6 +86,14 @@ loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
 for xb, yb in loader:
     train(xb, yb)
 """
+_SPLIT = """
+torch.manual_seed(SEED)
+kept, _ = torch.utils.data.random_split(TensorDataset(x, y), [40, 8])
+torch.manual_seed(0)
+sampler = DistributedSampler(kept, seed=3)
+for xb, yb in DataLoader(kept, batch_size=8, sampler=sampler):
+    train(xb, yb)
+"""
 _DRAWN_BATCHES = """
 torch.manual_seed(5 + rank)
 micro_batches = 4 // world
@@ -180,6 +188,12 @@ def test_the_order_of_iterable_data(tmp_path: Path, added: str, names: dict[str,
 @pytest.mark.slow
 def test_rows_that_all_ranks_read(tmp_path: Path) -> None:
     assert _names(tmp_path, _UNDISTRIBUTED) == {"shared_rows": "warning"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "names"), [("rank", {"shared_rows": "warning"}), ("5", {})])
+def test_data_that_each_rank_divides_by_itself(tmp_path: Path, seed: str, names: dict[str, str]) -> None:
+    assert _names(tmp_path, _SPLIT.replace("SEED", seed)) == names
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def test_a_reason_and_its_remedy_are_two_sentences() -> None:
         (raised("RuntimeError", "Mesh should not be bigger than default world size 2, but found 4"), "", "--workers 4"),
         (raised("AssertionError", "", "assert len(x) == 4"), "", ""),
         (raised("FileNotFoundError", "[Errno 2] No such file or directory: 'vocab.json'"), "", "file"),
+        (raised("OSError", "[Errno 28] No space left on device: 'run/last.pt'"), "", "TMPDIR"),
         (raised("LocalEntryNotFoundError"), "", "network"),
         (raised("OSError", "We couldn't connect to 'https://huggingface.co' to load the files"), "", "network"),
         (raised("URLError", "<urlopen error [Errno -3] Temporary failure in name resolution>"), "", "network"),

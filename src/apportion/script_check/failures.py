@@ -15,6 +15,7 @@ from apportion.script_check.record import RankRecord
 _GPU = re.compile(r"cuda|\bgpus?\b|nccl|nvidia|accelerator|device_count", re.IGNORECASE)
 _REQUIRED = re.compile(r"error: the following arguments are required: (.+)")
 _WORLD = re.compile(r"world.?size|\bmesh\b|nproc|num_replicas|\branks?\b|processes", re.IGNORECASE)
+_FULL = re.compile(r"no space left|quota exceeded", re.IGNORECASE)
 _NETWORK = re.compile(
     r"name resolution|couldn't connect|connection|max retries|offline|urlopen|network is unreachable|huggingface\.co|"
     r"cannot find the requested files in the (local|disk) cache",
@@ -176,6 +177,15 @@ def _file(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     return ""
 
 
+def _disk(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+    if outcome.get("type") == "OSError" and _FULL.search(str(outcome.get("message"))):
+        return (
+            "What the script writes is held in temporary files until the end of the check: set TMPDIR to a folder of a "
+            "file system with more room, or have the script save less."
+        )
+    return ""
+
+
 def _module(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     if outcome.get("type") == "ModuleNotFoundError":
         return (
@@ -185,5 +195,5 @@ def _module(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
 
 
 _RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (
-    _arguments, _network, _file, _module, _world,
+    _arguments, _disk, _network, _file, _module, _world,
 )  # fmt: skip

@@ -12,6 +12,8 @@ from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 _SHOWN = 4
+_FEWEST_RENUMBERED = 3
+"""The fewest rows with equal values on two ranks that are the same rows: fewer may be alike by chance."""
 _WHOLE_EPOCH = 3
 """The fewest batches of an epoch whose last batch may be filled with rows of the first."""
 
@@ -58,6 +60,8 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     first = next(iter(epoch.values()))
     if first.begun["replacement"]:
         return None
+    if first.local:
+        return _renumbered(epoch)
     rows = {rank: _rows(iteration) for rank, iteration in epoch.items()}
     readers = Counter(row for each in rows.values() for row in set(each))
     twice = [row for row in readers if readers[row] > 1]
@@ -73,6 +77,29 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     ):
         return None
     return _shared_finding(first, sharing, twice, len(readers))
+
+
+def _renumbered(epoch: dict[int, Iteration]) -> Finding | None:
+    """Rows that several ranks read under numbers of their own, as where each divides, or shuffles, the same data with
+    random numbers of its own before a sampler distributes them. Values identify them where no rank reads two alike."""
+    first = next(iter(epoch.values()))
+    rows = {rank: [each for batch in found.trained for each in batch.contents] for rank, found in epoch.items()}
+    readers = Counter(row for each in rows.values() for row in set(each))
+    twice = [row for row in readers if readers[row] > 1]
+    if len(twice) < _FEWEST_RENUMBERED or any(len(set(each)) < len(each) for each in rows.values()):
+        return None
+    sharing = [rank for rank, each in rows.items() if set(each) & set(twice)]
+    return Finding(
+        "shared_rows",
+        "warning",
+        f"In epoch {first.number + 1}, {len(twice)} of {len(readers)} rows are read by more than one of the ranks "
+        f"{', '.join(map(str, sharing))} through the loader at {first.loader}: one number stands for different rows on "
+        f"different ranks, so that the rows are not distributed once.",
+        "Divide and shuffle the data alike on all ranks, with one seed, before a sampler distributes it.",
+        ranks=tuple(sharing),
+        step=first.trained[0].step,
+        site=first.loader.partition(" ")[0],
+    )
 
 
 def _may_be_equal(rows: dict[int, list[Hashable]], twice: int, every: int) -> bool:
