@@ -10,8 +10,9 @@ import pytest
 from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.combination import combination, proportional
+from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import Place, placed, unplaced
-from apportion.script_check.comparison.tensors import listed
+from apportion.script_check.comparison.tensors import Bounds, listed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import Rows
 
@@ -342,3 +343,28 @@ def test_weights_after_a_load_are_those_that_were_saved(whole: bool) -> None:
     assert finding.name == "loaded_weights"
     assert finding.step == 2
     assert "rows 2 to 3 repeat rows 0 to 1" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "name"),
+    [
+        ((0.5, 0.5), (1.0, 1.0), "scale"),
+        ((0.5, 0.5), (0.7, 0.3), "ranks_weighted_alike"),
+        ((0.2, 0.4), (0.5, 0.5), "clipped_before_average"),
+        ((0.5, 0.5), (0.5, 0.5), None),
+    ],
+)
+def test_causes_are_named_in_the_precision_of_the_script(
+    given: tuple[float, ...], wanted: tuple[float, ...], name: str | None
+) -> None:
+    noise = 2e-6
+    own = gradients()
+    rounded = [
+        {each: a * (1 + noise * RNG.normal(size=a.shape)) for each, a in summed(given, own).items()} for _ in range(2)
+    ]
+    ranks = [record(rank, own[rank], rounded[0]) for rank in range(2)]
+    one = summed(wanted, own)
+    found = numbers.findings(ranks, record(0, one, one), Further(bounds={(0, 1): Bounds(1e-5, 1e-5)}))
+    assert [finding.name for finding in found] == ([] if name is None else [name])
+    if name is not None:
+        assert "differs" in {finding.name for finding in numbers.findings(ranks, record(0, one, one))}, "in float64"

@@ -17,31 +17,36 @@ SINGULAR = 1e-12
 @dataclass(frozen=True)
 class Combination:
     """Tensors as a sum of parts. ``factors``: of each part; ``residual``: the norm of what the sum leaves over that of
-    the tensors. ``determined``: that no other factors give the same sum."""
+    the tensors. ``determined``: that no other factors give the same sum. ``rounding``: what rounding may change of the
+    tensors and parts, relative to their norm."""
 
     factors: tuple[float, ...]
     residual: float
     determined: bool
+    rounding: float = 0.0
 
     @property
     def exact(self) -> bool:
         """Whether the parts make up the tensors, by factors that are known."""
-        return self.determined and self.residual < EXACT
+        return self.determined and self.residual < max(EXACT, self.rounding)
 
     @property
     def alike(self) -> bool:
         """Whether all parts have the same factor."""
-        return bool(np.allclose(self.factors, self.factors[0], rtol=1e-7, atol=0.0))
+        return bool(np.allclose(self.factors, self.factors[0], rtol=max(1e-7, self.rounding), atol=0.0))
 
     @property
     def left_out(self) -> list[int]:
         """The parts that have no weight beside the others."""
         largest = max(map(abs, self.factors), default=0.0)
-        return [at for at, factor in enumerate(self.factors) if abs(factor) < 1e-7 * largest]
+        return [at for at, factor in enumerate(self.factors) if abs(factor) < max(1e-7, self.rounding) * largest]
 
 
-def combination(target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]]) -> Combination:
-    """Returns the factors of the parts whose sum is nearest to the target; a tensor that a part lacks is zero in it."""
+def combination(
+    target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]], rounding: float = 0.0
+) -> Combination:
+    """Returns the factors of the parts whose sum is nearest to the target; a tensor that a part lacks is zero in it.
+    ``rounding``: see ``Combination``."""
     names = [name for name in target if any(name in part for part in parts)]
     columns = [
         np.concatenate([_flat(part.get(name), target[name]) for name in names] or [np.zeros(0)]) for part in parts
@@ -51,7 +56,7 @@ def combination(target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]
     present = [at for at, norm in enumerate(norms) if norm]
     total = float(np.linalg.norm(goal))
     if not present or not total:
-        return Combination(tuple(0.0 for _ in parts), 1.0 if total else 0.0, False)
+        return Combination(tuple(0.0 for _ in parts), 1.0 if total else 0.0, False, rounding)
     unit = np.stack([columns[at] / norms[at] for at in present])
     values, vectors = np.linalg.eigh(unit @ unit.T)
     determined = len(present) == len(parts) and float(values[0]) > SINGULAR * float(values[-1])
@@ -63,15 +68,16 @@ def combination(target: Mapping[str, Array], parts: Sequence[Mapping[str, Array]
     factors = [0.0 for _ in parts]
     for at, value in zip(present, solved, strict=True):
         factors[at] = float(value) / norms[at]
-    return Combination(tuple(factors), residual, determined)
+    return Combination(tuple(factors), residual, determined, rounding)
 
 
 def _flat(part: Array | None, like: Array) -> Array:
     return np.zeros(like.size) if part is None or part.shape != like.shape else part.ravel().astype(np.float64)
 
 
-def proportional(a: Array, b: Array) -> float | None:
-    """Returns the factor c with a = c b; None where there is none, or b is zero."""
+def proportional(a: Array, b: Array, rounding: float = 0.0) -> float | None:
+    """Returns the factor c with a = c b; None where there is none, or b is zero. ``rounding``: what it may change,
+    relative to the norm."""
     if a.shape != b.shape:
         return None
     x, y = a.ravel().astype(np.float64), b.ravel().astype(np.float64)
@@ -79,4 +85,5 @@ def proportional(a: Array, b: Array) -> float | None:
     if not norm:
         return None
     factor = float(x @ y) / norm
-    return factor if float(np.linalg.norm(x - factor * y)) <= EXACT * float(np.linalg.norm(x)) + 1e-300 else None
+    most = max(EXACT, rounding) * float(np.linalg.norm(x)) + 1e-300
+    return factor if float(np.linalg.norm(x - factor * y)) <= most else None

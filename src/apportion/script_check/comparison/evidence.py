@@ -11,18 +11,24 @@ import numpy as np
 from apportion.script_check.comparison.combination import Combination, combination, proportional
 from apportion.script_check.comparison.places import Places, placed
 from apportion.script_check.comparison.table import Parting
-from apportion.script_check.comparison.tensors import Array, shown, step_of
+from apportion.script_check.comparison.tensors import IN_FLOAT64, RELATIVE, Array, Bounds, shown, step_of
 from apportion.script_check.record import Event, RankRecord
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The parting, and the records. ``split``: of the pass that looked for modules that mix rows, where it was run."""
+    """The parting, and the records. ``split``: of the pass that looked for modules that mix rows, where it was run;
+    ``bounds``: what rounding may change at the step of the parting."""
 
     found: Parting
     ranks: Sequence[RankRecord]
     union: RankRecord
     split: RankRecord | None = None
+    bounds: Bounds = IN_FLOAT64
+
+    def near(self, value: float, other: float, relative: float = RELATIVE) -> bool:
+        """Whether two factors differ by no more than rounding may change, and by ``relative`` at most in float64."""
+        return bool(np.isclose(value, other, rtol=max(relative, self.bounds.relative), atol=0.0))
 
     @cached_property
     def count(self) -> int:
@@ -75,12 +81,12 @@ class Evidence:
     @cached_property
     def weights_of_ranks(self) -> Combination:
         """How the gradients of all ranks together are made of the ranks' own ones; those of rank 0 stand for all."""
-        return combination(self._whole(self.gradients[0]), self.own)
+        return combination(self._whole(self.gradients[0]), self.own, self.bounds.relative)
 
     @cached_property
     def weights_in_reference(self) -> Combination:
         """How the gradients of one process are made of the ranks' own ones."""
-        return combination(self._whole(self.reference), self.own)
+        return combination(self._whole(self.reference), self.own, self.bounds.relative)
 
     def _named(self, rank: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """A rank's whole tensors under the names of one process."""
@@ -101,20 +107,28 @@ class Evidence:
         own = [each.get(name) for each in self.own]
         given = [each.get(name) for each in self.gradients]
         pairs = [(a, b) for a, b in zip(given, own, strict=True) if a is not None and b is not None]
-        if len(pairs) < 2 or any(proportional(a, b) is None for a, b in pairs):
+        if len(pairs) < 2 or any(proportional(a, b, self.bounds.relative) is None for a, b in pairs):
             return False
         if any(a is not None and b is None for a, b in zip(given, own, strict=True)):
             return False
-        return any(not _near(own, pairs[0][1]) for _, own in pairs[1:])
+        return any(not self._alike(own, pairs[0][1]) for _, own in pairs[1:])
 
     @property
     def alike(self) -> bool:
         """Whether all ranks have the same gradients."""
         first = self.gradients[0]
         return all(
-            set(each) == set(first) and all(_near(each[name], first[name]) for name in first)
+            set(each) == set(first) and all(self._alike(each[name], first[name]) for name in first)
             for each in self.gradients[1:]
         )
+
+    def rounded(self, factor: float) -> float:
+        """Returns a factor without the digits that rounding may change."""
+        return round(factor, max(1, int(-np.log10(self.bounds.relative)) - 1))
+
+    def _alike(self, a: Array, b: Array) -> bool:
+        most = self.bounds.relative * float(np.linalg.norm(b)) + 1e-15
+        return a.shape == b.shape and float(np.linalg.norm(a - b)) <= most
 
     def shown(self, names: Sequence[str]) -> tuple[str, ...]:
         """Returns names as they are printed."""
@@ -138,7 +152,3 @@ def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]
 
 def _present(arrays: Mapping[str, Array | None]) -> dict[str, Array]:
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _near(a: Array, b: Array) -> bool:
-    return a.shape == b.shape and float(np.linalg.norm(a - b)) <= 1e-9 * float(np.linalg.norm(b)) + 1e-15

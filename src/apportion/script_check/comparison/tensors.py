@@ -36,7 +36,8 @@ class TensorDifference:
     """How one rank's tensor differs from the same tensor of one process.
 
     ``relative``: the norm of the difference over the norm of the reference; ``ratio``: the factor of the reference
-    that fits best; ``cosine``: of the angle between the two.
+    that fits best; ``cosine``: of the angle between the two; ``rounding``: what rounding may change, relative to the
+    norm.
     """
 
     name: str
@@ -44,11 +45,12 @@ class TensorDifference:
     relative: float
     ratio: float
     cosine: float
+    rounding: float = RELATIVE
 
     @property
     def scaled(self) -> bool:
         """Whether the tensor is a multiple of the reference, and nothing else."""
-        return self.cosine > 1 - 1e-9
+        return self.cosine > 1 - max(1e-9, self.rounding**2)
 
 
 def difference(
@@ -72,9 +74,8 @@ def difference(
         return None
     product = float(a @ b)
     cosine = product / (norm * other) if norm and other else 0.0
-    return TensorDifference(
-        name, rank, distance / norm if norm else float("inf"), product / norm**2 if norm else 0.0, cosine
-    )
+    relative, ratio = (distance / norm, product / norm**2) if norm else (float("inf"), 0.0)
+    return TensorDifference(name, rank, relative, ratio, cosine, bounds.relative)
 
 
 def scale_of(arrays: Mapping[str, Array | None]) -> float:

@@ -8,7 +8,7 @@ from apportion.script_check.comparison.causes import statistics
 from apportion.script_check.comparison.causes.explain import explained
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.table import parting
-from apportion.script_check.comparison.tensors import StepBounds, step_of
+from apportion.script_check.comparison.tensors import IN_FLOAT64, StepBounds, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -19,7 +19,9 @@ def evidence_of(
     """Returns what is known of the step at which the ranks and one process part, by more than ``bounds`` (see
     ``table.parting``); None where they do not."""
     found, _ = parting(ranks, union, bounds)
-    return None if found is None else Evidence(found, ranks, union, split)
+    if found is None:
+        return None
+    return Evidence(found, ranks, union, split, IN_FLOAT64 if bounds is None else bounds[found.optimizer, found.step])
 
 
 def wants_split(ranks: Sequence[RankRecord], union: RankRecord) -> bool:

@@ -193,8 +193,9 @@ def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
     """Whether the gradients of one process are the plain sum of the ranks' own, while no wrapper averages others."""
     if evidence.ranks[0].of("wrapper") or _sharded(evidence):
         return False
-    made = combination({n: evidence.reference[n] for n in alone if n in evidence.reference}, evidence.own)
-    return made.exact and all(abs(factor - 1) < 1e-7 for factor in made.factors)
+    reference = {name: evidence.reference[name] for name in alone if name in evidence.reference}
+    made = combination(reference, evidence.own, evidence.bounds.relative)
+    return made.exact and all(evidence.near(factor, 1.0, 1e-7) for factor in made.factors)
 
 
 def _averaged(their: str) -> str:

@@ -127,9 +127,9 @@ def shards_scaled(evidence: Evidence) -> Finding | None:
             index[dimension] = slice(rank * size, (rank + 1) * size)
             part, whole = given[tuple(index)], reference[tuple(index)]
             if part.size and np.any(whole):
-                if (factor := proportional(part, whole)) is None:
+                if (factor := proportional(part, whole, evidence.bounds.relative)) is None:
                     return None
-                factors.setdefault(rank, set()).add(round(factor, 7))
+                factors.setdefault(rank, set()).add(evidence.rounded(factor))
     if len(factors) < 2 or any(len(each) > 1 for each in factors.values()):
         return None
     each = [next(iter(factors[rank])) for rank in sorted(factors)]

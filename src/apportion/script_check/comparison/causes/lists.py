@@ -13,12 +13,16 @@ def cause(evidence: Evidence) -> Finding | None:
     for difference in evidence.found.differences:
         rank, name = difference.rank, difference.name
         given = evidence.gradients[rank].get(name)
-        if given is None or combination({name: given}, [{name: a} for a in _own(evidence, name)]).residual < EXACT:
+        if given is None:
+            continue
+        most = max(EXACT, evidence.bounds.relative)
+        if combination({name: given}, [{name: a} for a in _own(evidence, name)]).residual < most:
             continue
         for other, other_name, array in _others(evidence, rank, name, given):
             own = evidence.own[rank].get(name)
             parts = [{name: array}] if own is None else [{name: own}, {name: array}]
-            if (made := combination({name: given}, parts)).exact and abs(made.factors[-1]) > EXACT:
+            made = combination({name: given}, parts, evidence.bounds.relative)
+            if made.exact and abs(made.factors[-1]) > most:
                 first, second = evidence.shown([name, other_name])
                 names = dict.fromkeys([name, *evidence.found.names])
                 return Finding(

@@ -19,13 +19,14 @@ def scale(evidence: Evidence) -> Finding | None:
     factors = [difference.ratio for difference in found.differences]
     if not all(difference.scaled for difference in found.differences):
         return None
-    if max(factors) - min(factors) > 1e-9 * abs(max(factors)) or any(
+    if not evidence.near(max(factors), min(factors)) or any(
         len(found.of(name)) != len(_holders(evidence, name)) for name in found.names if name not in evidence.sliced
     ):
         return None
     factor = factors[0]
     names = evidence.shown(found.names)
-    floor = 1e-9 * scale_of({**evidence.reference})  # a bias before a normalisation has no gradient but rounding
+    # a bias before a normalisation has no gradient but rounding
+    floor = evidence.bounds.relative * scale_of({**evidence.reference})
     compared = [n for n in found.compared if n in evidence.reference and np.linalg.norm(evidence.reference[n]) > floor]
     if set(compared) <= set(found.names):
         intro = f"Every gradient is {factor:.10g} times that of one process"
@@ -43,8 +44,8 @@ def _holders(evidence: Evidence, name: str) -> list[int]:
 def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
     count = evidence.count
     given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
-    averaged = given.exact and given.alike and np.isclose(given.factors[0], 1 / count, rtol=1e-7)
-    if np.isclose(factor, 1 / count, rtol=1e-9):
+    averaged = given.exact and given.alike and evidence.near(given.factors[0], 1 / count, 1e-7)
+    if evidence.near(factor, 1 / count):
         if averaged and (_losses(evidence.union) == "sum" or not _divided(evidence)):
             return (
                 f" (1/{count}): the loss is a sum over rows, and the gradients of {count} ranks are averaged; "
@@ -56,7 +57,7 @@ def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
             f" (1/{count}): they are divided by the number of ranks twice",
             f"Divide by the number of ranks once: a wrapper that averages has already divided by {count}.",
         )
-    if np.isclose(factor, count, rtol=1e-9):
+    if evidence.near(factor, count):
         sharded = any(k.startswith("FSDP") for e in evidence.ranks[0].of("network") for k in e["modules"].values())
         how = " (set_gradient_divide_factor)" if sharded else ""
         return (
@@ -66,12 +67,12 @@ def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
             f"Divide the summed gradients by the number of ranks ({count}), or the loss by the rows of all ranks.",
         )
     batches = _batches(evidence)
-    if batches > 1 and np.isclose(factor, batches, rtol=1e-9):
+    if batches > 1 and evidence.near(factor, batches):
         return (
             f" (the number of micro-batches of a step is {batches}): the accumulated gradient is not divided by it",
             "Divide each micro-batch's loss by the number of micro-batches.",
         )
-    if batches > 1 and np.isclose(factor, 1 / batches, rtol=1e-9):
+    if batches > 1 and evidence.near(factor, 1 / batches):
         return (
             f" (the number of micro-batches of a step is {batches}): it is divided by it twice",
             "Divide by the number of micro-batches once.",
@@ -93,7 +94,7 @@ def _losses(record: RankRecord) -> str:
 def _divided(evidence: Evidence) -> bool:
     """Whether the ranks divide their loss by their number and one process does not."""
     ranks, union = _share(evidence.ranks[0]), _share(evidence.union)
-    return bool(ranks and union and np.isclose(union / ranks, evidence.count, rtol=1e-6))
+    return bool(ranks and union and evidence.near(union / ranks, evidence.count, 1e-6))
 
 
 def _share(record: RankRecord) -> float | None:
@@ -126,7 +127,8 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     if given.left_out:
         return _left_out(evidence, given.left_out)
     names, clips = evidence.shown(found.names), evidence.window(evidence.ranks[0], "clip")
-    if wanted.alike and not given.alike and (clips or max(_times(given)) < 1 + 1e-7):  # no clipping enlarges
+    enlarged = max(_times(given)) > 1 + max(1e-7, evidence.bounds.relative)  # which no clipping does
+    if wanted.alike and not given.alike and (clips or not enlarged):
         lower = min(range(evidence.count), key=lambda rank: given.factors[rank])
         sentence = (
             f"The ranks' own gradients were scaled before they were averaged, by {_per_rank(_times(given))}, each rank "
@@ -152,7 +154,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
             "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.shown, _site(evidence),
             wanted.factors[0] / given.factors[0],
         )  # fmt: skip
-    if not np.allclose(given.factors, wanted.factors, rtol=1e-7):
+    if not all(map(evidence.near, given.factors, wanted.factors, [1e-7] * evidence.count)):
         sentence = (
             f"The ranks' own gradients are weighted by {_per_rank(given.factors)}, in one process by "
             f"{_per_rank(wanted.factors)}."
@@ -203,7 +205,7 @@ def _counts(evidence: Evidence, wanted: Combination) -> str:
             sum(event.get(field) or 0 for event in evidence.window(record, "criterion")) for record in evidence.ranks
         ]
         if all(counts) and np.allclose(
-            np.array(wanted.factors) / np.array(counts), wanted.factors[0] / counts[0], 1e-6
+            np.array(wanted.factors) / np.array(counts), wanted.factors[0] / counts[0], max(1e-6, wanted.rounding)
         ):
             return f" ({', '.join(map(str, counts[:-1]))} and {counts[-1]} {what})"
     return ""
@@ -216,7 +218,7 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     for difference in found.differences:
         if not difference.scaled:
             return None
-        ratios.setdefault(difference.rank, set()).add(round(difference.ratio, 9))
+        ratios.setdefault(difference.rank, set()).add(evidence.rounded(difference.ratio))
     if len(ratios) == evidence.count and len({tuple(sorted(each)) for each in ratios.values()}) == 1:
         return None
     rank = max(ratios, key=lambda each: len(found.differences) if each in ratios else 0)
