@@ -42,3 +42,13 @@ def test_a_rank_that_dies_before_it_records_has_failed(tmp_path: Path, monkeypat
     passed = run_pass("ranks", Script(str(tmp_path / "train.py")), 2, Conditions(tmp_path / "check"))
     assert [record.rank for record in passed.failed] == [0, 1]
     assert "failed on rank 0: its process died" in str(unusable(passed, 2))
+
+
+@pytest.mark.parametrize(("status", "how"), [(0, "ended"), (3, "exited")])
+def test_a_script_that_leaves_without_an_exit_has_ended(tmp_path: Path, status: int, how: str) -> None:
+    forked = "import os\npid = os.fork()\nif not pid:\n    os._exit(0)\nos.waitpid(pid, 0)\n"
+    (tmp_path / "train.py").write_text(f"{forked}print('left')\nos._exit({status})\n")
+    passed = run_pass("ranks", Script(str(tmp_path / "train.py")), 1, Conditions(tmp_path / "check"))
+    assert passed.outputs == ["left\n"]
+    assert passed.records[0].outcome is not None
+    assert (passed.records[0].outcome["how"], passed.waited.how) == (how, "ended")

@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from apportion.process import die_with_parent
 from apportion.script_check.feed import load_feed
@@ -30,6 +31,7 @@ def main(path: str) -> None:
         plan["feed"] = load_feed(plan["feed"])
     recorder = Recorder(plan, int(os.environ["RANK"]))
     stacks.install(recorder)
+    _watch_exit(recorder)
     recorder.emit("start", pid=os.getpid(), rank=recorder.rank, thread=threading.get_ident(), time=time.monotonic())
     outcome: dict[str, Any] = {"how": "ended"}
     try:
@@ -47,13 +49,30 @@ def main(path: str) -> None:
         traceback.print_exc()
         outcome = _failure(recorder, error)
     if recorder.active:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        recorder.finish(**outcome)
-        # The process waits to be killed: its exit would close the connections that other ranks wait at, which would
-        # then raise, and gloo's threads abort or hang in one exit of ten.
-        while True:
-            time.sleep(60.0)
+        _finish(recorder, outcome)
+
+
+def _finish(recorder: Recorder, outcome: dict[str, Any]) -> NoReturn:
+    """Records how the script ended, and waits to be killed: an exit would close the connections that other ranks wait
+    at, which would then raise, and gloo's threads abort or hang in one exit of ten."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    recorder.finish(**outcome)
+    while True:
+        time.sleep(60.0)
+
+
+def _watch_exit(recorder: Recorder) -> None:
+    """Has ``os._exit``, with which scripts leave out what hangs at an exit, end the record first."""
+    leave = os._exit
+
+    @wraps(leave)
+    def left(status: int) -> NoReturn:
+        if recorder.active:
+            _finish(recorder, {"how": "exited" if status else "ended", "code": status})
+        leave(status)  # a process forked from the rank
+
+    os._exit = left
 
 
 def _install(recorder: Recorder) -> Callable[[], None]:
