@@ -116,6 +116,32 @@ def test_rows_of_data_sets_that_each_rank_numbers_itself_are_not_shared() -> Non
     assert _names((one, two)) == {}
 
 
+@pytest.mark.parametrize(("second", "shared"), [((1, 2, 3, 4), 3), ((6, 7, 8, 9), 0), ((3, 7, 8, 9), 0)])
+def test_rows_of_a_data_set_that_each_rank_splits_itself(second: tuple[int, ...], shared: int) -> None:
+    one, two = _two()
+    for rank, values in ((one, (0, 1, 2, 3)), (two, second)):
+        place = rank.iteration(rows=8)
+        for at in (0, 2):
+            rank.read(place, values[at : at + 2])
+            rank.events[-1]["indices"] = [at, at + 1]
+            rank.train()
+    found = _found((one, two))
+    assert set(found) == ({"shared_rows"} if shared else set())
+    if shared:
+        assert "different rows on each rank" in found["shared_rows"].sentence
+        assert "random_split" in found["shared_rows"].remedy
+
+
+@pytest.mark.parametrize(
+    ("selections", "words"), [(("a", "b"), "each rank splits"), (("a", "a"), "although its sampler")]
+)
+def test_rows_of_a_subset_that_two_ranks_read(selections: tuple[str, str], words: str) -> None:
+    one, two = _two()
+    one.epoch(EPOCH, selection=selections[0], subset=True)
+    two.epoch(([1, 0], [5, 4], [9, 11]), selection=selections[1], subset=True)
+    assert words in _found((one, two))["shared_rows"].sentence
+
+
 def test_a_loader_that_one_rank_ends_earlier() -> None:
     one, two = _two()
     one.epoch(EPOCH)

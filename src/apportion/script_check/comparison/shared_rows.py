@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
-from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.comparison.reading import Iteration, unlike_selections
 from apportion.script_check.comparison.replicas import are_replicas, average_gradients, compute_the_same
 from apportion.script_check.comparison.resumes import RESTORES
 from apportion.script_check.findings import Finding
@@ -72,7 +72,7 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
         not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers))
     ):
         return None
-    return _shared_finding(first, sharing, twice, len(readers))
+    return _shared_finding(epoch, sharing, twice, len(readers))
 
 
 def _may_be_equal(rows: dict[int, list[Hashable]], twice: int, every: int) -> bool:
@@ -95,7 +95,14 @@ def _padding(epoch: dict[int, Iteration], rows: dict[int, list[Hashable]], twice
     return len(twice) <= most
 
 
-def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int) -> Finding:
+SPLIT_ALIKE = (
+    "Seed all ranks alike before the data set is split, or give random_split a generator with the same seed on all "
+    "ranks: rows that one rank leaves out for its evaluation are otherwise trained on by another."
+)
+
+
+def _shared_finding(epoch: dict[int, Iteration], sharing: list[int], twice: list[Hashable], every: int) -> Finding:
+    first = next(iter(epoch.values()))
     partitions = first.begun["replicas"]
     numbers = [str(row) for row in twice if isinstance(row, int)][:_SHOWN]
     named = f" ({', '.join(numbers)}{', ...' if len(twice) > _SHOWN else ''})" if numbers else ""
@@ -109,6 +116,12 @@ def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable],
         if partitions
         else "Give the loader a DistributedSampler, or have each rank read its own part of the rows."
     )
+    if unlike_selections(epoch.values()):
+        cause = (
+            "whose data set has different rows on each rank, as each rank splits or draws it by itself; a sampler that "
+            "divides row numbers divides no rows then"
+        )
+        remedy = SPLIT_ALIKE
     return Finding(
         "shared_rows",
         "warning",
