@@ -61,6 +61,8 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     rows = {rank: _rows(iteration) for rank, iteration in epoch.items()}
     readers = Counter(row for each in rows.values() for row in set(each))
     twice = [row for row in readers if readers[row] > 1]
+    if unlike_selections(epoch.values()) and (twice or not first.local):
+        return _split_finding(first, twice, len(readers), list(rows))
     if not twice or len(readers) < len(epoch):
         return None
     sharing = [rank for rank, each in rows.items() if set(each) & set(twice)]
@@ -72,7 +74,7 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
         not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers))
     ):
         return None
-    return _shared_finding(epoch, sharing, twice, len(readers))
+    return _shared_finding(first, sharing, twice, len(readers))
 
 
 def _may_be_equal(rows: dict[int, list[Hashable]], twice: int, every: int) -> bool:
@@ -101,11 +103,28 @@ SPLIT_ALIKE = (
 )
 
 
-def _shared_finding(epoch: dict[int, Iteration], sharing: list[int], twice: list[Hashable], every: int) -> Finding:
-    first = next(iter(epoch.values()))
+def _split_finding(first: Iteration, twice: list[Hashable], every: int, ranks: list[int]) -> Finding:
+    """One row number stands for different rows on different ranks, whether or not the same rows were read so far."""
+    read = f": in epoch {first.number + 1}, {len(twice)} of {every} rows{_listed(twice)} are read by several"
+    return Finding(
+        "shared_rows",
+        "warning",
+        f"The data set of the loader at {first.loader} has different rows on each rank, as each rank splits or draws "
+        f"it by itself, and the sampler {first.begun['sampler']} divides only their numbers{read if twice else ''}.",
+        SPLIT_ALIKE,
+        ranks=tuple(ranks),
+        step=first.trained[0].step,
+        site=first.loader.partition(" ")[0],
+    )
+
+
+def _listed(rows: list[Hashable]) -> str:
+    numbers = [str(row) for row in rows if isinstance(row, int)][:_SHOWN]
+    return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
+
+
+def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int) -> Finding:
     partitions = first.begun["replicas"]
-    numbers = [str(row) for row in twice if isinstance(row, int)][:_SHOWN]
-    named = f" ({', '.join(numbers)}{', ...' if len(twice) > _SHOWN else ''})" if numbers else ""
     cause = (
         f"although its sampler {first.begun['sampler']} divides the rows into {partitions} parts"
         if partitions
@@ -116,17 +135,11 @@ def _shared_finding(epoch: dict[int, Iteration], sharing: list[int], twice: list
         if partitions
         else "Give the loader a DistributedSampler, or have each rank read its own part of the rows."
     )
-    if unlike_selections(epoch.values()):
-        cause = (
-            "whose data set has different rows on each rank, as each rank splits or draws it by itself; a sampler that "
-            "divides row numbers divides no rows then"
-        )
-        remedy = SPLIT_ALIKE
     return Finding(
         "shared_rows",
         "warning",
-        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{named} are read by more than one of the ranks "
-        f"{', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}.",
+        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{_listed(twice)} are read by more than one of the "
+        f"ranks {', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}.",
         remedy,
         ranks=tuple(sharing),
         step=first.trained[0].step,
