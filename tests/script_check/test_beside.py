@@ -116,16 +116,66 @@ def test_rows_of_data_sets_that_each_rank_numbers_itself_are_not_shared() -> Non
     assert _names((one, two)) == {}
 
 
-@pytest.mark.parametrize(("values", "names"), [([2, 3, 4, 5], {"shared_rows": "warning"}), ([4, 4, 4, 4], {})])
-def test_rows_that_ranks_read_under_other_numbers_are_shared(values: Sequence[int], names: dict[str, str]) -> None:
+@pytest.mark.parametrize(("second", "shared"), [((1, 2, 3, 4), 3), ((6, 7, 8, 9), 0), ((3, 7, 8, 9), 0)])
+def test_rows_of_a_data_set_that_each_rank_splits_itself(second: tuple[int, ...], shared: int) -> None:
     one, two = _two()
-    for rank, read in ((one, range(1, 5)), (two, values)):
+    for rank, values in ((one, (0, 1, 2, 3)), (two, second)):
         place = rank.iteration(rows=8)
         for at in (0, 2):
-            rank.read(place, read[at : at + 2])
+            rank.read(place, values[at : at + 2])
             rank.events[-1]["indices"] = [at, at + 1]
             rank.train()
-    assert _names((one, two)) == names, "equal values on one rank do not identify a row"
+    found = _found((one, two))
+    assert set(found) == ({"shared_rows"} if shared else set())
+    if shared:
+        assert "different rows on each rank" in found["shared_rows"].sentence
+        assert "random_split" in found["shared_rows"].remedy
+        assert "in epoch 1, 3 of 5 rows are read by several" in found["shared_rows"].sentence
+
+
+@pytest.mark.parametrize(
+    ("selections", "words"), [(("a", "b"), "each rank splits"), (("a", "a"), "although its sampler")]
+)
+def test_rows_of_a_subset_that_two_ranks_read(selections: tuple[str, str], words: str) -> None:
+    one, two = _two()
+    one.epoch(EPOCH, selection=selections[0], subset=True)
+    two.epoch(([1, 0], [5, 4], [9, 11]), selection=selections[1], subset=True)
+    assert words in _found((one, two))["shared_rows"].sentence
+
+
+def test_a_split_of_each_rank_is_found_before_rows_come_twice() -> None:
+    one, two = _two()
+    one.epoch(EPOCH, selection="a", subset=True)
+    two.epoch(OTHER, selection="b", subset=True)
+    found = _found((one, two))["shared_rows"]
+    assert found.sentence.endswith("the sampler DistributedSampler divides only their numbers.")
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ("scaled clip unscaled", True),
+        ("scaled unscaled clip", False),
+        ("scaled unscaled clip scaled clip unscaled", True),
+        ("scaled other unscaled", False),  # another network's gradients, which are not scaled
+        ("scaled small unscaled", False),
+        ("clip", False),
+    ],
+)
+def test_gradients_that_are_clipped_while_they_are_scaled(events: str, found: bool) -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        rank.epoch(epoch)
+        for event in events.split():
+            if event in ("scaled", "unscaled"):
+                rank.emit(event, scale=65536.0, names=["net.weight"], site="train.py:7")
+            else:
+                name, norm = ("critic.weight" if event == "other" else "net.weight"), 0.5 if event == "small" else 9.0
+                rank.emit("clip", function="clip_grad_norm_", limit=1.0, norm=norm, names=[name], site="train.py:8")
+    names = _found((one, two))
+    assert set(names) == ({"clipped_scaled"} if found else set())
+    if found:
+        assert "what remains is clipped at 1.52588e-05" in names["clipped_scaled"].sentence
 
 
 def test_a_loader_that_one_rank_ends_earlier() -> None:

@@ -122,6 +122,27 @@ def test_ranks_with_unequal_counts_that_are_weighted_alike() -> None:
     assert "1.5 on rank 0 and 0.5 on rank 1" in finding.sentence
 
 
+@pytest.mark.parametrize(
+    ("wanted", "name"),
+    [
+        ((0.4, 0.2, 0.1, 0.3), "ranks_weighted_alike"),  # rank 0's two micro-batches, then those of rank 1
+        ((0.3, 0.2, 0.3, 0.2), "differs"),  # one micro-batch counts more than the other, as a whole
+        ((0.5, 0.5, 0.0, 0.0), "differs"),  # one process has chosen other rows
+    ],
+)
+def test_micro_batches_of_unequal_counts_that_are_weighted_alike(wanted: tuple[float, ...], name: str) -> None:
+    parts = [part for _ in range(2) for part in gradients()]
+    given, one = summed((0.25,) * 4, parts), summed(wanted, parts)
+    ranks = []
+    for rank in range(2):
+        own = {name: [part[name] for part in parts[2 * rank : 2 * rank + 2]] for name in WEIGHTS}
+        ranks.append(RankRecord(rank, (network(WEIGHTS), contributions(1, own), step(1, given))))
+    (finding,) = numbers.findings(ranks, record(0, one, one))
+    assert finding.name == name
+    if name == "ranks_weighted_alike":
+        assert "in micro-batch 1 of 2 of a step are 1.6 on rank 0 and 0.4 on rank 1" in finding.sentence
+
+
 def test_gradients_clipped_before_their_average() -> None:
     own = gradients()
     finding = judged(own, [summed((0.1, 0.2), own)] * 2, summed((0.15, 0.15), own))

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from apportion.errors import ApportionError
-from apportion.script_check import passes
+from apportion.script_check import driver, passes, spread
 from apportion.script_check.failures import unusable
-from apportion.script_check.passes import Conditions, run_pass
+from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.record import RankRecord
 from apportion.script_check.script import Script
+from apportion.script_check.spread import Spread, within_limit
+from apportion.script_check.waiting import WaitOutcome
 
 pytestmark = pytest.mark.processes
 FULL = """
@@ -52,3 +55,42 @@ def test_a_script_that_leaves_without_an_exit_has_ended(tmp_path: Path, status: 
     assert passed.outputs == ["left\n"]
     assert passed.records[0].outcome is not None
     assert (passed.records[0].outcome["how"], passed.waited.how) == (how, "ended")
+
+
+def _inside_of_a_collective(rank: int, steps: int) -> RankRecord:
+    made = ({"kind": "step", "step": number, "number": number, "optimizer": 0} for number in range(1, steps + 1))
+    call = {
+        "kind": "collective", "step": steps, "call": 0, "op": "all_reduce", "group": "all ranks", "ranks": (0, 1),
+        "sequence": 0, "root": None, "inputs": [((1 + rank,), "float32")], "outputs": [], "names": [""],
+        "gradient": [False], "pending": False, "site": "train.py:3", "line": "", "thread": 1, "time": 1.0,
+    }  # fmt: skip
+    return RankRecord(rank, (*made, call))
+
+
+@pytest.mark.parametrize(("unrecorded", "hangs"), [(0.2, False), (20.0, True)])
+def test_ranks_that_still_record_at_the_limit_do_not_wait_for_each_other(unrecorded: float, hangs: bool) -> None:
+    records = [_inside_of_a_collective(rank, 7) for rank in range(2)]
+    waited = WaitOutcome("limit", (0, 1), unrecorded=unrecorded)
+    found = driver._hanging(Passed(records, ["", ""], waited, 120.0), Script(__file__))
+    assert (found is not None) == hangs
+
+
+@pytest.mark.parametrize(("made", "steps"), [((13, 12), 4), ((2, 9), None)])
+def test_a_script_with_slow_steps_runs_again_with_fewer(
+    made: tuple[int, int], steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [_inside_of_a_collective(rank, made[rank]) for rank in range(2)]
+    late = Spread(Passed(records, ["", ""], WaitOutcome("limit", (0, 1)), 120.0), Conditions(tmp_path, steps=24))
+    asked = list[int]()
+
+    def again(name: str, script: Script, ranks: int, conditions: Conditions) -> Passed:
+        asked.append(conditions.steps)
+        return Passed(records, ["", ""], WaitOutcome("ended"), 40.0)
+
+    monkeypatch.setattr(spread, "run_until_port_is_free", again)
+    found = within_limit(late, Script("train.py"), 2)
+    if steps is None:
+        assert (asked, found) == ([], late)
+    else:
+        assert (asked, found.conditions.steps) == ([steps], steps)
+        assert "made 12 of 24 steps in the time of one run, so 4 are compared" in found.about[-1]

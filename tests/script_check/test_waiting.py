@@ -129,6 +129,7 @@ def test_seconds_in_which_the_watch_itself_was_stopped_do_not_count(
 def test_the_limit_holds(ranks: Ranks) -> None:
     outcome = ranks.wait("while True: emit('batch'); time.sleep(0.01)", seconds=1.0)
     assert (outcome.how, outcome.unfinished) == ("limit", (0,))
+    assert outcome.unrecorded < waiting.SHORTEST
 
 
 def test_ranks_are_found_among_descendants() -> None:

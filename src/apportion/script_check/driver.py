@@ -30,8 +30,9 @@ from apportion.script_check.restarted import runs
 from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.rows import Unjoinable
 from apportion.script_check.script import Script
-from apportion.script_check.spread import Spread, spread_over
+from apportion.script_check.spread import Spread, spread_over, within_limit
 from apportion.script_check.union import union_feed
+from apportion.script_check.waiting import SHORTEST
 
 EPOCH_BATCHES = 8
 """The batches to which a longer epoch is shortened: a power of two, which micro-batches divide."""
@@ -62,6 +63,7 @@ def check_script(
         spread = spread_over(script, ranks, conditions)
         if (hanging := _hanging(spread.passed, script)) is not None:
             return replace(hanging, about=spread.about)
+        spread = within_limit(spread, script, ranks)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return ScriptAnswer("could not run", reason=reason, about=spread.about)
         try:
@@ -81,6 +83,8 @@ def check_script(
 def _hanging(passed: Passed, script: Script) -> ScriptAnswer | None:
     """The answer about a pass whose ranks waited for each other; None where none did."""
     waited = passed.waited
+    if waited.how == "limit" and waited.unrecorded < SHORTEST:
+        return None  # ranks that go on: their records, read one after the other, are not of one moment
     found = report.hang(passed.records, waited.stacks, died=waited.died, quiet=waited.quiet, folder=str(script.folder))
     if found is None or (waited.how == "limit" and not found.all_wait):
         return None

@@ -10,6 +10,7 @@ FINDING_NAMES: Mapping[str, str] = {
     "accumulation_undivided": "the gradients of several micro-batches are summed and not divided by their number",
     "batch_statistics": "a layer normalises over the rows of each rank alone",
     "clipped_before_average": "gradients are clipped on each rank before they are averaged",
+    "clipped_scaled": "gradients are clipped while a GradScaler's scale is in them",
     "different_beginnings": "ranks begin with different weights",
     "different_lists": "ranks reduce different lists of tensors with each other",
     "differs": "gradients or weights differ from those of one process, for a reason that is not known",

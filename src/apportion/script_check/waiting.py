@@ -45,12 +45,14 @@ _STRAY = 0.15
 class WaitOutcome:
     """How the wait ended. ``how``: all ranks "ended", they "hang", or the "limit" has passed. ``unfinished``: the ranks
     that have not ended, and of these ``died``: those whose process has. ``quiet``: seconds without activity;
-    ``stacks``: by rank, what ``faulthandler`` has written of those that have not ended."""
+    ``unrecorded``: seconds since any rank recorded an event; ``stacks``: by rank, what ``faulthandler`` has written of
+    those that have not ended."""
 
     how: Literal["ended", "hang", "limit"]
     unfinished: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
     quiet: float = 0.0
+    unrecorded: float = 0.0
     stacks: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -69,7 +71,8 @@ def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: flo
             how: Literal["ended", "hang", "limit"] = "ended" if not watch.running else "hang" if hanging else "limit"
             died = tuple(sorted(watch.died))
             unfinished = tuple(sorted((*watch.running, *died)))
-            return WaitOutcome(how, unfinished, died, watch.now - watch.quiet_since, watch.stacks())
+            quiet, unrecorded = watch.now - watch.quiet_since, watch.now - watch.recorded_at
+            return WaitOutcome(how, unfinished, died, quiet, unrecorded, watch.stacks())
         time.sleep(_LOOK)
 
 

@@ -10,6 +10,7 @@ from apportion.script_check.comparison import (
     evaluations,
     orders,
     resumes,
+    scales,
     schedules,
     second_run,
     settings,
@@ -31,6 +32,7 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weig
         differing = [replace(each, severity="difference") if each.name in _OF_STEPS else each for each in differing]
     found = [
         *differing,
+        *scales.findings(ranks),
         *orders.findings(ranks, readings),
         *shared_rows.findings(ranks, readings),
         *resumes.findings(ranks, readings),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.comparison.reading import Iteration, unlike_selections
+from apportion.script_check.comparison.shared_rows import SPLIT_ALIKE
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -151,21 +152,26 @@ def _rows_twice(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iterati
         counts = Counter(row for each in rows for row in each)
         twice = [row for row in counts if counts[row] > 1]
         if twice and any(set(each) != set(counts) for each in rows):
-            return _padded(found[0], list(map(str, twice)), sum(counts.values()), len(counts))
+            return _padded(found, twice, sum(counts.values()), len(counts))
         if twice and any(len(each) != len(set(each)) for each in rows):
-            return _padded(found[0], list(map(str, twice)), sum(counts.values()), len(counts))
+            return _padded(found, twice, sum(counts.values()), len(counts))
     return None
 
 
-def _padded(iteration: Iteration, twice: Sequence[str], read: int, rows: int) -> Finding:
-    listed = f"{', '.join(twice[:_SHOWN])}{', ...' if len(twice) > _SHOWN else ''}"
+def _padded(found: Sequence[Iteration], twice: Sequence[Hashable], read: int, rows: int) -> Finding:
+    iteration, apart = found[0], unlike_selections(found)
+    listed = f"{', '.join(map(str, twice[:_SHOWN]))}{', ...' if len(twice) > _SHOWN else ''}"
+    named = f"{len(twice)} of them" if iteration.local else f"{'row' if len(twice) == 1 else 'rows'} {listed}"
+    why = ", as its data set has different rows on each rank" if apart else ""
     return Finding(
         "evaluation",
         "warning",
         f"The evaluation over the loader at {iteration.loader} reads {read} rows, of which {rows} are different: "
-        f"{'row' if len(twice) == 1 else 'rows'} {listed} {'counts' if len(twice) == 1 else 'count'} twice.",
-        "Evaluate each row once: give each rank its own part without padding, and divide the sum over all ranks by the "
-        "number of rows.",
+        f"{named} {'counts' if len(twice) == 1 else 'count'} twice{why}.",
+        SPLIT_ALIKE
+        if apart
+        else "Evaluate each row once: give each rank its own part without padding, and divide the sum over all ranks "
+        "by the number of rows.",
         step=iteration.batches[-1].step - 1 or None,
         site=iteration.loader.partition(" ")[0],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from apportion.script_check.comparison.places import Places, placed
 from apportion.script_check.comparison.table import Parting
 from apportion.script_check.comparison.tensors import IN_FLOAT64, RELATIVE, Array, Bounds, shown, step_of
 from apportion.script_check.record import Event, RankRecord
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,30 @@ class Evidence:
         """How the gradients of one process are made of the ranks' own ones."""
         return combination(self._whole(self.reference), self.own, self.bounds.relative)
 
-    def _named(self, rank: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    @cached_property
+    def micro_batches(self) -> list[list[dict[str, Array]]]:
+        """What each backward of each rank has added to each gradient, in order; empty where the ranks do not all call
+        backward equally often for all tensors, or once alone."""
+        found = list[list[dict[str, Array]]]()
+        for rank, record in enumerate(self.ranks):
+            own = self._named(rank, own_parts(record, self.found.optimizer, self.found.step))
+            counts = {len(parts) for parts in own.values()}
+            if len(counts) != 1 or counts == {1}:
+                return []
+            found.append([{name: parts[at] for name, parts in own.items()} for at in range(counts.pop())])
+        return found if len({len(each) for each in found}) == 1 else []
+
+    @cached_property
+    def micro_batches_of_ranks(self) -> Combination:
+        """How the gradients of all ranks are made of the micro-batches of rank 0, then those of rank 1, and so on."""
+        return combination(self._whole(self.gradients[0]), [part for parts in self.micro_batches for part in parts])
+
+    @cached_property
+    def micro_batches_in_reference(self) -> Combination:
+        """How the gradients of one process are made of the ranks' micro-batches, in the same order."""
+        return combination(self._whole(self.reference), [part for parts in self.micro_batches for part in parts])
+
+    def _named(self, rank: int, arrays: Mapping[str, _T]) -> dict[str, _T]:
         """A rank's whole tensors under the names of one process."""
         names = self.names[rank]
         known = self.places[rank]
@@ -144,9 +170,14 @@ class Evidence:
 
 def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]:
     """Returns what a rank's backward has added to each gradient before a step of an optimizer."""
+    return {name: np.sum(parts, axis=0) for name, parts in own_parts(record, optimizer, number).items()}
+
+
+def own_parts(record: RankRecord, optimizer: int, number: int) -> dict[str, list[Array]]:
+    """Returns what each call of backward on a rank has added to each gradient before a step of an optimizer."""
     for event in record.of("contributions"):
         if event["optimizer"] == optimizer and event["number"] == number:
-            return {name: np.sum(arrays, axis=0) for name, arrays in event["own"].items() if arrays}
+            return {name: list(arrays) for name, arrays in event["own"].items() if arrays}
     return {}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from apportion.script_check.record import Event, RankRecord
 from apportion.script_check.rows import Rows, Structure
+
+_SHARED = 0.1
+"""The share of all values that two ranks have to have in common for their rows to come from one data set."""
 
 
 @dataclass
@@ -83,17 +87,46 @@ def identified(readings: Sequence[Sequence[Iteration]]) -> Sequence[Sequence[Ite
 
     Where each rank makes a data set of its own rows, one number stands for different rows on different ranks: their
     values differ, and are the same each time that one rank reads them (those of augmented data are not). The rows then
-    are pairs of the rank and its number.
+    are known by their values where ranks that split one data set differently share them, and are pairs of the rank and
+    its number elsewhere.
     """
     for loader in {each.loader for iterations in readings for each in iterations}:
         of_loader = [[each for each in iterations if each.loader == loader] for iterations in readings]
         if _are_local(of_loader):
+            by_values = all(map(_no_two_alike, of_loader)) and _overlap(of_loader)
             for rank, iterations in enumerate(of_loader):
                 for iteration in iterations:
                     iteration.local = True
                     for batch in iteration.batches:
-                        batch.rows = tuple((rank, row) for row in batch.rows)
+                        batch.rows = batch.contents if by_values else tuple((rank, row) for row in batch.rows)
     return readings
+
+
+def _no_two_alike(iterations: Sequence[Iteration]) -> bool:
+    """Whether different rows of one rank have different values."""
+    batches = [batch for iteration in iterations for batch in iteration.batches]
+    rows = {row for batch in batches for row in batch.rows}
+    return len(rows) == len({content for batch in batches for content in batch.contents})
+
+
+def _overlap(of_loader: Sequence[Sequence[Iteration]]) -> bool:
+    """Whether ranks have more values in common than equal rows, or those that fill up a rank's part, account for."""
+    readers = Counter(
+        content
+        for iterations in of_loader
+        for content in {
+            content for iteration in iterations for batch in iteration.batches for content in batch.contents
+        }
+    )
+    shared = sum(count > 1 for count in readers.values())
+    return shared > max(len(of_loader), _SHARED * len(readers))
+
+
+def unlike_selections(iterations: Iterable[Iteration]) -> bool:
+    """Whether a sampler divides row numbers over the ranks that stand for different rows on each, as those of a random
+    split that each rank draws by itself."""
+    found = [each for each in iterations if each.begun["replicas"]]
+    return any(each.local for each in found) or len({each.begun.get("selection") for each in found}) > 1
 
 
 def _are_local(of_loader: Sequence[Sequence[Iteration]]) -> bool:

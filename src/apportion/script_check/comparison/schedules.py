@@ -24,7 +24,8 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
         length = min(len(rates), len(own))
         kind, factor = _compared(rates[:length], own[:length], len(ranks) if unchanged else 1)
         if kind == "same" and abs(factor - 1) > TOLERANCE:
-            found.append(_scaled(optimizer, group, rates[0], own[0], factor))
+            at = next(step for step, rate in enumerate(own) if rate)
+            found.append(_scaled(optimizer, group, at + 1, rates[at], own[at], factor))
         elif kind == "differs":
             found.append(_differs(ranks[0], optimizer, group, rates[:length], own[:length]))
     return found[:1]
@@ -61,12 +62,12 @@ def _fits(rates: Sequence[float], own: Sequence[float], every: int, factor: floa
     return all(abs(rate - factor * alone) <= limit for rate, alone in zip(rates, own[::every], strict=False))
 
 
-def _scaled(optimizer: int, group: int, rate: float, alone: float, factor: float) -> Finding:
+def _scaled(optimizer: int, group: int, step: int, rate: float, alone: float, factor: float) -> Finding:
     return Finding(
         "scaled_rate",
         "note",
         f"The learning rates of optimizer {optimizer}, group {group}, are {factor:.6g} times those of one process in "
-        f"each step ({rate:.6g} and {alone:.6g} at first); the comparison used those of the ranks on both sides.",
+        f"each step ({rate:.6g} and {alone:.6g} in step {step}); the comparison used those of the ranks on both sides.",
         factor=factor,
     )
 

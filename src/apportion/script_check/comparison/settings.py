@@ -21,7 +21,7 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
         finding = _first(ranks, compare)
         if finding is not None:
             found.append(finding)
-    return found + _scalers(ranks)
+    return found
 
 
 def _first(ranks: Sequence[RankRecord], compare: Callable[[int, int, Event, Event], Finding | None]) -> Finding | None:
@@ -104,23 +104,3 @@ def _trainable(rank: int, number: int, first: Event, other: Event) -> Finding | 
         step=number,
         site=first["site"],
     )
-
-
-def _scalers(ranks: Sequence[RankRecord]) -> list[Finding]:
-    first = ranks[0].of("scaler")
-    for record in ranks[1:]:
-        for one, two in zip(first, record.of("scaler"), strict=False):
-            if one["scale"] != two["scale"]:
-                return [
-                    Finding(
-                        "scaler",
-                        "warning",
-                        f"After step {one['step']}, the scale of the GradScaler is {one['scale']:.6g} on rank 0 and "
-                        f"{two['scale']:.6g} on rank {record.rank}.",
-                        "Check for infinite gradients after the average over the ranks, so that all see the same.",
-                        ranks=(0, record.rank),
-                        step=one["step"] or None,
-                        site=one["site"],
-                    )
-                ]
-    return []

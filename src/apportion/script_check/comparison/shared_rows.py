@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
-from apportion.script_check.comparison.reading import Iteration
+from apportion.script_check.comparison.reading import Iteration, unlike_selections
 from apportion.script_check.comparison.replicas import are_replicas, average_gradients, compute_the_same
 from apportion.script_check.comparison.resumes import RESTORES
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
 _SHOWN = 4
-_FEWEST_RENUMBERED = 3
-"""The fewest rows with equal values on two ranks that are the same rows: fewer may be alike by chance."""
 _WHOLE_EPOCH = 3
 """The fewest batches of an epoch whose last batch may be filled with rows of the first."""
 
@@ -60,11 +58,11 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     first = next(iter(epoch.values()))
     if first.begun["replacement"]:
         return None
-    if first.local:
-        return _renumbered(epoch)
     rows = {rank: _rows(iteration) for rank, iteration in epoch.items()}
     readers = Counter(row for each in rows.values() for row in set(each))
     twice = [row for row in readers if readers[row] > 1]
+    if unlike_selections(epoch.values()) and (twice or not first.local):
+        return _split_finding(first, twice, len(readers), list(rows))
     if not twice or len(readers) < len(epoch):
         return None
     sharing = [rank for rank, each in rows.items() if set(each) & set(twice)]
@@ -77,29 +75,6 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     ):
         return None
     return _shared_finding(first, sharing, twice, len(readers))
-
-
-def _renumbered(epoch: dict[int, Iteration]) -> Finding | None:
-    """Rows that several ranks read under numbers of their own, as where each divides, or shuffles, the same data with
-    random numbers of its own before a sampler distributes them. Values identify them where no rank reads two alike."""
-    first = next(iter(epoch.values()))
-    rows = {rank: [each for batch in found.trained for each in batch.contents] for rank, found in epoch.items()}
-    readers = Counter(row for each in rows.values() for row in set(each))
-    twice = [row for row in readers if readers[row] > 1]
-    if len(twice) < _FEWEST_RENUMBERED or any(len(set(each)) < len(each) for each in rows.values()):
-        return None
-    sharing = [rank for rank, each in rows.items() if set(each) & set(twice)]
-    return Finding(
-        "shared_rows",
-        "warning",
-        f"In epoch {first.number + 1}, {len(twice)} of {len(readers)} rows are read by more than one of the ranks "
-        f"{', '.join(map(str, sharing))} through the loader at {first.loader}: one number stands for different rows on "
-        f"different ranks, so that the rows are not distributed once.",
-        "Divide and shuffle the data alike on all ranks, with one seed, before a sampler distributes it.",
-        ranks=tuple(sharing),
-        step=first.trained[0].step,
-        site=first.loader.partition(" ")[0],
-    )
 
 
 def _may_be_equal(rows: dict[int, list[Hashable]], twice: int, every: int) -> bool:
@@ -122,10 +97,34 @@ def _padding(epoch: dict[int, Iteration], rows: dict[int, list[Hashable]], twice
     return len(twice) <= most
 
 
+SPLIT_ALIKE = (
+    "Seed all ranks alike before the data set is split, or give random_split a generator with the same seed on all "
+    "ranks: rows that one rank leaves out for its evaluation are otherwise trained on by another."
+)
+
+
+def _split_finding(first: Iteration, twice: list[Hashable], every: int, ranks: list[int]) -> Finding:
+    """One row number stands for different rows on different ranks, whether or not the same rows were read so far."""
+    read = f": in epoch {first.number + 1}, {len(twice)} of {every} rows{_listed(twice)} are read by several"
+    return Finding(
+        "shared_rows",
+        "warning",
+        f"The data set of the loader at {first.loader} has different rows on each rank, as each rank splits or draws "
+        f"it by itself, and the sampler {first.begun['sampler']} divides only their numbers{read if twice else ''}.",
+        SPLIT_ALIKE,
+        ranks=tuple(ranks),
+        step=first.trained[0].step,
+        site=first.loader.partition(" ")[0],
+    )
+
+
+def _listed(rows: list[Hashable]) -> str:
+    numbers = [str(row) for row in rows if isinstance(row, int)][:_SHOWN]
+    return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
+
+
 def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int) -> Finding:
     partitions = first.begun["replicas"]
-    numbers = [str(row) for row in twice if isinstance(row, int)][:_SHOWN]
-    named = f" ({', '.join(numbers)}{', ...' if len(twice) > _SHOWN else ''})" if numbers else ""
     cause = (
         f"although its sampler {first.begun['sampler']} divides the rows into {partitions} parts"
         if partitions
@@ -139,8 +138,8 @@ def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable],
     return Finding(
         "shared_rows",
         "warning",
-        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{named} are read by more than one of the ranks "
-        f"{', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}.",
+        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{_listed(twice)} are read by more than one of the "
+        f"ranks {', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}.",
         remedy,
         ranks=tuple(sharing),
         step=first.trained[0].step,

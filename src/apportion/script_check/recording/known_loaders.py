@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, Subset
 
 from apportion.script_check.recording.constants import Constants
@@ -42,6 +44,7 @@ class Loaders:
             rows=length_of(loader.dataset),
             worker_seed=seed,
             subset=type(loader.dataset) is Subset,
+            selection=_selection(loader.dataset),
             **order_of(loader),
         )
 
@@ -56,6 +59,7 @@ class Loaders:
             rows=None,
             worker_seed=None,
             subset=False,
+            selection=None,
             **order_of(sampler),
         )
 
@@ -66,6 +70,17 @@ class Loaders:
         loader.__dict__["_apportion_iterations"] = number + 1
         self.recorder.emit("iteration", loader=key, number=number, site=self.recorder.site(), **fields)
         return key, number
+
+
+def _selection(dataset: Any) -> str | None:
+    """A digest of the rows that a Subset selects, in their order; None where the data set is none."""
+    if type(dataset) is not Subset:
+        return None
+    found = hashlib.blake2b(digest_size=8)
+    while type(dataset) is Subset:
+        found.update(np.asarray(dataset.indices).tobytes())
+        dataset = dataset.dataset
+    return found.hexdigest()
 
 
 def length_of(sized: Any) -> int | None:

@@ -120,7 +120,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     loaders.install(recorder, found)
     losses.install(recorder)
     plain = plain_optimizers.install(recorder, networks, steps)
-    scalers.install(recorder)
+    scalers.install(calls)
     joins.install(recorder)
     restores.install(recorder)
     if recorder.plan["no_dropout"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from apportion.script_check.comparison.causes import micro_batches
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
@@ -11,6 +12,8 @@ def suspected(evidence: Evidence) -> bool:
     """Whether the gradient of one process is no sum of the ranks' own ones, by whatever factors, so that a pass which
     splits the rows in each module can tell why."""
     if evidence.found.what != "gradients" or not evidence.reference:
+        return False
+    if micro_batches.found_in(evidence):
         return False
     known, wanted = any(evidence.own), evidence.weights_in_reference
     return not known or wanted.residual > 1e-7 or bool(wanted.left_out)  # such as by a loss of the largest row

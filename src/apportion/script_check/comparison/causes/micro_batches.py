@@ -1,0 +1,70 @@
+"""Micro-batches that count the same on every rank, and in one process by a count such as their tokens.
+
+Where a step accumulates, no weights of whole ranks make up the gradient of one process: each micro-batch has others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from apportion.script_check.comparison.evidence import Evidence
+from apportion.script_check.findings import Finding
+
+_Weights = list[list[float]]
+"""By micro-batch, then by rank."""
+
+
+def ranks_weighted_alike(evidence: Evidence) -> Finding | None:
+    """Returns the finding that the ranks' parts of each micro-batch are averaged with equal weights, and in one process
+    with unequal ones; each micro-batch as a whole has the same weight in both."""
+    if not found_in(evidence):
+        return None
+    weights = _relative(evidence)
+    at = max(range(len(weights)), key=lambda number: max(weights[number]) - min(weights[number]))
+    shown = " and ".join(f"{weight:.6g} on rank {rank}" for rank, weight in enumerate(weights[at]))
+    backward = evidence.window(evidence.ranks[0], "criterion", "backward")
+    return Finding(
+        "ranks_weighted_alike",
+        "difference",
+        "The ranks are weighted alike, though each rank's loss is a mean over a count of its own: in one process "
+        f"their weights in micro-batch {at + 1} of {len(weights)} of a step are {shown}"
+        f"{_counts(evidence, weights, at)}.",
+        "Divide each rank's summed loss by the count (rows, tokens) of all ranks, best of all micro-batches of the "
+        "step, and multiply by the number of ranks where the wrapper averages.",
+        evidence.shown(evidence.found.names),
+        (),
+        evidence.found.shown,
+        backward[0]["site"] if backward else evidence.found.site,
+        weights[at][0],
+    )
+
+
+def found_in(evidence: Evidence) -> bool:
+    """Whether such weights explain the difference to the last digit."""
+    if not evidence.alike or not evidence.micro_batches:
+        return False
+    given, wanted = evidence.micro_batches_of_ranks, evidence.micro_batches_in_reference
+    if not given.exact or not wanted.exact or not given.alike or wanted.left_out or min(wanted.factors) <= 0:
+        return False
+    totals = np.reshape(wanted.factors, (evidence.count, -1)).sum(0)
+    return bool(np.allclose(totals, totals[0], rtol=1e-6)) and not wanted.alike
+
+
+def _relative(evidence: Evidence) -> _Weights:
+    """The weights in one process over their mean."""
+    weights = np.reshape(evidence.micro_batches_in_reference.factors, (evidence.count, -1))
+    return [list(map(float, column / column.mean())) for column in weights.T]
+
+
+def _counts(evidence: Evidence, weights: _Weights, at: int) -> str:
+    """The numbers of targets or rows that explain the weights of one micro-batch."""
+    losses = [evidence.window(record, "criterion") for record in evidence.ranks]
+    if any(len(each) != len(weights) for each in losses):
+        return ""
+    for field, what in (("counted", "targets"), ("rows", "rows")):
+        counts: Sequence[int] = [each[at].get(field) or 0 for each in losses]
+        if all(counts) and np.allclose(np.array(weights[at]) / np.array(counts), weights[at][0] / counts[0], 1e-6):
+            return f" ({', '.join(map(str, counts[:-1]))} and {counts[-1]} {what})"
+    return ""
