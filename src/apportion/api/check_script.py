@@ -12,6 +12,7 @@ from apportion.script_check.driver import STEPS
 from apportion.script_check.driver import check_script as run_check
 from apportion.script_check.finding_names import check_finding_names
 from apportion.script_check.findings import ScriptAnswer
+from apportion.script_check.reference_function import reference_function
 from apportion.script_check.script import Script
 
 RANKS = 2
@@ -20,7 +21,7 @@ MOST_RANKS = 64
 
 
 @named_arguments("check")
-def check_script(
+def check_script(  # noqa: PLR0913 (the flags)
     script: str | os.PathLike[str],
     arguments: Sequence[str] = (),
     *,
@@ -28,6 +29,7 @@ def check_script(
     workers: int = RANKS,
     steps: int = STEPS,
     accept: Sequence[str] = (),
+    reference: str | None = None,
 ) -> ScriptAnswer:
     """Run a training script on several ranks, and once as one process on the union of their rows, and compare the two
     after every optimizer step, tensor by tensor.
@@ -35,7 +37,8 @@ def check_script(
     ``script``: the path of its file, or with ``module`` the dotted name that ``python -m`` takes. ``arguments``: the
     script's own. ``workers``: the number of ranks, at least 2, each with torchrun's variables in its environment.
     ``steps``: the largest number of optimizer steps that is compared. ``accept``: names of findings that are intended,
-    and count as notes.
+    and count as notes. ``reference``: a function ``NAME(model, batch)`` of a file, as "FILE.py:NAME", that returns the
+    loss over all rows of a step; its gradient, at the weights of each step, is compared with that of the ranks.
 
     The script runs unchanged, in float64 and without dropout, and what it writes is discarded. The answer has a
     ``verdict``, its ``findings`` with their remedies, and the exit ``status`` of the command line. Nothing is raised
@@ -49,7 +52,8 @@ def check_script(
     if isinstance(accept, str):
         accept = (accept,)
     check_finding_names(accept)
-    return run_check(checked, ranks=workers, steps=steps, accept=accept)
+    function = None if reference is None else reference_function(reference)
+    return run_check(checked, ranks=workers, steps=steps, accept=accept, reference=function)
 
 
 def script_of(target: str | os.PathLike[str], arguments: Sequence[str] = (), *, module: bool = False) -> Script:

@@ -235,6 +235,9 @@ def check(  # noqa: PLR0913 (the flags)
     accept: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="a finding that is intended; again for each one")
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="a function(model, batch) that returns a script's loss")
+    ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="write what was found about a script there")
     ] = None,
@@ -249,10 +252,10 @@ def check(  # noqa: PLR0913 (the flags)
     own = script_arguments(context)
     with guarded():
         if module is not None or (target is not None and ":" not in target):
-            request = ScriptRequest(target, module, own, workers, steps, accept or (), out, as_json)
+            request = ScriptRequest(target, module, own, workers, steps, accept or (), reference, out, as_json)
             status = check_script_command(request, given)
         else:
-            workload = workload_of(target, own, {"--accept": accept, "--out": out}, strategy)
+            workload = workload_of(target, own, {"--accept": accept, "--reference": reference, "--out": out}, strategy)
             status = check_strategy_command(workload, str(strategy), steps, (launcher, workers, hosts), as_json)
     if status:
         raise typer.Exit(status)

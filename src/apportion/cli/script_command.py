@@ -31,6 +31,7 @@ class ScriptRequest:
     workers: int | None
     steps: int | None
     accept: Sequence[str]
+    reference: str | None
     out: str | None
     as_json: bool
 
@@ -79,6 +80,7 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
             workers=RANKS if request.workers is None else request.workers,
             steps=STEPS if request.steps is None else request.steps,
             accept=request.accept,
+            reference=request.reference,
         )
     if request.as_json:
         typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
