@@ -86,6 +86,8 @@ def test_a_second_run_that_cannot_resume_is_explained(
 def test_arguments_of_a_second_run_have_to_be_words() -> None:
     with pytest.raises(ValueError, match=r"then='--resume last.pt' must be a list of words"):
         apportion.check_script(SCRIPT, then="--resume last.pt")
+    with pytest.raises(ValueError, match="leave out either"):
+        apportion.check_script(SCRIPT, then=["--resume", "last.pt"], reference=f"{SCRIPT}:loss")
     done = subprocess.run(
         [sys.executable, "-m", "apportion", "check", str(SCRIPT), "--then", "--resume 'last.pt"],
         capture_output=True,

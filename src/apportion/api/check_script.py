@@ -13,6 +13,7 @@ from apportion.script_check.driver import STEPS
 from apportion.script_check.driver import check_script as run_check
 from apportion.script_check.finding_names import check_finding_names
 from apportion.script_check.findings import ScriptAnswer
+from apportion.script_check.reference_function import reference_function
 from apportion.script_check.script import Script
 
 RANKS = 2
@@ -21,7 +22,7 @@ MOST_RANKS = 64
 
 
 @named_arguments("check")
-def check_script(  # noqa: PLR0913 (all but two are options)
+def check_script(  # noqa: PLR0913 (the flags)
     script: str | os.PathLike[str],
     arguments: Sequence[str] = (),
     *,
@@ -30,6 +31,7 @@ def check_script(  # noqa: PLR0913 (all but two are options)
     steps: int = STEPS,
     accept: Sequence[str] = (),
     then: Sequence[str] | None = None,
+    reference: str | None = None,
 ) -> ScriptAnswer:
     """Run a training script on several ranks, and once as one process on the union of their rows, and compare the two
     after every optimizer step, tensor by tensor.
@@ -39,7 +41,9 @@ def check_script(  # noqa: PLR0913 (all but two are options)
     ``steps``: the largest number of optimizer steps that is compared. ``accept``: names of findings that are intended,
     and count as notes. ``then``: for a script that resumes in a run of its own, the arguments that this run has
     besides, such as ``["--resume", "last.pt"]``, or none: it is run a second time, in the folder that the first run
-    has left, and compared across both.
+    has left, and compared across both. ``reference``: a function ``NAME(model, batch)`` of a file, as "FILE.py:NAME",
+    that returns the loss over all rows of a step; its gradient, at the weights of each step, is compared with that of
+    the ranks.
 
     The script runs unchanged, in float64 and without dropout, and what it writes is discarded. The answer has a
     ``verdict``, its ``findings`` with their remedies, and the exit ``status`` of the command line. Nothing is raised
@@ -53,7 +57,13 @@ def check_script(  # noqa: PLR0913 (all but two are options)
     if isinstance(accept, str):
         accept = (accept,)
     check_finding_names(accept)
-    return run_check(checked, ranks=workers, steps=steps, accept=accept)
+    if reference is not None and then is not None:
+        raise ValueError(
+            f"reference={reference!r} gives the gradients of one run, and then={list(then)!r} asks for two: leave out "
+            "either, or check the second run by itself, with its arguments and a checkpoint of the first"
+        )
+    function = None if reference is None else reference_function(reference)
+    return run_check(checked, ranks=workers, steps=steps, accept=accept, reference=function)
 
 
 def script_of(

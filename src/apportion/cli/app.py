@@ -242,6 +242,9 @@ def check(  # noqa: PLR0913 (the flags)
             help="run the script a second time, with these arguments besides, by which it resumes: '--resume last.pt'",
         ),
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FILE.py:NAME", help="a function(model, batch) that returns a script's loss")
+    ] = None,
     out: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="write what was found about a script there")
     ] = None,
@@ -256,12 +259,11 @@ def check(  # noqa: PLR0913 (the flags)
     own = script_arguments(context)
     with guarded():
         if module is not None or (target is not None and ":" not in target):
-            request = ScriptRequest(target, module, own, workers, steps, accept or (), then, out, as_json)
+            request = ScriptRequest(target, module, own, workers, steps, accept or (), then, reference, out, as_json)
             status = check_script_command(request, given)
         else:
-            workload = workload_of(
-                target, own, {"--accept": accept, "--then": then is not None, "--out": out}, strategy
-            )
+            of_scripts = {"--accept": accept, "--then": then is not None, "--reference": reference, "--out": out}
+            workload = workload_of(target, own, of_scripts, strategy)
             status = check_strategy_command(workload, str(strategy), steps, (launcher, workers, hosts), as_json)
     if status:
         raise typer.Exit(status)

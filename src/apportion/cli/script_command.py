@@ -33,6 +33,7 @@ class ScriptRequest:
     steps: int | None
     accept: Sequence[str]
     then: str | None
+    reference: str | None
     out: str | None
     as_json: bool
 
@@ -83,6 +84,7 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
             steps=STEPS if request.steps is None else request.steps,
             accept=request.accept,
             then=then,
+            reference=request.reference,
         )
     if request.as_json:
         typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))

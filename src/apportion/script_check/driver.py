@@ -21,10 +21,11 @@ from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.failures import lacks_gpu, unusable
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
-from apportion.script_check.further import further_passes
+from apportion.script_check.further import Unstated, further_passes, stated
 from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.reference_function import ReferenceFunction
 from apportion.script_check.references import Reference, on_same_rows, reference, replayed
 from apportion.script_check.restarted import runs
 from apportion.script_check.retried import run_until_port_is_free
@@ -46,16 +47,18 @@ _OWN_ROWS = (
 )
 
 
-def check_script(
+def check_script(  # noqa: PLR0913 (the flags)
     script: Script,
     *,
     ranks: int = 2,
     steps: int = STEPS,
     accept: Collection[str] = (),
+    reference: ReferenceFunction | None = None,
     limit: float = 120.0,
     threads: int = 1,
 ) -> ScriptAnswer:
-    """Compare a script on ``ranks`` ranks with itself as one process on the union of their rows."""
+    """Compare a script on ``ranks`` ranks with itself as one process on the union of their rows, and with a function of
+    the user's where there is one."""
     script.path  # noqa: B018 (raises where there is none)
     folder = Path(tempfile.mkdtemp(prefix="apportion-check-"))
     conditions = Conditions(folder, limit, threads, steps, EPOCH_BATCHES)
@@ -70,6 +73,10 @@ def check_script(
             passes = _passes(spread, script)
         except Unjoinable as error:
             passes = _Passes(spread, None, unlike=f"there is no union of the rows, as {error}, and {_UNREADABLE}")
+        try:
+            passes = _with_function(passes, script, reference)
+        except Unstated as error:
+            return ScriptAnswer("could not run", reason=str(error), about=tuple(passes.about))
         found = _compare(passes)
         if any(finding.name == "schedule" for finding in found.findings):
             found = replace(found, findings=_schedules(found.findings, script, ranks, spread.conditions))
@@ -145,6 +152,17 @@ def _passes(spread: Spread, script: Script) -> _Passes:
             return _Passes(spread, other, unlike=_OWN_ROWS)
         found = other
     return _Passes(spread, found, further_passes(script, ranks, found, conditions))
+
+
+def _with_function(passes: _Passes, script: Script, function: ReferenceFunction | None) -> _Passes:
+    """Adds what a function of the user's computes. Raises Unstated where it cannot be computed."""
+    if function is None:
+        return passes
+    if passes.reference is None or passes.unlike:
+        raise Unstated(f"{function.address} is given the rows of one process, and {passes.unlike or 'there is none'}")
+    conditions = replace(passes.spread.conditions, reference=function)
+    ranks = passes.spread.passed.records
+    return replace(passes, further=stated(script, ranks, passes.reference, conditions, passes.further))
 
 
 def _compare(passes: _Passes) -> ScriptAnswer:

@@ -18,6 +18,7 @@ from apportion.script_check.feed import Feed
 from apportion.script_check.record import RankRecord, read_records
 from apportion.script_check.recording.plan import PassPlan
 from apportion.script_check.recording.recorder import UNWRITABLE
+from apportion.script_check.reference_function import ReferenceFunction
 from apportion.script_check.restarted import joined_runs
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
@@ -76,6 +77,7 @@ class Conditions:
     join_gathers: bool = False
     split_rows: bool = False
     by_rank: tuple[str, ...] = ()
+    reference: ReferenceFunction | None = None
     sandbox: str | None = None
     memory: int = field(default_factory=lambda: _available_memory())
 
@@ -104,7 +106,8 @@ def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Con
         feed.save(folder / "feed.pkl")
     _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
     arguments = (*script.arguments, *(script.then or ()))
-    scope = scope_of(script.folder, arguments, os.environ)
+    named = [] if conditions.reference is None else [str(conditions.reference.file)]
+    scope = scope_of(script.folder, [*arguments, *named], os.environ)
     with Sandbox(scope, folder, conditions.folder, conditions.sandbox) as sandbox:
         passed = _run_once(sandbox, folder, script, ranks, conditions)
         if script.then is None or passed.waited.how != "ended" or passed.failed:
@@ -148,6 +151,7 @@ def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, condit
 
 def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> PassPlan:
     """The plan of a pass, with the paths at which the script sees its files."""
+    reference = conditions.reference
     return PassPlan(
         target=script.target if script.module else sandbox.path(script.path),
         arguments=tuple(map(sandbox.argument, script.arguments)),
@@ -164,6 +168,7 @@ def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sand
         join_gathers=conditions.join_gathers,
         split_rows=conditions.split_rows,
         by_rank=conditions.by_rank,
+        reference="" if reference is None else f"{sandbox.path(reference.file)}:{reference.name}",
         feed=str(folder / "feed.pkl") if (folder / "feed.pkl").exists() else None,
     )
 

@@ -8,8 +8,8 @@ mistake; so the pattern has to show in most steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,7 +28,8 @@ loss or a gradient is too large also leave out what was accumulated, now and the
 class MicroBatches:
     """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient;
     ``names``: the tensors. ``site``: the line; ``share``: the value of what backward is called on over that of the
-    loss function before it, where it is the same for all."""
+    loss function before it, where it is the same for all. ``carried``: whether those of the step before that were left
+    out there are in this gradient."""
 
     step: int
     optimizer: int
@@ -36,14 +37,18 @@ class MicroBatches:
     names: tuple[str, ...]
     site: str
     share: float | None
+    carried: bool = False
 
 
-def findings(record: RankRecord) -> list[Finding]:
-    """Returns what is wrong with the weights of micro-batches, from the record of one process."""
-    windows = [window for event in record.of("contributions") for window in _windows(record, event)]
+def findings(record: RankRecord, whole: bool = False) -> list[Finding]:
+    """Returns what is wrong with the weights of micro-batches, from the record of one process. ``whole``: whether its
+    epochs end where those of the script do, and not where a loader was shortened."""
+    windows = [window for event in record.of("contributions") for window in _windows(record, event, 2)]
     found = list[Finding]()
     for optimizer in sorted({window.optimizer for window in windows}):
         own = [window for window in windows if window.optimizer == optimizer]
+        carried = any(window.carried for window in own)
+        own = [replace(window, carried=carried) for window in own]  # the first step has none before it
         steps = len({event["number"] for event in record.of("contributions") if event["optimizer"] == optimizer})
         size = Counter(len(window.factors) for window in own).most_common(1)[0][0]
         for judge in (_dropped, _unequal, _undivided):
@@ -51,38 +56,75 @@ def findings(record: RankRecord) -> list[Finding]:
             if len({finding.step for finding in judged}) > max(1, REGULAR * steps):
                 found.append(judged[0])
                 break
+        else:
+            found += _short(record, own, size) if whole else []
     return found
 
 
-def _windows(record: RankRecord, event: Event) -> list[MicroBatches]:
+def _windows(record: RankRecord, event: Event, least: int) -> list[MicroBatches]:
+    """Returns the windows that end with a step, those of at least some number of micro-batches."""
     step = step_of(record, event["optimizer"], event["number"])
     if step is None:
         return []
     before = step_of(record, event["optimizer"], event["number"] - 1)
     first = 0 if before is None else before["step"]
     batches = Counter(e["loader"] for e in record.of("batch") if first <= e["step"] < step["step"])
-    if max(batches.values(), default=0) < 2 and not _splits_rows(record, first, step["step"]):
+    if max(batches.values(), default=0) < least and not _splits_rows(record, first, step["step"]):
         return []  # neither several batches of one loader nor parts of one
     by_sites = dict[tuple[str, ...], list[str]]()
     for name, sites in event["sites"].items():
-        if len(sites) > 1 and step["gradients"].get(name) is not None:
+        if len(sites) >= least and step["gradients"].get(name) is not None:
             by_sites.setdefault(tuple(sites), []).append(name)
     found = list[MicroBatches]()
     for sites, names in by_sites.items():
         own = [{name: event["own"][name][at] for name in names} for at in range(len(sites))]
         given: Mapping[str, Array] = {name: step["gradients"][name] for name in names}
         made = combination({n: a for n, a in given.items() if a.shape == own[0][n].shape}, own)
-        if not made.exact:
+        carried = None if made.exact else _carried(record, event, given, own)
+        if not made.exact and carried is None:
             continue
         for site in dict.fromkeys(sites):
-            factors = tuple(factor for factor, each in zip(made.factors, sites, strict=True) if each == site)
-            if len(factors) > 1:
-                shares = _shares(record, first, step["step"], site.partition(" ")[0])
+            all_factors = made.factors if carried is None else carried
+            factors = tuple(factor for factor, each in zip(all_factors, sites, strict=True) if each == site)
+            if len(factors) >= least:
+                line = site.partition(" ")[0]
+                shares = _shares(record, first, step["step"], line)
                 share = shares[0] if len(shares) == len(factors) and np.allclose(shares, shares[0], rtol=1e-9) else None
                 shown_names = tuple(shown(name, list(step["gradients"])) for name in names)
-                line = site.partition(" ")[0]
-                found.append(MicroBatches(event["number"], event["optimizer"], factors, shown_names, line, share))
+                found.append(
+                    MicroBatches(
+                        event["number"],
+                        event["optimizer"],
+                        factors,
+                        shown_names,
+                        line,
+                        share,
+                        carried is not None,
+                    )
+                )
     return found
+
+
+def _carried(
+    record: RankRecord, event: Event, given: Mapping[str, Array], own: Sequence[Mapping[str, Array]]
+) -> tuple[float, ...] | None:
+    """Returns the factors of a step's micro-batches where its gradient is the sum of some of them, and of those of the
+    step before that are left out there in the same way; None where it is not."""
+    before = [
+        each
+        for each in record.of("contributions")
+        if each["optimizer"] == event["optimizer"] and each["number"] == event["number"] - 1
+    ]
+    if not before or any(before[0]["sites"].get(name) != event["sites"][name] for name in given):
+        return None
+    earlier = [{name: before[0]["own"][name][at] for name in given} for at in range(len(own))]
+    if sum(array.size for array in given.values()) <= 2 * (len(own) + len(earlier)):
+        return None  # any gradient would be some sum of as many parts
+    made = combination(given, [*own, *earlier])
+    factors, late = made.factors[: len(own)], made.factors[len(own) :]
+    least = 1e-9 * max(map(abs, made.factors))
+    swapped = all((abs(a) < least) != (abs(b) < least) for a, b in zip(factors, late, strict=True))
+    return factors if made.exact and swapped else None
 
 
 def _splits_rows(record: RankRecord, first: int, until: int) -> bool:
@@ -114,16 +156,23 @@ def _dropped(window: MicroBatches) -> Finding | None:
         return None
     left = [at for at in range(len(window.factors)) if at not in none]
     which = "the last" if left == [len(window.factors) - 1] else f"number {', '.join(str(at + 1) for at in left)}"
+    lost = "is wiped before the step"
+    remedy = "Call zero_grad once for each step, after it, and not between its micro-batches."
+    if window.carried:
+        lost = "comes into that of the next step"
+        remedy = (
+            "Synchronise the gradients at the last micro-batch of each step: set_requires_gradient_sync(True) belongs "
+            "before its forward."
+        )
     sentence = (
-        f"Only {which} of the {len(window.factors)} micro-batches of a step is in the gradient: what the "
-        f"others added is "
-        "wiped before the step."
+        f"Only {which} of the {len(window.factors)} micro-batches of a step is in the gradient: what the others added "
+        f"{lost}."
     )
     return Finding(
         "dropped_micro_batches",
         "difference",
         sentence,
-        "Call zero_grad once for each step, after it, and not between its micro-batches.",
+        remedy,
         window.names,
         (),
         window.step,
@@ -182,3 +231,26 @@ def _undivided(window: MicroBatches) -> Finding | None:
             window.names, (), window.step, window.site, 1 / count,
         )  # fmt: skip
     return None
+
+
+def _short(record: RankRecord, windows: Sequence[MicroBatches], size: int) -> list[Finding]:
+    """A note where a step at the end of an epoch has fewer micro-batches than others, and is divided as they are."""
+    if not all(w.share is not None and np.isclose(w.share * size, 1.0) for w in windows if len(w.factors) == size):
+        return []
+    for event in record.of("contributions"):
+        for window in _windows(record, event, 1) if event["optimizer"] == windows[0].optimizer else []:
+            count = len(window.factors)
+            total = None if window.share is None else window.share * sum(window.factors)
+            if count < size and total is not None and np.isclose(total, count / size, rtol=1e-6):
+                sentence = (
+                    f"Step {window.step} accumulates {count} micro-batches, where others have {size}, and is divided "
+                    f"by {size} as they are: its gradient is {total:.6g} times that of the mean over its rows."
+                )
+                remedy = (
+                    "Where that is not meant, divide by the number of micro-batches that the step has, or leave the "
+                    "last ones of an epoch out."
+                )
+                return [
+                    Finding("short_window", "note", sentence, remedy, window.names, (), window.step, window.site, total)
+                ]
+    return []

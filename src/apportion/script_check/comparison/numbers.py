@@ -6,8 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apportion.script_check.comparison import accumulation, beginnings, gathers, held, ranks_agree, with_union
+from apportion.script_check.comparison import (
+    accumulation,
+    against_reference,
+    beginnings,
+    gathers,
+    held,
+    ranks_agree,
+    rearrangement,
+    with_union,
+)
 from apportion.script_check.comparison.causes import restart
+from apportion.script_check.comparison.rearrangement import Rearranged
 from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
@@ -16,12 +26,17 @@ from apportion.script_check.record import RankRecord
 @dataclass(frozen=True)
 class Further:
     """The records of further passes of one process, where they were run. ``split``: rows are split in each module;
-    ``joined``: the graphs of collectives are joined; ``by_rank``: modules that mix rows run on each rank's rows.
+    ``joined``: the graphs of collectives are joined; ``by_rank``: modules that mix rows run on each rank's rows;
+    ``rearranged``: the steps whose rows were distributed differently over their micro-batches.
+    ``stated``: the gradients of the function of the user's that ``function`` names.
     ``bounds``: what rounding may change in all of them."""
 
     split: RankRecord | None = None
     joined: RankRecord | None = None
     by_rank: RankRecord | None = None
+    rearranged: Sequence[Rearranged] = ()
+    stated: RankRecord | None = None
+    function: str = ""
     bounds: StepBounds = None
 
     @property
@@ -30,8 +45,22 @@ class Further:
         split = "A further pass split the rows in each module, to find those whose output for a row depends on others."
         joined = "A further pass gave the outputs of collectives the graph of their input."
         by_rank = "Compared also with one process whose layers take the statistics of each rank's rows alone."
-        passes = ((self.split, split), (self.joined, joined), (self.by_rank, by_rank))
-        return [sentence for record, sentence in passes if record is not None]
+        rearranged = (
+            f"Compared also with one process in which the same rows are distributed differently over the micro-batches "
+            f"of a step, at {len(self.rearranged)} steps."
+        )
+        steps = 0 if self.stated is None else len(self.stated.of("reference"))
+        stated = (
+            f"Compared also with {self.function}: the gradient of its loss over all rows of a step, at {steps} steps."
+        )
+        passes = (
+            (steps, stated),
+            (self.split, split),
+            (self.joined, joined),
+            (self.by_rank, by_rank),
+            (self.rearranged, rearranged),
+        )
+        return [sentence for recorded, sentence in passes if recorded]
 
 
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Further = Further()) -> list[Finding]:
@@ -40,13 +69,16 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Fur
     own = [*held.findings(ranks), *restart.findings(ranks)]
     if union is None:
         return [*own, *accumulation.findings(ranks[0])]
+    whole = all(event["length"] == event["full"] for record in ranks for event in record.of("iteration"))
     if with_union.evidence_of(ranks, union) is not None:  # weights that are broadcast after a first forward agree
         own += beginnings.findings(ranks, union)
-    own += [*gathers.findings(union, further.joined, further.bounds), *accumulation.findings(union)]
+    own += [*gathers.findings(union, further.joined, further.bounds), *accumulation.findings(union, whole)]
     # what begins or goes on with other weights, or leaves out a step, also has other gradients, and says nothing more
     first = [f for f in own if f.name in ("different_beginnings", "loaded_weights")] + ranks_agree.findings(ranks)
     until = min((finding.step for finding in first if finding.step is not None), default=None)
     compared = with_union.findings(ranks, union, further.split, until, further.bounds)
     if further.by_rank is not None and any(finding.name == "batch_statistics" for finding in compared):
         compared += with_union.beside_statistics(ranks, further.by_rank, further.bounds)
-    return [*own, *compared]
+    if further.stated is not None:
+        compared += against_reference.findings(ranks, union, further.stated, further.function, further.bounds)
+    return [*own, *compared, *rearrangement.findings(ranks, further.rearranged, further.split)]

@@ -95,6 +95,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         precision,
         randomness,
         reducers,
+        reference_gradients,
         restores,
         saves,
         scalers,
@@ -113,6 +114,8 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
     steps = optimizers.install(recorder, networks, own, wrappers.install(recorder, networks), replay)
+    if recorder.plan["reference"]:
+        reference_gradients.install(recorder, networks)
     gathers.install(recorder)
     if recorder.plan["by_rank"]:
         by_rank.install(recorder, networks)

@@ -110,6 +110,7 @@ class OptimizerSteps:
         self._contributions.stepping = False
         with gathered(self._networks.roots(), gradients=True):
             self.completed(optimizer, self._before)
+        self._feed_weights(optimizer)
 
     def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
         """Record a step, ``before`` as ``observed`` has returned it."""
@@ -177,6 +178,21 @@ class OptimizerSteps:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+
+    def _feed_weights(self, optimizer: Any) -> None:
+        """Goes on with the weights of the pass that this one is fed from, so that the gradients of each step can be
+        compared by themselves."""
+        number = self._number(optimizer)
+        feed = self._recorder.feed
+        fed = feed.weights_after.get(number, []) if feed is not None else []
+        if self._made[number] > len(fed):
+            return
+        with torch.no_grad():
+            for name, parameter in self._parameters(optimizer, number):
+                recorded = fed[self._made[number] - 1].get(name)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                if recorded is not None and recorded.shape == tuple(local.shape):
+                    local.copy_(torch.as_tensor(recorded))
 
 
 def _makes_state(recorder: Recorder) -> bool:

@@ -17,6 +17,8 @@ class PassPlan:
     ``memory``: the bytes that all ranks may use together; 0 for any number.
     ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for
     ``gpus`` GPUs. ``join_gathers``, ``split_rows``, ``by_rank``: see ``gathers.py``, ``splits.py`` and ``by_rank.py``.
+    ``reference``: the function of a file, as ``PATH:NAME``, whose gradients are computed before each step, see
+    ``reference_gradients.py``.
     ``feed``: the file of what it is fed with, see ``feed.py``.
     """
 
@@ -36,6 +38,7 @@ class PassPlan:
     join_gathers: bool = False
     split_rows: bool = False
     by_rank: tuple[str, ...] = ()
+    reference: str = ""
     feed: str | None = None
 
     def save(self, path: Path) -> None:

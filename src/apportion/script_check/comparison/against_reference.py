@@ -1,0 +1,111 @@
+"""The ranks against a function of the user's: the gradient of its loss over all rows of a step.
+
+A function returns a loss, and what a script does to gradients between backward and the step is not in it. Clipping is
+undone where the norm that it was made by is known, and else made with the function's gradient, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from apportion.script_check.comparison.table import Parting, parting
+from apportion.script_check.comparison.tensors import Array, StepBounds, scale_of, shown, step_of
+from apportion.script_check.findings import Finding
+from apportion.script_check.record import Event, RankRecord
+
+_UNKNOWN = ("LBFGS",)
+"""The optimizers whose gradients are computed within the step."""
+
+
+def findings(
+    ranks: Sequence[RankRecord], union: RankRecord, stated: RankRecord, function: str, bounds: StepBounds = None
+) -> list[Finding]:
+    """Returns how the gradients of the ranks differ from those of a function. ``union``: of one process; ``stated``: of
+    the pass that computed the function's gradients."""
+    found, _ = parting([_unclipped(record) for record in ranks], _with_gradients(union, stated), bounds)
+    return [] if found is None else [_finding(found, union, function)]
+
+
+def _finding(found: Parting, union: RankRecord, function: str) -> Finding:
+    names = tuple(shown(name, found.compared) for name in found.names)
+    first, ratio = found.of(found.names[0])[0], found.differences[0].ratio
+    alike = all(each.scaled and np.isclose(each.ratio, ratio, rtol=1e-6) for each in found.differences)
+    if alike and len(names) == len(found.compared):
+        what = f"every gradient is {ratio:.6g} times that of {function}"
+    else:
+        what = (
+            f"{len(names)} of {len(found.compared)} gradients differ from those of {function}, {names[0]} first (ratio "
+            f"{first.ratio:.6g}, cosine {first.cosine:.6g} on rank {first.rank})"
+        )
+    sentence = f"From step {found.shown} on, {what} over all rows of the step."
+    remedy = (
+        "Look for what the script does otherwise than the function: by what the loss of each micro-batch is divided, "
+        "how the ranks are averaged, and what is done to gradients before the step."
+    )
+    site = next((str(event["site"]) for event in union.of("backward") if event["site"]), found.site)
+    return Finding(
+        "reference_differs", "difference", sentence, remedy, names, (), found.shown, site, ratio if alike else None
+    )
+
+
+def _with_gradients(union: RankRecord, stated: RankRecord) -> RankRecord:
+    """The record of one process with the gradients of the function in place of its own, at the steps that have them."""
+    gradients = {event["step"] + 1: event["gradients"] for event in stated.of("reference")}
+    events = list[Event]()
+    last: Mapping[str, Array | None] = {}
+    for event in union.events:
+        if event["kind"] != "step":
+            events.append(event)
+            continue
+        # several optimizers make their steps with the gradients of the same rows
+        last = gradients.get(event["step"], last)
+        known = {name: last[name] for name in event["gradients"] if name in last}
+        if known and event["type"] not in _UNKNOWN:
+            events.append({**event, "gradients": _clipped(union, event, known), "weights": {}})
+    return RankRecord(union.rank, tuple(events))
+
+
+def _unclipped(record: RankRecord) -> RankRecord:
+    """A record with the gradients as they were before they were clipped by a norm that is known."""
+    events = list[Event]()
+    for event in record.events:
+        clip = _clip(record, event) if event["kind"] == "step" else None
+        if clip is not None and clip["norm"] is not None:
+            factor = min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
+            names = _clip_names(clip, event)
+            gradients = {n: a / factor if a is not None and n in names else a for n, a in event["gradients"].items()}
+            event = {**event, "gradients": gradients}
+        events.append(event)
+    return RankRecord(record.rank, tuple(events))
+
+
+def _clipped(union: RankRecord, step: Event, gradients: Mapping[str, Array | None]) -> Mapping[str, Array | None]:
+    """The function's gradients, clipped where the script clips by values, or by a norm that is not known."""
+    clip = _clip(union, step)
+    if clip is None or clip["norm"] is not None:
+        return gradients
+    names, limit = _clip_names(clip, step), float(clip["limit"])
+    held = {name: array for name, array in gradients.items() if array is not None and name in names}
+    if clip["function"] == "clip_grad_value_":
+        return {**gradients, **{name: np.clip(array, -limit, limit) for name, array in held.items()}}
+    factor = min(1.0, limit / (scale_of(held) + 1e-6))
+    return {**gradients, **{name: array * factor for name, array in held.items()}}
+
+
+def _clip(record: RankRecord, step: Event) -> Event | None:
+    """The one call that clipped the gradients of a step; None where there is none, or several."""
+    before = step_of(record, step["optimizer"], step["number"] - 1)
+    first = 0 if before is None else before["step"]
+    own = set(step["gradients"])
+    clips = [event for event in record.of("clip") if first <= event["step"] < step["step"]]
+    clips = [event for event in clips if not all(event["names"]) or own & set(event["names"])]
+    return clips[0] if len(clips) == 1 else None
+
+
+def _clip_names(clip: Event, step: Event) -> set[str]:
+    """The tensors of a step that a call clipped: all, where some of them are not known."""
+    own = set(step["gradients"])
+    named = own & set(clip["names"])
+    return named if len(named) == len(clip["names"]) else own
