@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apportion.script_check.comparison import accumulation, beginnings, gathers, held, ranks_agree, with_union
+from apportion.script_check.comparison import (
+    accumulation,
+    beginnings,
+    clipped,
+    gathers,
+    held,
+    ranks_agree,
+    with_union,
+)
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.findings import Finding
@@ -49,4 +57,6 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Fur
     compared = with_union.findings(ranks, union, further.split, until, further.bounds)
     if further.by_rank is not None and any(finding.name == "batch_statistics" for finding in compared):
         compared += with_union.beside_statistics(ranks, further.by_rank, further.bounds)
+    if not own and not compared:
+        own = clipped.findings(ranks, union)
     return [*own, *compared]
