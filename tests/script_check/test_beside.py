@@ -275,7 +275,9 @@ def test_the_same_noise_for_different_rows() -> None:
     assert _names((one, two)) == {"same_draws": "warning"}
 
 
-def _streamed(rows: tuple[Sequence[int], Sequence[int]], function: str, draws: int) -> dict[str, str]:
+def _streamed(
+    rows: tuple[Sequence[int], Sequence[int]], function: str, draws: int, shape: tuple[int, ...] = ()
+) -> dict[str, str]:
     ranks = _two()
     for rank, read in zip(ranks, rows, strict=True):
         rank.emit("computed", inputs=f"i{rank.rank}", outputs=f"o{rank.rank}", rows=2)
@@ -283,7 +285,7 @@ def _streamed(rows: tuple[Sequence[int], Sequence[int]], function: str, draws: i
         for first in range(0, len(read), 2):
             for number in range(draws):
                 rank.emit("draw", place="train.py:7", number=number, function=function, site="train.py:7",
-                          gradients=True, fetching=True, state="s", digest=f"d{number}", shape=(),
+                          gradients=True, fetching=True, state="s", digest=f"d{number}", shape=shape,
                           values=None)  # fmt: skip
             rank.read(place, read[first : first + 2], indexed=False)
             rank.train()
@@ -295,6 +297,8 @@ def test_draws_by_which_a_stream_chooses_its_rows_are_the_same_on_all_ranks() ->
     assert _streamed(rows, "randn", draws=2) == {"same_draws": "warning"}
     assert _streamed(rows, "randn", draws=4) == {}, "each rank draws the rows of all ranks, and yields its own"
     assert _streamed(rows, "random.randint", draws=2) == {}, "places in a buffer"
+    assert _streamed(rows, "randn", draws=1, shape=(2, 3)) == {"same_draws": "warning"}, "noise for a batch"
+    assert _streamed(rows, "randn", draws=1, shape=(4, 3)) == {}, "each rank draws the batches of all ranks at once"
 
 
 def test_equal_rows_of_a_stream_are_not_one_row() -> None:

@@ -99,6 +99,34 @@ def test_a_sum_under_an_average_and_a_sum_without_one_are_distinguished() -> Non
     assert "summed and not averaged" in added.sentence
 
 
+def clip(factor: float, site: str = "train.py:21") -> dict[str, Any]:
+    return {"kind": "clip", "step": 0, "names": list(WEIGHTS), "factor": factor, "norm": None, "site": site}
+
+
+def clipped(weight: float, factor: float, one_weight: float, one_factor: float) -> Any:
+    """Findings about gradients that are sums of the ranks' own ones, by a weight, and clipped by a factor."""
+    own = gradients()
+    given, one = summed((weight * factor,) * 2, own), summed((one_weight * one_factor,) * 2, own)
+    ranks = [record(rank, own[rank], given, clip(factor)) for rank in range(2)]
+    return numbers.findings(ranks, record(0, one, one, clip(one_factor)))
+
+
+def test_a_scale_that_clipping_takes_away() -> None:
+    for factor in (0.3, 1.0, 0.0):
+        assert clipped(0.5, factor, 0.5, factor) == []
+    (hidden,) = clipped(0.5, 0.4, 1.0, 0.2)
+    assert (hidden.name, hidden.severity, hidden.site) == ("scale", "warning", "train.py:21")
+    assert "all gradients are 0.5 times those of one process" in hidden.sentence
+    assert clipped(1.0, 0.1, 0.5, 0.2)[0].factor == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("factor", [0.4 * (1 + 1e-8), 0.7, 1.0])
+def test_the_cause_of_a_scale_is_that_before_clipping(factor: float) -> None:
+    (finding,) = clipped(0.5, factor, 1.0, 0.2)
+    assert (finding.name, finding.severity) == ("scale", "difference")
+    assert "0.5 times before they are clipped (1/2): the loss is a sum over rows" in finding.sentence
+
+
 def test_gradients_of_their_own_are_not_averaged() -> None:
     own = gradients()
     finding = judged(own, own, summed((0.5, 0.5), own))
@@ -184,6 +212,23 @@ def test_an_average_before_the_last_micro_batch(synchronized: tuple[bool, ...]) 
     finding = judged(own, given, summed((0.5, 0.5), own), wrapped, *map(forward, synchronized))
     assert finding.name == "not_averaged"
     assert f"number {synchronized.index(True) + 1}" in finding.sentence
+
+
+def test_one_of_two_wrappers_whose_forward_is_not_called() -> None:
+    own = gradients()
+    mean = summed((0.5, 0.5), own)
+    given = [{**mean, "net.1.weight": each["net.1.weight"]} for each in own]
+    names = [name for name in WEIGHTS if name != "net.1.weight"]
+    wrapped = [
+        {"kind": "wrapped", "step": 0, "index": 0, "path": "net.0", "names": names},
+        {"kind": "wrapped", "step": 0, "index": 1, "path": "net.1", "names": ["net.1.weight"]},
+    ]
+    past = {"kind": "forward", "step": 0, "gradients": True, "site": "net.py:3", "caller": "train.py:18"}
+    finding = judged(own, given, mean, *wrapped, forward(True), past)
+    assert (finding.name, finding.tensors, finding.site) == ("not_averaged", ("1.weight",), "train.py:18")
+    assert "is never called" in finding.sentence
+    called = {**forward(True), "index": 1}
+    assert "after the wrap" in judged(own, given, mean, *wrapped, forward(True), called).sentence
 
 
 @pytest.mark.parametrize(("alike", "name"), [(True, "not_averaged"), (False, "inputs_differ")])

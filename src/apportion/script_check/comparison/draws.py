@@ -160,8 +160,12 @@ def _per_row(record: RankRecord, iterations: Sequence[Iteration]) -> dict[str, l
 
 def _chooses_rows(events: Sequence[Event], iterations: Sequence[Iteration]) -> bool:
     """Whether draws of iterable data choose or make the rows of all ranks, of which each rank yields its own: whole
-    numbers, as of places in a buffer, or more draws than the rank has read rows."""
+    numbers, as of places in a buffer, more draws than the rank has read rows, or fewer with more entries than that, as
+    where all rows of an epoch are drawn at once."""
     streamed = [len(batch.rows) for each in iterations for batch in each.batches if not batch.indexed]
     if not streamed or not events[0]["fetching"]:
         return False
-    return events[0]["function"].rpartition(".")[2] in _WHOLE_NUMBERS or len(events) > sum(streamed)
+    rows, entries = sum(streamed), sum(event["shape"][0] if event["shape"] else 1 for event in events)
+    if len(events) < rows < entries:
+        return True
+    return events[0]["function"].rpartition(".")[2] in _WHOLE_NUMBERS or len(events) > rows

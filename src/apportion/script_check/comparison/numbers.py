@@ -10,6 +10,7 @@ from apportion.script_check.comparison import (
     accumulation,
     against_reference,
     beginnings,
+    clipped,
     gathers,
     held,
     ranks_agree,
@@ -81,4 +82,6 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Fur
         compared += with_union.beside_statistics(ranks, further.by_rank, further.bounds)
     if further.stated is not None:
         compared += against_reference.findings(ranks, union, further.stated, further.function, further.bounds)
+    if not own and not compared:
+        own = clipped.findings(ranks, union)
     return [*own, *compared, *rearrangement.findings(ranks, further.rearranged, further.split)]

@@ -4,6 +4,7 @@ collectives that average them."""
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from functools import wraps
 from typing import Any
@@ -19,7 +20,8 @@ _LIMITS = {"clip_grad_norm_": "max_norm", "clip_grads_with_norm_": "max_norm", "
 
 def install(collectives: Collectives) -> None:
     """Record the event ``clip``: ``function``, ``limit``, ``norm`` (before the clipping; None for values, and for a
-    sharded norm, whose value would take a collective), the ``names`` of the parameters, and ``site``."""
+    sharded norm, whose value would take a collective), ``factor`` (by which this rank's gradients, or its shards of
+    them, have become smaller; None where they are zero), the ``names`` of the parameters, and ``site``."""
     under_way = list[str]()  # one of these functions calls another
     for name, limit in _LIMITS.items():
         function = getattr(torch.nn.utils, name, None)
@@ -40,6 +42,7 @@ def _wrapper(collectives: Collectives, function: Any, limit: str, under_way: lis
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         given = {**given, "parameters": parameters}  # it may have been a generator
         under_way.append(function.__name__)
+        before = _norm(parameters)
         try:
             norm = function(**given)
         finally:
@@ -51,6 +54,7 @@ def _wrapper(collectives: Collectives, function: Any, limit: str, under_way: lis
             function=function.__name__,
             limit=float(given[limit]),
             norm=float(value) if isinstance(value, Tensor) and not isinstance(value, DTensor) else None,
+            factor=_norm(parameters) / before if before else None,
             names=[each[0] if each else "" for each in found],
             site=recorder.site(),
             time=time.monotonic(),
@@ -58,3 +62,10 @@ def _wrapper(collectives: Collectives, function: Any, limit: str, under_way: lis
         return norm
 
     return recorded
+
+
+def _norm(parameters: list[Tensor]) -> float:
+    """The norm of the gradients, or of the shards of them that this rank has."""
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    with torch.no_grad():
+        return math.hypot(*(float(torch.linalg.vector_norm(each.to_dense().double())) for each in local))

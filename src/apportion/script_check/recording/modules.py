@@ -100,6 +100,7 @@ class Networks:
             gradients=torch.is_grad_enabled(),
             rows=row_digests(inputs) if torch.is_grad_enabled() else None,
             site=self._recorder.site(),
+            caller=self._caller(module),
             inputs=[digest(each) for each in inputs if _comparable(each)],
         )
         self._computed.begin(module, inputs)
@@ -209,6 +210,19 @@ class Networks:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 if recorded is not None and recorded.shape == tuple(local.shape):
                     local.copy_(torch.as_tensor(recorded))
+
+    def _caller(self, module: nn.Module) -> str:
+        """The line that calls a module, or the method of the wrapped module around it that does, past the forward of
+        DistributedDataParallel; empty where the module is the wrapper or in none."""
+        if isinstance(module, DistributedDataParallel):
+            return ""
+        wrappers = (each for root in self.roots() for each in root.module.modules())
+        for wrapper in wrappers:
+            if isinstance(wrapper, DistributedDataParallel):
+                inside = set(map(id, wrapper.module.modules()))
+                if id(module) in inside:
+                    return self._recorder.site_outside(inside)
+        return ""
 
     def _refresh(self) -> None:
         self._names = {

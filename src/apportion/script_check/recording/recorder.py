@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -106,4 +106,14 @@ class Recorder:
     def site(self) -> str:
         """Returns file and line, as ``train.py:31``, of the innermost frame of the user's code; empty outside of it."""
         frame = self.frame()
+        return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"
+
+    def site_outside(self, objects: Collection[int]) -> str:
+        """Returns file and line of the innermost frame of the user's code that is no method of some objects, given by
+        their identities; empty where there is none."""
+        frame = self.frame()
+        while frame is not None and (
+            not self.own(frame.f_code.co_filename) or id(frame.f_locals.get("self")) in objects
+        ):
+            frame = frame.f_back
         return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"

@@ -118,7 +118,9 @@ def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]
         return (
             f"{intro}the forward of the wrapped module is never called; the module inside of it is called instead.",
             "Call the module that DistributedDataParallel returned, and not its attribute module.",
-            next((forward["site"] for forward in plain if forward["gradients"]), evidence.found.site),
+            next(
+                (forward["caller"] or forward["site"] for forward in plain if forward["gradients"]), evidence.found.site
+            ),
         )
     if wrappers and not any(forward["sync"] for forward in forwards if forward["gradients"]):
         return (
@@ -164,6 +166,14 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
         ignored = {each for wrapper in first.of("wrapper") for each in wrapper["ignored"]}
         if any(name.endswith(each) for name in names for each in ignored):
             return f"{intro}: DistributedDataParallel was given {they} to ignore.", _averaged(their), site
+        if (caller := _past_wrapper(evidence, alone)) is not None:
+            return (
+                f"{intro}: the forward of DistributedDataParallel around {they} is never called; the module inside of "
+                "it, or a method of that module, is called instead.",
+                "Call the module that DistributedDataParallel returned, and not its attribute module or a method of "
+                "that: have the wrapped module's forward compute what the method does.",
+                caller or site,
+            )
         paths = [each["path"] for each in wrapped if each["path"]]
         if all(any(name.startswith(f"{path}.") for path in paths) for name in names):
             return (
@@ -187,6 +197,18 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
             site,
         )
     return f"{intro}.", _averaged(their), site
+
+
+def _past_wrapper(evidence: Evidence, alone: Sequence[str]) -> str | None:
+    """The line that calls what is inside of wrappers which were given some tensors and whose forward is not called; ""
+    where the line is not known, None where it is called, or they were not given the tensors."""
+    first = evidence.ranks[0]
+    called = {event["index"] for event in evidence.window(first, "wrapper_forward") if event["gradients"]}
+    silent = {event["index"] for event in first.of("wrapped")} - called
+    if not set(alone) <= {name for index in silent for name in _wrapped_names(evidence, index)}:
+        return None
+    forwards = evidence.window(first, "forward")
+    return next((event["caller"] for event in forwards if event["gradients"] and event["caller"]), "")
 
 
 def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:

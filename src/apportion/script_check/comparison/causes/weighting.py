@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from apportion.script_check.comparison import clipped
 from apportion.script_check.comparison.combination import Combination
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import listed, ranks_listed, scale_of
@@ -23,7 +24,7 @@ def scale(evidence: Evidence) -> Finding | None:
         len(found.of(name)) != len(_holders(evidence, name)) for name in found.names if name not in evidence.sliced
     ):
         return None
-    factor = factors[0]
+    factor, first = factors[0], evidence.ranks[0]
     names = evidence.shown(found.names)
     # a bias before a normalisation has no gradient but rounding
     floor = evidence.bounds.relative * scale_of({**evidence.reference})
@@ -32,7 +33,11 @@ def scale(evidence: Evidence) -> Finding | None:
         intro = f"Every gradient is {factor:.10g} times that of one process"
     else:
         intro = f"{listed(names)}: the gradient is {factor:.10g} times that of one process, the others agree"
-    because, remedy = _because(evidence, factor)
+    alone, own = (clipped.factor(each, found.optimizer, found.step) for each in (evidence.union, first))
+    if alone and own and not evidence.near(alone, own):
+        factor *= alone / own
+        intro += f", and {factor:.10g} times before they are clipped"
+    because, remedy = _because(evidence, factor, own or 1.0)
     site = _site(evidence)
     return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
 
@@ -41,10 +46,12 @@ def _holders(evidence: Evidence, name: str) -> list[int]:
     return [rank for rank, gradients in enumerate(evidence.gradients) if name in gradients]
 
 
-def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
+def _because(evidence: Evidence, factor: float, clipping: float) -> tuple[str, str]:
+    """Why gradients are multiplied by a factor before they are clipped, and the remedy. ``clipping``: the factor by
+    which the ranks clip them."""
     count = evidence.count
     given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
-    averaged = given.exact and given.alike and evidence.near(given.factors[0], 1 / count, 1e-7)
+    averaged = given.exact and given.alike and evidence.near(given.factors[0], clipping / count, 1e-7)
     if evidence.near(factor, 1 / count):
         if averaged and (_losses(evidence.union) == "sum" or not _divided(evidence)):
             return (
