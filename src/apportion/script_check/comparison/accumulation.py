@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from apportion.script_check.comparison.clips import last_clip
 from apportion.script_check.comparison.combination import combination
 from apportion.script_check.comparison.tensors import Array, shown, step_of
 from apportion.script_check.findings import Finding
@@ -26,9 +27,9 @@ loss or a gradient is too large also leave out what was accumulated, now and the
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient;
-    ``names``: the tensors. ``site``: the line; ``share``: the value of what backward is called on over that of the
-    loss function before it, where it is the same for all."""
+    """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient
+    before that is clipped by its norm; ``names``: the tensors. ``site``: the line; ``share``: the value of what
+    backward is called on over that of the loss function before it, where it is the same for all."""
 
     step: int
     optimizer: int
@@ -63,6 +64,8 @@ def _windows(record: RankRecord, event: Event) -> list[MicroBatches]:
     batches = Counter(e["loader"] for e in record.of("batch") if first <= e["step"] < step["step"])
     if max(batches.values(), default=0) < 2 and not _splits_rows(record, first, step["step"]):
         return []  # neither several batches of one loader nor parts of one
+    clip = last_clip([e for e in record.of("clip") if first <= e["step"] < step["step"]])
+    clipped = 1.0 if clip is None else clip.factor
     by_sites = dict[tuple[str, ...], list[str]]()
     for name, sites in event["sites"].items():
         if len(sites) > 1 and step["gradients"].get(name) is not None:
@@ -75,7 +78,7 @@ def _windows(record: RankRecord, event: Event) -> list[MicroBatches]:
         if not made.exact:
             continue
         for site in dict.fromkeys(sites):
-            factors = tuple(factor for factor, each in zip(made.factors, sites, strict=True) if each == site)
+            factors = tuple(factor / clipped for factor, each in zip(made.factors, sites, strict=True) if each == site)
             if len(factors) > 1:
                 shares = _shares(record, first, step["step"], site.partition(" ")[0])
                 share = shares[0] if len(shares) == len(factors) and np.allclose(shares, shares[0], rtol=1e-9) else None

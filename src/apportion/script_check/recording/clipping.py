@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from apportion.script_check.recording.collectives import Collectives, replace_everywhere
+from apportion.script_check.recording.tensors import whole
 
 _LIMITS = {"clip_grad_norm_": "max_norm", "clip_grads_with_norm_": "max_norm", "clip_grad_value_": "clip_value"}
 
 
 def install(collectives: Collectives) -> None:
-    """Record the event ``clip``: ``function``, ``limit``, ``norm`` (before the clipping; None for values, and for a
-    sharded norm, whose value would take a collective), the ``names`` of the parameters, and ``site``."""
+    """Record the event ``clip``: ``function``, ``limit``, ``norm`` (before the clipping; None for values; that of
+    shards takes a collective, as the clipping itself does), the ``names`` of the parameters, and ``site``."""
     under_way = list[str]()  # one of these functions calls another
     for name, limit in _LIMITS.items():
         function = getattr(torch.nn.utils, name, None)
@@ -50,7 +50,7 @@ def _wrapper(collectives: Collectives, function: Any, limit: str, under_way: lis
             "clip",
             function=function.__name__,
             limit=float(given[limit]),
-            norm=float(value) if isinstance(value, Tensor) and not isinstance(value, DTensor) else None,
+            norm=float(whole(value)) if isinstance(value, Tensor) else None,
             names=[each[0] if each else "" for each in found],
             site=recorder.site(),
             time=time.monotonic(),

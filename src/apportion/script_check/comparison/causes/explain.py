@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.script_check.comparison.causes import averaging, groups, lists, statistics, weighting
+from apportion.script_check.comparison.causes import averaging, clipping, groups, lists, statistics, weighting
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import ranks_listed
 from apportion.script_check.findings import Finding
@@ -19,6 +19,7 @@ def explained(evidence: Evidence) -> Finding:
         weighting.scale,
         lists.cause,
         weighting.ranks_weighted,
+        clipping.cause,
         groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,

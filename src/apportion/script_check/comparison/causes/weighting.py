@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from apportion.script_check.comparison.clips import last_clip
 from apportion.script_check.comparison.combination import Combination
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import listed, ranks_listed, scale_of
@@ -27,11 +28,14 @@ def scale(evidence: Evidence) -> Finding | None:
     names = evidence.shown(found.names)
     floor = 1e-9 * scale_of({**evidence.reference})  # a bias before a normalisation has no gradient but rounding
     compared = [n for n in found.compared if n in evidence.reference and np.linalg.norm(evidence.reference[n]) > floor]
+    ranks, union = _clipping(evidence, factor)
+    before = factor * union / ranks
+    clipped = "" if np.isclose(before, factor, rtol=1e-9) else f", and was {before:.10g} times that before clipping"
     if set(compared) <= set(found.names):
-        intro = f"Every gradient is {factor:.10g} times that of one process"
+        intro = f"Every gradient is {factor:.10g} times that of one process{clipped}"
     else:
-        intro = f"{listed(names)}: the gradient is {factor:.10g} times that of one process, the others agree"
-    because, remedy = _because(evidence, factor)
+        intro = f"{listed(names)}: the gradient is {factor:.10g} times that of one process{clipped}, the others agree"
+    because, remedy = _because(evidence, before, ranks, union)
     site = _site(evidence)
     return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
 
@@ -40,10 +44,22 @@ def _holders(evidence: Evidence, name: str) -> list[int]:
     return [rank for rank, gradients in enumerate(evidence.gradients) if name in gradients]
 
 
-def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
+def _clipping(evidence: Evidence, factor: float) -> tuple[float, float]:
+    """The factors by which the ranks and one process have clipped their gradients by the norm; 1 where they have not,
+    or where that is not what makes ``factor``."""
+    ranks, union = (last_clip(evidence.window(record, "clip")) for record in (evidence.ranks[0], evidence.union))
+    if ranks is None or union is None or not union.norm:
+        return 1.0, 1.0
+    made = ranks.norm * ranks.factor / (union.norm * union.factor)
+    return (ranks.factor, union.factor) if abs(made - factor) <= 1e-6 * abs(factor) else (1.0, 1.0)
+
+
+def _because(evidence: Evidence, factor: float, of_ranks: float, of_union: float) -> tuple[str, str]:
+    """Why gradients are ``factor`` times those of one process before both are clipped by ``of_ranks`` and ``of_union``,
+    and what to change."""
     count = evidence.count
     given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
-    averaged = given.exact and given.alike and np.isclose(given.factors[0], 1 / count, rtol=1e-7)
+    averaged = given.exact and given.alike and np.isclose(given.factors[0] / of_ranks, 1 / count, rtol=1e-7)
     if np.isclose(factor, 1 / count, rtol=1e-9):
         if averaged and (_losses(evidence.union) == "sum" or not _divided(evidence)):
             return (
@@ -78,8 +94,8 @@ def _because(evidence: Evidence, factor: float) -> tuple[str, str]:
         )
     if given.exact and wanted.exact and given.alike and wanted.alike:
         return (
-            f": the ranks' own gradients are summed by the factor {given.factors[0]:.6g}, in one process by "
-            f"{wanted.factors[0]:.6g}",
+            f": the ranks' own gradients are summed by the factor {given.factors[0] / of_ranks:.6g}, in one process by "
+            f"{wanted.factors[0] / of_union:.6g}",
             "Scale the loss or the sum over the ranks so that both factors agree.",
         )
     return "", "Look for what scales the loss or the gradient between backward and the step by this factor."
@@ -219,6 +235,8 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
         ratios.setdefault(difference.rank, set()).add(round(difference.ratio, 9))
     if len(ratios) == evidence.count and len({tuple(sorted(each)) for each in ratios.values()}) == 1:
         return None
+    if len(ratios) > 1 and all(len(each) == 1 for each in ratios.values()):
+        return _each_by_its_own(evidence, {rank: each.pop() for rank, each in ratios.items()})
     rank = max(ratios, key=lambda each: len(found.differences) if each in ratios else 0)
     factor = next(difference.ratio for difference in found.differences if difference.rank == rank)
     names = evidence.shown(found.names)
@@ -230,3 +248,25 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
     return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)
+
+
+def _each_by_its_own(evidence: Evidence, factors: Mapping[int, float]) -> Finding:
+    """Several ranks scale the gradients by another factor than one process, each by its own."""
+    found = evidence.found
+    names = evidence.shown(found.names)
+    times = " and ".join(f"{factor:.6g} times on rank {rank}" for rank, factor in sorted(factors.items()))
+    sentence = (
+        f"{listed(names)}: the gradient before step {found.shown} is that of one process {times}: each rank scales the "
+        "gradients by a factor of its own, such as by the norm of the tensors and shards that it holds, in place of "
+        "the norm of those of all ranks."
+    )
+    remedy = (
+        "Sum the squared norms of the shards over the ranks, count what is replicated once, and clip by the same norm "
+        "on every rank."
+    )
+    clips = evidence.window(evidence.ranks[0], "clip")
+    site = clips[-1]["site"] if clips else found.site
+    rank = min(factors)
+    return Finding(
+        "scaled_apart", "difference", sentence, remedy, names, tuple(sorted(factors)), found.shown, site, factors[rank]
+    )
