@@ -64,6 +64,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         collectives,
         constants,
         contributions,
+        flattening,
         functions,
         gathers,
         group_making,
@@ -93,7 +94,8 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     clipping.install(calls)
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    steps = optimizers.install(recorder, networks, own, wrappers.install(recorder, networks), replay)
+    flat, wrapped = flattening.install(recorder), wrappers.install(recorder, networks)
+    steps = optimizers.install(recorder, networks, own, wrapped, flat, replay)
     gathers.install(recorder)
     if recorder.plan["by_rank"]:
         by_rank.install(recorder, networks)
