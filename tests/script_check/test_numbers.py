@@ -100,7 +100,15 @@ def test_a_sum_under_an_average_and_a_sum_without_one_are_distinguished() -> Non
 
 
 def clip(factor: float, site: str = "train.py:21") -> dict[str, Any]:
-    return {"kind": "clip", "step": 0, "names": list(WEIGHTS), "factor": factor, "norm": None, "site": site}
+    return {
+        "kind": "clip",
+        "function": "clip_grad_norm_",
+        "step": 0,
+        "names": list(WEIGHTS),
+        "factor": factor,
+        "norm": None,
+        "site": site,
+    }
 
 
 def clipped(weight: float, factor: float, one_weight: float, one_factor: float) -> Any:
@@ -279,6 +287,14 @@ def test_a_tensor_scaled_on_one_rank_only() -> None:
     assert finding.factor == pytest.approx(4.0)
 
 
+def test_tensors_that_each_rank_scales_by_a_factor_of_its_own() -> None:
+    same = gradients()[0]
+    given = [{name: array * factor for name, array in same.items()} for factor in (0.5, 0.75)]
+    finding = judged([same, same], given, {name: array * 0.25 for name, array in same.items()})
+    assert finding.name == "scaled_apart"
+    assert "2 times on rank 0 and 3 times on rank 1" in finding.sentence
+
+
 def test_factors_of_parts_are_solved_for() -> None:
     parts = gradients()
     found = combination(summed((0.3, -2.0), parts), parts)
@@ -344,6 +360,33 @@ def test_stages_and_slices_are_placed_by_their_values() -> None:
     assert np.array_equal(
         second["net.0.weight"].of(WEIGHTS["net.0.weight"], half["net.0.weight"]), half["net.0.weight"]
     )
+
+
+def test_a_tied_tensor_does_not_say_where_its_neighbours_lie() -> None:
+    embed, first, second = (RNG.normal(size=(3, 3)) for _ in range(3))
+    tied = {"net.head.weight": "net.embed.weight"}
+    union = network(
+        {"net.embed.weight": embed, "net.a.weight": first, "net.a.bias": np.zeros(3), "net.b.weight": second,
+         "net.b.bias": np.zeros(3), "net.norm.bias": np.zeros(3)}, tied=tied,
+    )  # fmt: skip
+    last = network(
+        {"last.b.weight": second, "last.b.bias": np.zeros(3), "last.norm.bias": np.zeros(3), "last.head.weight": embed}
+    )
+    (places,) = placed([RankRecord(1, (last,))], RankRecord(0, (union,)))
+    assert places["last.norm.bias"] == Place("net.norm.bias")
+    assert places["last.head.weight"] == Place("net.embed.weight")
+    alone = {name: array for name, array in last["weights"].items() if name != "last.b.bias"}  # no run of tensors
+    (places,) = placed([RankRecord(1, (network(alone),))], RankRecord(0, (union,)))
+    assert places["last.norm.bias"] != Place("net.a.bias")
+
+
+def test_a_parameter_of_two_networks_is_one_tensor() -> None:
+    shared = RNG.normal(size=(3, 3))
+    encoder, decoder = network({"encoder.weight": shared}), network({"decoder.weight": shared})
+    union = RankRecord(0, (encoder, {**decoder, "tied": {"encoder.weight": "decoder.weight"}}))
+    first, last = placed([RankRecord(0, (encoder,)), RankRecord(1, (decoder,))], union)
+    assert first == {"encoder.weight": Place("decoder.weight")}
+    assert last == {"decoder.weight": Place("decoder.weight")}
 
 
 def test_a_trained_tensor_that_is_nowhere_in_one_process_is_named() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from apportion.script_check.comparison import clipped
 from apportion.script_check.comparison.combination import combination
 from apportion.script_check.comparison.tensors import Array, shown, step_of
 from apportion.script_check.findings import Finding
@@ -26,10 +27,10 @@ loss or a gradient is too large also leave out what was accumulated, now and the
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient;
-    ``names``: the tensors. ``site``: the line; ``share``: the value of what backward is called on over that of the
-    loss function before it, where it is the same for all. ``carried``: whether those of the step before that were left
-    out there are in this gradient."""
+    """The micro-batches of one step that one line calls backward on. ``factors``: with which each is in the gradient
+    before that is clipped by its norm; ``names``: the tensors. ``site``: the line; ``share``: the value of what
+    backward is called on over that of the loss function before it, where it is the same for all. ``carried``: whether
+    those of the step before that were left out there are in this gradient."""
 
     step: int
     optimizer: int
@@ -71,6 +72,7 @@ def _windows(record: RankRecord, event: Event, least: int) -> list[MicroBatches]
     batches = Counter(e["loader"] for e in record.of("batch") if first <= e["step"] < step["step"])
     if max(batches.values(), default=0) < least and not _splits_rows(record, first, step["step"]):
         return []  # neither several batches of one loader nor parts of one
+    clip = clipped.factor(record, event["optimizer"], event["number"]) or 1.0
     by_sites = dict[tuple[str, ...], list[str]]()
     for name, sites in event["sites"].items():
         if len(sites) >= least and step["gradients"].get(name) is not None:
@@ -85,7 +87,7 @@ def _windows(record: RankRecord, event: Event, least: int) -> list[MicroBatches]
             continue
         for site in dict.fromkeys(sites):
             all_factors = made.factors if carried is None else carried
-            factors = tuple(factor for factor, each in zip(all_factors, sites, strict=True) if each == site)
+            factors = tuple(factor / clip for factor, each in zip(all_factors, sites, strict=True) if each == site)
             if len(factors) >= least:
                 line = site.partition(" ")[0]
                 shares = _shares(record, first, step["step"], line)

@@ -32,10 +32,10 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
 
 
 def factor(record: RankRecord, optimizer: int, number: int) -> float | None:
-    """Returns by how much clipping has made gradients smaller before a step of an optimizer; None where nothing was
-    clipped, or more than once."""
+    """Returns by how much clipping by the norm has made gradients smaller before a step of an optimizer; None where
+    nothing was clipped, or more than once."""
     clips = _clips(record, optimizer, number)
-    return clips[0]["factor"] if len(clips) == 1 else None
+    return clips[0]["factor"] if len(clips) == 1 and clips[0]["function"] != "clip_grad_value_" else None
 
 
 def _clips(record: RankRecord, optimizer: int, number: int) -> list[Event]:

@@ -16,6 +16,8 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     record = ranks[0]
     if not record.steps:
         return []
+    if found := _flattened(record):
+        return [found]
     weights = initial(record)
     trainable = {name for event in record.of("network") for name in event["trainable"]}
     held = {name for step in record.steps for name in step["weights"]}
@@ -46,6 +48,27 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
             step["site"],
         )
     ]
+
+
+def _flattened(record: RankRecord) -> Finding | None:
+    """An optimizer was made before the parameters that it holds became parts of flat ones."""
+    step = next((step for step in record.steps if step.get("flattened")), None)
+    if step is None:
+        return None
+    names = tuple(shown(name, step["flattened"]) for name in step["flattened"])
+    move = "moves" if len(names) == 1 else "move"
+    return Finding(
+        "stale_optimizer",
+        "difference",
+        f"{listed(names)} never {move}: the optimizer was made before the model was wrapped in "
+        "FullyShardedDataParallel, which makes flat parameters where use_orig_params=True is not passed, and it holds "
+        "tensors that are no longer the model's.",
+        "Make the optimizer after the wrap, from the wrapped model's parameters, or pass use_orig_params=True.",
+        names,
+        (),
+        step["number"],
+        step["made_at"] or step["site"],
+    )
 
 
 def _orphans(record: RankRecord, known: set[str]) -> dict[str, Array]:

@@ -7,8 +7,8 @@ or slices made by hand, has names and shapes of its own; its tensors are found b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,26 @@ Places = Mapping[str, Place]
 
 def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
     """Returns for each rank where its tensors lie in one process; tensors that are found nowhere are left out."""
-    reference = initial(union)
+    reference, names = initial(union), _names_of_tied(union)
     found = list[Places]()
     for rank, record in enumerate(ranks):
         weights = initial(record)
-        whole = _whole(weights, reference)
-        found.append(whole or {**_parts(rank, weights, reference), **_runs(record, union)})
+        parts = _whole(weights, reference)
+        if parts is None:
+            parts = {**_parts(rank, weights, reference, set(names.values())), **_runs(record, union)}
+            parts = {own: replace(place, name=names.get(place.name, place.name)) for own, place in parts.items()}
+        found.append(parts)
     return found
+
+
+def _names_of_tied(union: RankRecord) -> dict[str, str]:
+    """The further names of parameters of one process that have several, with those that its steps are recorded by."""
+    names = dict[str, str]()
+    for event in union.of("network"):
+        if not event["step"]:
+            added = dict(event.get("tied", {}))
+            names = {further: added.get(name, name) for further, name in names.items()} | added
+    return names
 
 
 def _whole(weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places | None:
@@ -73,16 +86,21 @@ def _runs(record: RankRecord, union: RankRecord) -> dict[str, Place]:
     process, as a stage of a pipeline does. Its zeros and ones are found by what lies between them. Stages of layers
     that are copies of each other begin alike, and are distinguished by their gradients."""
     reference = initial(union)
+    tied = {_value(reference[name]) for name in _names_of_tied(union).values() if name in reference}
     order, values = list(reference), [_value(array) for array in reference.values()]
     found = dict[str, Place]()
     for event in record.of("network"):
-        wanted = [_value(array) for array in event["weights"].values()] if not event["step"] else []
-        ends = range(len(wanted), len(order) + 1) if wanted else ()
-        runs = [order[end - len(wanted) : end] for end in ends if values[end - len(wanted) : end] == wanted]
-        if runs:
-            names = list(event["weights"])
-            run = runs[0] if len(runs) == 1 else min(runs, key=lambda each: _distance(names, each, record, union))
-            found |= {name: Place(other) for name, other in zip(names, run, strict=True)}
+        weights = {} if event["step"] else event["weights"]
+        here = {name: array for name, array in weights.items() if _value(array) not in tied}  # others lie elsewhere
+        for part in (weights, here):
+            wanted = [_value(array) for array in part.values()]
+            ends = range(len(wanted), len(order) + 1) if wanted else ()
+            runs = [order[end - len(wanted) : end] for end in ends if values[end - len(wanted) : end] == wanted]
+            if runs:
+                names = list(part)
+                run = runs[0] if len(runs) == 1 else min(runs, key=lambda each: _distance(names, each, record, union))
+                found |= {name: Place(other) for name, other in zip(names, run, strict=True)}
+                break
     return found
 
 
@@ -100,7 +118,9 @@ def _distance(names: Sequence[str], others: Sequence[str], record: RankRecord, u
     return distance
 
 
-def _parts(rank: int, weights: Mapping[str, Array], reference: Mapping[str, Array]) -> Places:
+def _parts(rank: int, weights: Mapping[str, Array], reference: Mapping[str, Array], tied: Collection[str]) -> Places:
+    """The places of tensors by their values; those that do not vary lie where the nearest that vary say. A tied tensor
+    lies where it is used first, and not among the tensors that come before and after it on a rank."""
     by_value = defaultdict[tuple[Any, ...], list[int]](list)
     order = list(reference)
     for at, name in enumerate(order):
@@ -113,9 +133,10 @@ def _parts(rank: int, weights: Mapping[str, Array], reference: Mapping[str, Arra
             anchors[at] = order.index(name)
         elif len(candidates := by_value[_value(weights[name])]) == 1 and _varies(weights[name]):
             anchors[at] = candidates[0]
+    beside = [at for at, place in anchors.items() if order[place] not in tied]
     for at, name in enumerate(names):
         if (candidates := by_value[_value(weights[name])]) and at not in anchors:
-            nearest = min(anchors, key=lambda each: abs(each - at), default=None)
+            nearest = min(beside, key=lambda each: abs(each - at), default=None)
             goal = at if nearest is None else anchors[nearest] + at - nearest
             found[name] = Place(order[min(candidates, key=lambda each: abs(each - goal))])
         elif at in anchors:

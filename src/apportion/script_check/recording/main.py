@@ -83,6 +83,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         collectives,
         constants,
         contributions,
+        flattening,
         functions,
         gathers,
         group_making,
@@ -113,7 +114,8 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     clipping.install(calls)
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    steps = optimizers.install(recorder, networks, own, wrappers.install(recorder, networks), replay)
+    flat, wrapped = flattening.install(recorder), wrappers.install(recorder, networks)
+    steps = optimizers.install(recorder, networks, own, wrapped, flat, replay)
     if recorder.plan["reference"]:
         reference_gradients.install(recorder, networks)
     gathers.install(recorder)

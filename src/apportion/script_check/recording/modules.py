@@ -176,9 +176,17 @@ class Networks:
             groups={name: t.device_mesh.mesh.flatten().tolist() for name, t in tensors if isinstance(t, DTensor)},
             modules={name: type(each).__name__ for name, each in root.modules()},
             sites={name: self._sites.get(each, "") for name, each in root.modules()},
-            tied=root.tied(),
+            tied={**root.tied(), **self._shared(root)},
             site=self._recorder.site(),
         )
+
+    def _shared(self, root: Root) -> dict[str, str]:
+        """The names in other networks of parameters that this one has, too, with the names under which steps record
+        them from now on."""
+        own = {id(parameter): name for name, parameter in root.parameters()}
+        others = [other for other in self.roots() if other.module is not root.module]
+        every = [(name, id(parameter)) for other in others for name, parameter in other.parameters()]
+        return {name: own[key] for name, key in every if key in own and own[key] != name}
 
     def _refuse_too_large(self) -> None:
         """Raises TooLargeForFloat64 where weights, gradients and the state of an optimizer, in float64 on all ranks, do

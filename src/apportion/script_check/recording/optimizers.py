@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from apportion.script_check.recording.constants import Replay
 from apportion.script_check.recording.contributions import Contributions
+from apportion.script_check.recording.flattening import Flattening
 from apportion.script_check.recording.modules import Networks, gathered
 from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
@@ -37,10 +38,11 @@ class OptimizerSteps:
         networks: Networks,
         contributions: Contributions,
         wrappers: Wrappers,
+        flattening: Flattening,
         replay: Replay | None,
     ) -> None:
         self._recorder, self._networks, self._replay = recorder, networks, replay
-        self._contributions, self._wrappers = contributions, wrappers
+        self._contributions, self._wrappers, self._flattening = contributions, wrappers, flattening
         self._ignored = False
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
@@ -98,6 +100,8 @@ class OptimizerSteps:
             "forwards": self._networks.forwards,
             "weights_before": fingerprint(optimizer),
             "stateful": any(optimizer.state.get(parameter) for parameter in parameters.values()),
+            "flattened": [name for name, p in parameters.items() if self._flattening.stale(optimizer, p)],
+            "made_at": self._flattening.made_at(optimizer),
             "generators": generators(),
             "site": self._recorder.site(),
         }
@@ -234,10 +238,15 @@ def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str,
 
 
 def install(
-    recorder: Recorder, networks: Networks, contributions: Contributions, wrappers: Wrappers, replay: Replay | None
+    recorder: Recorder,
+    networks: Networks,
+    contributions: Contributions,
+    wrappers: Wrappers,
+    flattening: Flattening,
+    replay: Replay | None,
 ) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = OptimizerSteps(recorder, networks, contributions, wrappers, replay)
+    steps = OptimizerSteps(recorder, networks, contributions, wrappers, flattening, replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

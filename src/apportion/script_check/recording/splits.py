@@ -96,7 +96,7 @@ class Splits:
         if not self.outside or name not in REDUCTIONS | PRODUCTS or not args or not isinstance(args[0], Tensor):
             return
         source, first = args[0], next(iter(tensors(result)), None)
-        if first is None or not source.dim() or isinstance(source, DTensor):
+        if first is None or not source.dim() or isinstance(source, DTensor | nn.Parameter):
             return
         if name in PRODUCTS:
             mixes = first.dim() == 2 and first.shape[0] == len(source) and first.shape[1] == len(source)

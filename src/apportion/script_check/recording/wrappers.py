@@ -1,16 +1,22 @@
-"""Records what DistributedDataParallel was given, and whether its forward armed the average that backward makes."""
+"""Records what DistributedDataParallel was given, and whether its forward armed the average that backward makes.
+
+Of fully_shard the parameters are recorded that it was given to ignore.
+"""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from apportion.script_check.recording.collectives import replace_everywhere
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Recorder
 
@@ -22,6 +28,7 @@ class Wrappers:
         self._recorder, self._networks = recorder, networks
         self._made = list[weakref.ref[DistributedDataParallel]]()
         self._given = list[list[weakref.ref[Tensor]]]()
+        self._ignored = list[weakref.ref[Tensor]]()
         self._armed = dict[int, bool]()
         self._reported = set[int]()
 
@@ -39,6 +46,10 @@ class Wrappers:
         )
         self._made.append(weakref.ref(wrapper))
         self._given.append([weakref.ref(p) for p in given])
+
+    def ignored(self, parameters: Iterable[Tensor]) -> None:
+        """After a call of fully_shard: the parameters that it was given to ignore."""
+        self._ignored += [weakref.ref(parameter) for parameter in parameters]
 
     def called(self, wrapper: DistributedDataParallel) -> None:
         """Before a forward of a wrapped module: whether backward will average."""
@@ -67,10 +78,12 @@ class Wrappers:
             self._recorder.emit("late_flag", wrappers=late, site=self._recorder.site())
 
     def before_step(self, optimizer: int) -> None:
-        """Before the first step of an optimizer: the names of what each wrapper was given."""
+        """Before the first step of an optimizer: the names of what each wrapper was given, and of what is ignored."""
         if optimizer in self._reported:
             return
         self._reported.add(optimizer)
+        ignored = [self._networks.name(p) for reference in self._ignored if (p := reference()) is not None]
+        self._recorder.emit("ignored", names=[name for name in ignored if name])
         for index, given in enumerate(self._given):
             named = [self._networks.name(p) for reference in given if (p := reference()) is not None]
             wrapper = self._made[index]()
@@ -99,6 +112,13 @@ def install(recorder: Recorder, networks: Networks) -> Wrappers:
         wrappers.backward()
         backward(self, *args, **kwargs)
 
+    @wraps(fully_shard)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        result = fully_shard(*args, **kwargs)
+        wrappers.ignored(kwargs.get("ignored_params") or ())
+        return result
+
+    replace_everywhere(fully_shard, sharded, ("torch.distributed",))
     DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
     DistributedDataParallel.forward = called  # type: ignore[method-assign]
     Tensor.backward = begun  # type: ignore[method-assign]

@@ -189,8 +189,14 @@ def _some(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str, str]:
         )
     if _sharded(evidence):
         tensor = "it is an ordinary tensor" if they == "it" else "they are ordinary tensors"
-        if _inside_sharded(first.of("network"), names[0]):
+        if any(name in event["names"] for event in first.of("ignored") for name in names):
             return f"{intro}: {tensor} that fully_shard was given to ignore (ignored_params).", _averaged(their), site
+        if _inside_sharded(first.of("network"), names[0]):
+            return (
+                f"{intro}: {tensor} that came into the module after fully_shard was called on it.",
+                "Replace and add parameters before fully_shard is called on the module that holds them.",
+                site,
+            )
         return (
             f"{intro}: {tensor} that no fully_shard call manages, as the root was not sharded.",
             "Call fully_shard on the root module as well.",

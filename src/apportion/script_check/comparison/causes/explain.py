@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from apportion.script_check.comparison.causes import averaging, groups, lists, micro_batches, statistics, weighting
+from apportion.script_check.comparison.causes import (
+    averaging,
+    clipping,
+    groups,
+    lists,
+    micro_batches,
+    statistics,
+    weighting,
+)
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import ranks_listed
 from apportion.script_check.findings import Finding
@@ -20,6 +28,7 @@ def explained(evidence: Evidence) -> Finding:
         lists.cause,
         weighting.ranks_weighted,
         micro_batches.ranks_weighted_alike,
+        clipping.cause,
         groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,

@@ -25,14 +25,16 @@ def tied(evidence: Evidence) -> Finding | None:
         ]
         if len({rank for rank, _ in copies}) < 2 or len({own for _, own in copies}) < 2:
             continue
-        listed = " and ".join(f"{own.partition('.')[2] or own} on rank {rank}" for rank, own in copies)
+        short = [own.partition(".")[2] or own for _, own in copies]
+        names = short if len(set(short)) > 1 else [own for _, own in copies]
+        listed = " and ".join(f"{own} on rank {rank}" for own, (rank, _) in zip(names, copies, strict=True))
         return Finding(
             "tied_apart",
             "difference",
             f"{listed} are one parameter in one process (tied weights); here they are {len(copies)} tensors, each with "
             "only its own part of the gradient.",
             "Add the gradients of the copies over the ranks that hold them, after backward and before the step.",
-            tuple(dict.fromkeys(own.partition(".")[2] or own for _, own in copies)),
+            tuple(dict.fromkeys(names)),
             tuple(rank for rank, _ in copies),
             evidence.found.shown,
             evidence.found.site,

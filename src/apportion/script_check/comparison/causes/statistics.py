@@ -33,9 +33,7 @@ def cause(evidence: Evidence) -> Finding | None:
     mixing = evidence.split.of("mixes_rows")
     if mixing:
         return _module(evidence, mixing[0], names)
-    step = evidence.split.of("step")
-    until = step[0]["step"] if step else 1
-    found = [event for event in evidence.split.of("row_statistic") if event["step"] < until and event["rows"] > 1]
+    found = _of_loss(evidence.split)
     if not found:
         return None
     first = _first(evidence.split, found)
@@ -49,6 +47,16 @@ def cause(evidence: Evidence) -> Finding | None:
         "if they are meant to be of each rank's rows: --accept loss_statistics."
     )
     return Finding("loss_statistics", "difference", sentence, remedy, names, (), evidence.found.shown, first["site"])
+
+
+def _of_loss(split: RankRecord) -> list[Event]:
+    """The functions before the first step that a loss may depend on: what comes after the last backward, such as the
+    norm of a gradient, is of no loss."""
+    step = split.of("step")
+    until = step[0]["step"] if step else 1
+    events = [event for event in split.of("row_statistic", "backward") if event["step"] < until]
+    last = max((at for at, event in enumerate(events) if event["kind"] == "backward"), default=len(events))
+    return [event for event in events[:last] if event["kind"] == "row_statistic" and event["rows"] > 1]
 
 
 def _first(split: RankRecord, found: list[Event]) -> Event:

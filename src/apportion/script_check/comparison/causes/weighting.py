@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def scale(evidence: Evidence) -> Finding | None:
     if alone and own and not evidence.near(alone, own):
         factor *= alone / own
         intro += f", and {factor:.10g} times before they are clipped"
-    because, remedy = _because(evidence, factor, own or 1.0)
+    because, remedy = _because(evidence, factor, own or 1.0, alone or 1.0)
     site = _site(evidence)
     return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
 
@@ -46,12 +46,12 @@ def _holders(evidence: Evidence, name: str) -> list[int]:
     return [rank for rank, gradients in enumerate(evidence.gradients) if name in gradients]
 
 
-def _because(evidence: Evidence, factor: float, clipping: float) -> tuple[str, str]:
-    """Why gradients are multiplied by a factor before they are clipped, and the remedy. ``clipping``: the factor by
-    which the ranks clip them."""
+def _because(evidence: Evidence, factor: float, of_ranks: float, of_union: float) -> tuple[str, str]:
+    """Why gradients are ``factor`` times those of one process before both are clipped by ``of_ranks`` and ``of_union``,
+    and what to change."""
     count = evidence.count
     given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
-    averaged = given.exact and given.alike and evidence.near(given.factors[0], clipping / count, 1e-7)
+    averaged = given.exact and given.alike and evidence.near(given.factors[0] / of_ranks, 1 / count, 1e-7)
     if evidence.near(factor, 1 / count):
         if averaged and (_losses(evidence.union) == "sum" or not _divided(evidence)):
             return (
@@ -86,8 +86,8 @@ def _because(evidence: Evidence, factor: float, clipping: float) -> tuple[str, s
         )
     if given.exact and wanted.exact and given.alike and wanted.alike:
         return (
-            f": the ranks' own gradients are summed by the factor {given.factors[0]:.6g}, in one process by "
-            f"{wanted.factors[0]:.6g}",
+            f": the ranks' own gradients are summed by the factor {given.factors[0] / of_ranks:.6g}, in one process by "
+            f"{wanted.factors[0] / of_union:.6g}",
             "Scale the loss or the sum over the ranks so that both factors agree.",
         )
     return "", "Look for what scales the loss or the gradient between backward and the step by this factor."
@@ -228,6 +228,8 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
         ratios.setdefault(difference.rank, set()).add(evidence.rounded(difference.ratio))
     if len(ratios) == evidence.count and len({tuple(sorted(each)) for each in ratios.values()}) == 1:
         return None
+    if len(ratios) > 1 and all(len(each) == 1 for each in ratios.values()):
+        return _each_by_its_own(evidence, {rank: each.pop() for rank, each in ratios.items()})
     rank = max(ratios, key=lambda each: len(found.differences) if each in ratios else 0)
     factor = next(difference.ratio for difference in found.differences if difference.rank == rank)
     names = evidence.shown(found.names)
@@ -239,3 +241,25 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
     return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)
+
+
+def _each_by_its_own(evidence: Evidence, factors: Mapping[int, float]) -> Finding:
+    """Several ranks scale the gradients by another factor than one process, each by its own."""
+    found = evidence.found
+    names = evidence.shown(found.names)
+    times = " and ".join(f"{factor:.6g} times on rank {rank}" for rank, factor in sorted(factors.items()))
+    sentence = (
+        f"{listed(names)}: the gradient before step {found.shown} is that of one process {times}: each rank scales the "
+        "gradients by a factor of its own, such as by the norm of the tensors and shards that it holds, in place of "
+        "the norm of those of all ranks."
+    )
+    remedy = (
+        "Sum the squared norms of the shards over the ranks, count what is replicated once, and clip by the same norm "
+        "on every rank."
+    )
+    clips = evidence.window(evidence.ranks[0], "clip")
+    site = clips[-1]["site"] if clips else found.site
+    rank = min(factors)
+    return Finding(
+        "scaled_apart", "difference", sentence, remedy, names, tuple(sorted(factors)), found.shown, site, factors[rank]
+    )
