@@ -323,6 +323,30 @@ def test_a_figure_that_is_another_in_each_run_is_none_of_the_evaluation() -> Non
     assert evaluations.findings(records, readings, union.record, again.record)[0].site == "train.py:25"
 
 
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_numbers_of_the_last_batch_of_a_loader_that_is_read_ahead_are_no_figures(accelerate: bool) -> None:
+    ranks, union = _two(), Rank(0)
+    for rank, values in ((ranks[0], (3.0, 1.0)), (ranks[1], (3.0, 1.0)), (union, (1.5, 2.5))):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        place = rank.iteration("train.py:20")
+        rank.read(place, [rank.rank])
+        for number, value in enumerate(values):
+            if number + 1 < len(values):
+                rank.read(place, [rank.rank + 2])
+            else:
+                rank.emit("exhausted", loader=place[0], iteration=place[1])
+            if accelerate:
+                rank.emit("taken", loader=place[0], iteration=place[1], number=number)
+            rank.emit("forward", gradients=False, site="train.py:21")
+            rank.figure(value, site="train.py:22")
+        if accelerate:
+            rank.emit("exhausted", loader=place[0], iteration=place[1])
+    assert _names(ranks, union) == {}
+    for rank, accuracy in ((ranks[0], 0.5), (ranks[1], 0.5), (union, 0.4)):
+        rank.figure(accuracy)
+    assert _names(ranks, union) == {"evaluation": "warning"}
+
+
 def test_shortened_epochs_are_named() -> None:
     one, two = _two()
     for rank, epoch in ((one, EPOCH), (two, OTHER)):
