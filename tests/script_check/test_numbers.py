@@ -342,3 +342,18 @@ def test_weights_after_a_load_are_those_that_were_saved(whole: bool) -> None:
     assert finding.name == "loaded_weights"
     assert finding.step == 2
     assert "rows 2 to 3 repeat rows 0 to 1" in finding.sentence
+
+
+def test_a_file_that_another_rank_saves_at_each_epoch_holds_the_last_weights_before_the_load() -> None:
+    first, second, third = ({"net.0.weight": WEIGHTS["net.0.weight"] + number} for number in range(3))
+    saving, loading = list[dict[str, Any]](), list[dict[str, Any]]()
+    for number, weights in enumerate((first, second), 1):
+        made = step(number, weights, weights)
+        file = {"step": number, "path": "last.pt", "site": "train.py:30"}
+        saving += [made, {"kind": "save", "tensors": {"0.weight": weights["net.0.weight"]}, **file}]
+        loading += [made, {"kind": "load", **file}, network(weights, number)]
+    saving += [step(3, third, third), {**saving[-1], "step": 3, "tensors": {"0.weight": third["net.0.weight"]}}]
+    assert restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
+    loading[-1] = network(first, 2)
+    (finding,) = restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
+    assert (finding.name, finding.ranks, finding.step) == ("loaded_weights", (1,), 3)
