@@ -10,6 +10,7 @@ import pytest
 from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.combination import combination, proportional
+from apportion.script_check.comparison.joins import aligned
 from apportion.script_check.comparison.places import Place, placed, unplaced
 from apportion.script_check.comparison.tensors import listed
 from apportion.script_check.record import RankRecord
@@ -311,6 +312,28 @@ def test_steps_that_a_rank_leaves_out_at_its_end_under_join_are_meant() -> None:
     ranks = [RankRecord(0, (joined, *steps)), RankRecord(1, (joined, *steps[:-1]))]
     assert ranks_agree.findings(ranks) == []
     assert len(ranks_agree.findings([ranks[0], RankRecord(1, tuple(steps[:-1]))])) == 1
+
+
+def test_steps_after_those_that_a_rank_leaves_out_under_join_are_numbered_as_on_the_other() -> None:
+    joined: dict[str, Any] = {"kind": "join", "site": "train.py:1"}
+
+    def epochs(*counts: int) -> RankRecord:
+        made, events = 0, list[dict[str, Any]]()
+        for count in counts:
+            events.append({**joined, "step": made})
+            for _ in range(count):
+                made += 1
+                events += [contributions(made, {}), step(made, {})]
+        return RankRecord(len(counts), tuple(events))
+
+    for record in aligned([epochs(3, 2, 1), epochs(2, 3, 1)]):
+        assert [event["number"] for event in record.of("contributions")] == [each["number"] for each in record.steps]
+        assert [event["step"] for event in record.of("join")] == [0, 3, 6]
+    one, two = aligned([epochs(3, 2, 1), epochs(2, 3, 1)])
+    assert [each["number"] for each in one.steps] == [1, 2, 3, 4, 5, 7]
+    assert [(each["number"], each["step"]) for each in two.steps] == [(1, 1), (2, 2), (4, 4), (5, 5), (6, 6), (7, 7)]
+    apart = [epochs(3, 2), epochs(2)]
+    assert aligned(apart) is apart
 
 
 def test_ranks_that_begin_with_different_weights() -> None:

@@ -26,6 +26,7 @@ THOROUGH = [
     "fsdp1.py",
     "fsdp2_blocks.py",
     "fsdp2_meta.py",
+    "joined_epochs.py",
     "loaders.py augment --workers 2",
     "loaders.py batchsampler",
     "loaders.py cycle",

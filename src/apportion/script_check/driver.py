@@ -11,6 +11,7 @@ from pathlib import Path
 from apportion.script_check.comparison import beside, evaluations, numbers, ranks_agree, schedules
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite
 from apportion.script_check.comparison.extent import extent
+from apportion.script_check.comparison.joins import aligned
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.reading import identified, reading
@@ -62,6 +63,7 @@ def check_script(
             return replace(hanging, about=spread.about)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return ScriptAnswer("could not run", reason=reason, about=spread.about)
+        spread = replace(spread, passed=replace(spread.passed, records=aligned(spread.passed.records)))
         try:
             passes = _passes(spread, script)
         except Unjoinable as error:

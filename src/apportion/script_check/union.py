@@ -27,7 +27,8 @@ def union_feed(
     with the right ones by itself, such as those of all stages of a pipeline.
     """
     begun = _weights(records) if weights else {}
-    return Feed(begun, _rates(records[0]), _iterations(records, interleaved), _draws(records), join_draws)
+    longest = max(records, key=lambda record: len(record.steps))
+    return Feed(begun, _rates(longest), _iterations(records, interleaved), _draws(records), join_draws)
 
 
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:

@@ -19,14 +19,15 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     note where all rates are one multiple of those of one process."""
     found = list[Finding]()
     unchanged = _batches_per_rank(len(ranks), union)
-    for (optimizer, group), rates in _rates(ranks[0]).items():
+    longest = max(ranks, key=lambda record: len(record.steps))
+    for (optimizer, group), rates in _rates(longest).items():
         own = _rates(union).get((optimizer, group), [])
         length = min(len(rates), len(own))
         kind, factor = _compared(rates[:length], own[:length], len(ranks) if unchanged else 1)
         if kind == "same" and abs(factor - 1) > TOLERANCE:
             found.append(_scaled(optimizer, group, rates[0], own[0], factor))
         elif kind == "differs":
-            found.append(_differs(ranks[0], optimizer, group, rates[:length], own[:length]))
+            found.append(_differs(longest, optimizer, group, rates[:length], own[:length]))
     return found[:1]
 
 
