@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beside, evaluations
+from apportion.script_check.comparison import beside, evaluations, ranks_agree
 from apportion.script_check.comparison.reading import reading
 from apportion.script_check.findings import Finding
 
@@ -354,3 +354,21 @@ def test_shortened_epochs_are_named() -> None:
     assert beside.shortened([one.record, two.record]) == [
         "The epochs of the loader at train.py:5 were shortened from 40 batches to 3: the first 2 and the last."
     ]
+
+
+def test_an_evaluation_on_one_rank_between_steps_is_no_step_left_out() -> None:
+    ranks = _two()
+    for rank, epochs in zip(ranks, ((EPOCH, SHUFFLED), (OTHER, OTHER_SHUFFLED)), strict=True):
+        for epoch in epochs:
+            rank.epoch(epoch)
+            if not rank.rank:
+                rank.evaluate([[1, 2], [3]])
+    assert ranks_agree.findings([rank.record for rank in ranks]) == []
+    late = Rank(1)
+    late.epoch(OTHER)
+    late.read(late.iteration(), OTHER[0])
+    for rows in OTHER_SHUFFLED:
+        late.read(("train.py:5", 1), rows)
+        late.train()
+    (finding,) = ranks_agree.findings([ranks[0].record, late.record])
+    assert (finding.name, finding.step) == ("skipped_steps", 4)

@@ -174,7 +174,7 @@ def test_parts_of_one_batch_are_no_other_batches(alike: bool, name: str) -> None
     for rank in range(2):
         rows = Rows(np.arange(8.0).reshape(4, 2) + (0 if alike else rank), "float64")
         events = record(rank, own[rank], given[rank]).events[1:]
-        batch = {"kind": "batch", "step": 0, "loader": "train.py:3", "number": 0, "rows": rows}
+        batch = {"kind": "batch", "step": 0, "loader": "train.py:3", "iteration": 0, "number": 0, "rows": rows}
         call = {"kind": "forward", "step": 0, "gradients": True, "inputs": [f"part {rank}"], "site": "train.py:18"}
         ranks.append(RankRecord(rank, (network(WEIGHTS, groups={"net.0.weight": [0, 1]}), batch, call, *events)))
     (finding,) = numbers.findings(ranks, record(0, mean, mean))
@@ -230,7 +230,9 @@ def accumulated(*steps: tuple[float, ...], sites: list[str] | None = None) -> Ra
     for number, factors in enumerate(steps, 1):
         own = [{name: RNG.normal(size=array.shape) for name, array in WEIGHTS.items()} for _ in factors]
         for micro in range(len(factors)):
-            events.append({"kind": "batch", "step": number - 1, "loader": "train.py:3", "number": micro})
+            events.append(
+                {"kind": "batch", "step": number - 1, "loader": "train.py:3", "iteration": 0, "number": micro}
+            )
             events.append(
                 {"kind": "criterion", "step": number - 1, "value": 2.0, "reduction": "mean", "site": "train.py:18"}
             )
