@@ -372,3 +372,14 @@ def test_an_evaluation_on_one_rank_between_steps_is_no_step_left_out() -> None:
         late.train()
     (finding,) = ranks_agree.findings([ranks[0].record, late.record])
     assert (finding.name, finding.step) == ("skipped_steps", 4)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_rows_that_are_drawn_with_replacement_may_be_shared_unless_all_are(replacement: bool) -> None:
+    own = ([0, 2], [2, 4], [5, 6]), ([7, 3], [3, 2], [0, 1])
+    for epochs, expected in ((own, {}), ((own[0], own[0]), {"shared_rows": "warning"})):
+        ranks = _two()
+        for rank, epoch in zip(ranks, epochs, strict=True):
+            rank.emit("computed", inputs=str(epoch), outputs=str(epoch), rows=2)
+            rank.epoch(epoch, replacement=replacement, replicas=None, sampler="Weighted")
+        assert _names(ranks) == expected
