@@ -11,7 +11,7 @@ from rank_events import Rank
 
 from apportion.script_check.comparison import beside
 from apportion.script_check.comparison.row_values import columns, same_values
-from apportion.script_check.rows import Rows
+from apportion.script_check.rows import Rows, Unjoinable, count, joined, split, turned
 
 
 def array(*values: Any) -> Rows:
@@ -62,6 +62,28 @@ def test_parts_with_a_value_for_each_row() -> None:
     assert list(columns((array(1, 2), array([1], [2]), array(3)), 2)) == [".0", ".1"]
     assert list(columns({"x": [array(1), array(2, 3)], "y": array(0)}, 2)) == [".x"]
     assert list(columns([{"x": array(1, 2)}, {"x": array(2, 3)}], 2)) == [], "two rows, or two parts of two rows"
+
+
+def test_lists_with_an_entry_for_each_row_are_joined_one_after_another() -> None:
+    def targets(*boxes: int) -> tuple[Any, ...]:
+        return tuple({"boxes": array(*range(each)), "label": array(each)} for each in boxes)
+
+    first, second = (array(1, 2), targets(2, 2)), (array(3, 4), targets(1, 2))
+    whole = joined([first, second], [2, 2])
+    assert whole[0].values.tolist() == [1, 2, 3, 4]
+    assert [len(each["boxes"].values) for each in whole[1]] == [2, 2, 1, 2]
+    assert [each[0]["label"].values.item() for each in split(second[1], 2)] == [1, 2]
+    assert (count(second[1], 2), turned(second[1], 2)[0]) == (2, second[1][1])
+    two = [(array(1, 2), array([1], [2])), (array(3, 4), array([3], [4]))]
+    assert joined(two, [2, 2])[0].values.tolist() == [1, 2, 3, 4], "two parts, and not two rows"
+
+
+def test_parts_without_a_value_for_each_row_are_joined_loosely_alone() -> None:
+    nodes, views = {"x": array(1, 2, 3), "y": array(1, 2)}, {"x": array(1, 2, 3, 4)}
+    assert len(joined([nodes, nodes], [2, 2])["x"].values) == 6
+    assert len(joined([views, views], [2, 2], loosely=False)["x"].values) == 8
+    with pytest.raises(Unjoinable, match="does not have a value for each row"):
+        joined([nodes, nodes], [2, 2], loosely=False)
 
 
 def test_values_that_are_padded_at_either_end_are_the_same() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from apportion.script_check.comparison.reading import Iteration
 from apportion.script_check.comparison.replicas import are_replicas, compute_the_same
-from apportion.script_check.comparison.row_values import columns, same_values
+from apportion.script_check.comparison.row_values import random_values
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -113,7 +113,7 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
         alike = [rank for rank, each in enumerate(places) if place in each and each[place].begun["worker_seed"] == seed]
         if seed is None or len(alike) < 2:
             continue
-        if _random_values([each for each in readings[0] if each.loader == first.loader]):
+        if random_values([each for each in readings[0] if each.loader == first.loader]):
             return [
                 Finding(
                     "same_draws",
@@ -128,20 +128,6 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
                 )
             ]
     return []
-
-
-def _random_values(iterations: Sequence[Iteration]) -> bool:
-    """Whether a row has other values when it is read again, in parts of the batch that have a value for each row."""
-    batches = [batch for iteration in iterations for batch in iteration.batches if batch.indexed]
-    found = [columns(batch.values, len(batch.rows)) for batch in batches]
-    always = [place for place in (found[0] if found else ()) if all(place in each for each in found)]
-    seen = dict[tuple[str, object], object]()
-    return any(
-        not same_values(seen.setdefault((place, row), value), value)
-        for batch, parts in zip(batches, found, strict=True)
-        for place in always
-        for row, value in zip(batch.rows, parts[place], strict=True)
-    )
 
 
 def _per_row(record: RankRecord, iterations: Sequence[Iteration]) -> dict[str, list[Event]]:

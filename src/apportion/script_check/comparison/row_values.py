@@ -7,11 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from apportion.script_check.comparison.reading import Iteration
 from apportion.script_check.rows import Rows, Structure
 
 Array = np.ndarray[Any, Any]
-Column = Sequence[Any]
+Column = Sequence[Any] | Array
 """One value for each row of a batch: an array, or the list of arrays of an entry of a list."""
+
+
+def random_values(iterations: Sequence[Iteration]) -> bool:
+    """Returns whether a row has other values when it is read again, in parts of batches that have one for each row."""
+    batches = [batch for iteration in iterations for batch in iteration.batches if batch.indexed]
+    found = [columns(batch.values, len(batch.rows)) for batch in batches]
+    always = [place for place in (found[0] if found else ()) if all(place in each for each in found)]
+    seen = dict[tuple[str, object], object]()
+    return any(
+        not same_values(seen.setdefault((place, row), value), value)
+        for batch, parts in zip(batches, found, strict=True)
+        for place in always
+        for row, value in zip(batch.rows, parts[place], strict=True)
+    )
 
 
 def columns(tree: Any, rows: int) -> dict[str, Column]:
