@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beside, evaluations
+from apportion.script_check.comparison import beside, evaluations, ranks_agree
 from apportion.script_check.comparison.reading import reading
 from apportion.script_check.findings import Finding
 
@@ -389,6 +389,30 @@ def test_a_figure_that_is_another_in_each_run_is_none_of_the_evaluation() -> Non
     assert evaluations.findings(records, readings, union.record, again.record)[0].site == "train.py:25"
 
 
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_numbers_of_the_last_batch_of_a_loader_that_is_read_ahead_are_no_figures(accelerate: bool) -> None:
+    ranks, union = _two(), Rank(0)
+    for rank, values in ((ranks[0], (3.0, 1.0)), (ranks[1], (3.0, 1.0)), (union, (1.5, 2.5))):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        place = rank.iteration("train.py:20")
+        rank.read(place, [rank.rank])
+        for number, value in enumerate(values):
+            if number + 1 < len(values):
+                rank.read(place, [rank.rank + 2])
+            else:
+                rank.emit("exhausted", loader=place[0], iteration=place[1])
+            if accelerate:
+                rank.emit("taken", loader=place[0], iteration=place[1], number=number)
+            rank.emit("forward", gradients=False, site="train.py:21")
+            rank.figure(value, site="train.py:22")
+        if accelerate:
+            rank.emit("exhausted", loader=place[0], iteration=place[1])
+    assert _names(ranks, union) == {}
+    for rank, accuracy in ((ranks[0], 0.5), (ranks[1], 0.5), (union, 0.4)):
+        rank.figure(accuracy)
+    assert _names(ranks, union) == {"evaluation": "warning"}
+
+
 def test_shortened_epochs_are_named() -> None:
     one, two = _two()
     for rank, epoch in ((one, EPOCH), (two, OTHER)):
@@ -396,3 +420,32 @@ def test_shortened_epochs_are_named() -> None:
     assert beside.shortened([one.record, two.record]) == [
         "The epochs of the loader at train.py:5 were shortened from 40 batches to 3: the first 2 and the last."
     ]
+
+
+def test_an_evaluation_on_one_rank_between_steps_is_no_step_left_out() -> None:
+    ranks = _two()
+    for rank, epochs in zip(ranks, ((EPOCH, SHUFFLED), (OTHER, OTHER_SHUFFLED)), strict=True):
+        for epoch in epochs:
+            rank.epoch(epoch)
+            if not rank.rank:
+                rank.evaluate([[1, 2], [3]])
+    assert ranks_agree.findings([rank.record for rank in ranks]) == []
+    late = Rank(1)
+    late.epoch(OTHER)
+    late.read(late.iteration(), OTHER[0])
+    for rows in OTHER_SHUFFLED:
+        late.read(("train.py:5", 1), rows)
+        late.train()
+    (finding,) = ranks_agree.findings([ranks[0].record, late.record])
+    assert (finding.name, finding.step) == ("skipped_steps", 4)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_rows_that_are_drawn_with_replacement_may_be_shared_unless_all_are(replacement: bool) -> None:
+    own = ([0, 2], [2, 4], [5, 6]), ([7, 3], [3, 2], [0, 1])
+    for epochs, expected in ((own, {}), ((own[0], own[0]), {"shared_rows": "warning"})):
+        ranks = _two()
+        for rank, epoch in zip(ranks, epochs, strict=True):
+            rank.emit("computed", inputs=str(epoch), outputs=str(epoch), rows=2)
+            rank.epoch(epoch, replacement=replacement, replicas=None, sampler="Weighted")
+        assert _names(ranks) == expected

@@ -10,6 +10,7 @@ import pytest
 from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
 from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.combination import combination, proportional
+from apportion.script_check.comparison.joins import aligned
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import Place, placed, unplaced
 from apportion.script_check.comparison.tensors import Bounds, listed
@@ -248,7 +249,7 @@ def test_parts_of_one_batch_are_no_other_batches(alike: bool, name: str) -> None
     for rank in range(2):
         rows = Rows(np.arange(8.0).reshape(4, 2) + (0 if alike else rank), "float64")
         events = record(rank, own[rank], given[rank]).events[1:]
-        batch = {"kind": "batch", "step": 0, "loader": "train.py:3", "number": 0, "rows": rows}
+        batch = {"kind": "batch", "step": 0, "loader": "train.py:3", "iteration": 0, "number": 0, "rows": rows}
         call = {"kind": "forward", "step": 0, "gradients": True, "inputs": [f"part {rank}"], "site": "train.py:18"}
         ranks.append(RankRecord(rank, (network(WEIGHTS, groups={"net.0.weight": [0, 1]}), batch, call, *events)))
     (finding,) = numbers.findings(ranks, record(0, mean, mean))
@@ -312,7 +313,9 @@ def accumulated(*steps: tuple[float, ...], sites: list[str] | None = None) -> Ra
     for number, factors in enumerate(steps, 1):
         own = [{name: RNG.normal(size=array.shape) for name, array in WEIGHTS.items()} for _ in factors]
         for micro in range(len(factors)):
-            events.append({"kind": "batch", "step": number - 1, "loader": "train.py:3", "number": micro})
+            events.append(
+                {"kind": "batch", "step": number - 1, "loader": "train.py:3", "iteration": 0, "number": micro}
+            )
             events.append(
                 {"kind": "criterion", "step": number - 1, "value": 2.0, "reduction": "mean", "site": "train.py:18"}
             )
@@ -423,6 +426,28 @@ def test_steps_that_a_rank_leaves_out_at_its_end_under_join_are_meant() -> None:
     assert len(ranks_agree.findings([ranks[0], RankRecord(1, tuple(steps[:-1]))])) == 1
 
 
+def test_steps_after_those_that_a_rank_leaves_out_under_join_are_numbered_as_on_the_other() -> None:
+    joined: dict[str, Any] = {"kind": "join", "site": "train.py:1"}
+
+    def epochs(*counts: int) -> RankRecord:
+        made, events = 0, list[dict[str, Any]]()
+        for count in counts:
+            events.append({**joined, "step": made})
+            for _ in range(count):
+                made += 1
+                events += [contributions(made, {}), step(made, {})]
+        return RankRecord(len(counts), tuple(events))
+
+    for record in aligned([epochs(3, 2, 1), epochs(2, 3, 1)]):
+        assert [event["number"] for event in record.of("contributions")] == [each["number"] for each in record.steps]
+        assert [event["step"] for event in record.of("join")] == [0, 3, 6]
+    one, two = aligned([epochs(3, 2, 1), epochs(2, 3, 1)])
+    assert [each["number"] for each in one.steps] == [1, 2, 3, 4, 5, 7]
+    assert [(each["number"], each["step"]) for each in two.steps] == [(1, 1), (2, 2), (4, 4), (5, 5), (6, 6), (7, 7)]
+    apart = [epochs(3, 2), epochs(2)]
+    assert aligned(apart) is apart
+
+
 def test_ranks_that_begin_with_different_weights() -> None:
     other = {**WEIGHTS, "net.1.weight": RNG.normal(size=(2, 4))}
     ranks = [RankRecord(0, (network(WEIGHTS),)), RankRecord(1, (network(other),))]
@@ -477,3 +502,18 @@ def test_causes_are_named_in_the_precision_of_the_script(
     assert [finding.name for finding in found] == ([] if name is None else [name])
     if name is not None:
         assert "differs" in {finding.name for finding in numbers.findings(ranks, record(0, one, one))}, "in float64"
+
+
+def test_a_file_that_another_rank_saves_at_each_epoch_holds_the_last_weights_before_the_load() -> None:
+    first, second, third = ({"net.0.weight": WEIGHTS["net.0.weight"] + number} for number in range(3))
+    saving, loading = list[dict[str, Any]](), list[dict[str, Any]]()
+    for number, weights in enumerate((first, second), 1):
+        made = step(number, weights, weights)
+        file = {"step": number, "path": "last.pt", "site": "train.py:30"}
+        saving += [made, {"kind": "save", "tensors": {"0.weight": weights["net.0.weight"]}, **file}]
+        loading += [made, {"kind": "load", **file}, network(weights, number)]
+    saving += [step(3, third, third), {**saving[-1], "step": 3, "tensors": {"0.weight": third["net.0.weight"]}}]
+    assert restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
+    loading[-1] = network(first, 2)
+    (finding,) = restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
+    assert (finding.name, finding.ranks, finding.step) == ("loaded_weights", (1,), 3)

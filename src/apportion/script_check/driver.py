@@ -12,6 +12,7 @@ from pathlib import Path
 from apportion.script_check.comparison import beside, evaluations, numbers, ranks_agree, schedules
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, untrained
 from apportion.script_check.comparison.extent import extent
+from apportion.script_check.comparison.joins import aligned
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.reading import identified, reading
@@ -69,6 +70,7 @@ def check_script(  # noqa: PLR0913 (the flags)
         spread = within_limit(spread, script, ranks)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return ScriptAnswer("could not run", reason=reason, about=spread.about)
+        spread = replace(spread, passed=replace(spread.passed, records=aligned(spread.passed.records)))
         try:
             passes = _passes(spread, script)
         except Unjoinable as error:

@@ -129,6 +129,9 @@ def _turned(fed: FedIteration) -> FedIteration:
         return fed
     return replace(
         fed,
-        batches=[None if tree is None else turned(tree, count(tree) or 0) for tree in fed.batches],
+        batches=[
+            None if tree is None else turned(tree, count(tree, len(rows or ())) or 0)
+            for tree, rows in zip(fed.batches, fed.indices, strict=True)
+        ],
         indices=[None if rows is None else rows[::-1] for rows in fed.indices],
     )

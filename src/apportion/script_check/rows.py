@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,29 +33,88 @@ class Unjoinable(ValueError):
     """Batches whose rows cannot be joined along dimension 0."""
 
 
-def joined(trees: Sequence[Any]) -> Any:
+def joined(trees: Sequence[Any], rows: Sequence[int] | None = None, *, loosely: bool = True) -> Any:
     """Returns the batch that has the rows of all batches, in order.
+
+    ``rows``: the number of rows of each batch, by which lists with an entry for each row are told from lists of parts;
+    without it, lists of tensors and of other lists are taken for parts. ``loosely``: whether tensors whose first
+    dimension is another one are joined all the same.
 
     Raises Unjoinable where the batches differ in structure or in another dimension than the first.
     """
     first = trees[0]
     if len({type(tree) for tree in trees}) != 1:
         raise Unjoinable("the ranks' batches have different types")
+    if rows is not None and not loosely and not _have_rows(trees, rows):
+        raise Unjoinable("a tensor of the batch does not have a value for each row")
+    return _joined(first, trees, rows)
+
+
+def _joined(first: Any, trees: Sequence[Any], rows: Sequence[int] | None) -> Any:
     if isinstance(first, Rows):
         return _joined_arrays(trees)
     if isinstance(first, Structure):
         if any((tree.module, tree.name) != (first.module, first.name) for tree in trees):
             raise Unjoinable("the ranks' batches have different types")
-        return replace(first, parts=joined([tree.parts for tree in trees]))
+        return replace(first, parts=joined([tree.parts for tree in trees], rows))
     if isinstance(first, Mapping):
         if any(set(tree) != set(first) for tree in trees):
             raise Unjoinable("the ranks' batches have different keys")
-        return {key: joined([tree[key] for tree in trees]) for key in first}
+        return {key: joined([tree[key] for tree in trees], rows) for key in first}
     if isinstance(first, tuple | list):
-        return _joined_lists(trees)
+        return _joined_lists(trees, rows)
     if any(tree != first for tree in trees):
         raise Unjoinable("a value of the batch differs between the ranks")
     return first
+
+
+def _have_rows(trees: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Whether the tensors of each batch, but for those in lists with an entry for each row, have its rows as their
+    first dimension, or all of them another one, such as two views of each row."""
+    for tree, count in zip(trees, rows, strict=True):
+        sizes = {len(array) for array in _arrays(tree, count) if array.ndim}
+        if len(sizes) > 1:
+            return False
+    return True
+
+
+def _arrays(tree: Any, rows: int | None = None) -> Iterator[np.ndarray[Any, Any]]:
+    """The arrays of a tree; without those in lists with an entry for each of its ``rows`` rows."""
+    if isinstance(tree, Rows):
+        yield tree.values
+    elif isinstance(tree, Structure):
+        yield from _arrays(tree.parts, rows)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _arrays(value, rows)
+    elif isinstance(tree, tuple | list) and (rows is None or not have_entries([tree], [rows])):
+        for value in tree:
+            yield from _arrays(value, rows)
+
+
+def have_entries(trees: Sequence[Any], rows: Sequence[int]) -> bool:
+    """Returns whether lists have an entry for each row of their batches: as many as it has rows, of one kind. Two
+    tensors of two rows each are two parts of a batch of two."""
+    if any(len(tree) != count for tree, count in zip(trees, rows, strict=True)):
+        return False
+    if len({_kind(value) for tree in trees for value in tree}) != 1:
+        return False
+    return any(
+        not isinstance(value, Rows | Structure | Mapping | tuple | list)
+        or any(array.shape[:1] != (count,) for array in _arrays(value))
+        for tree, count in zip(trees, rows, strict=True)
+        for value in tree
+    )
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Rows):
+        return value.values.ndim, value.dtype
+    if isinstance(value, Structure):
+        return value.module, value.name
+    if isinstance(value, Mapping):
+        return frozenset(value)
+    return type(value) if isinstance(value, tuple | list) else None
 
 
 def _joined_arrays(rows: Sequence[Rows]) -> Rows:
@@ -69,33 +128,35 @@ def _joined_arrays(rows: Sequence[Rows]) -> Rows:
     return Rows(np.concatenate(arrays), rows[0].dtype)
 
 
-def _joined_lists(trees: Sequence[Any]) -> Any:
+def _joined_lists(trees: Sequence[Any], rows: Sequence[int] | None) -> Any:
     first = trees[0]
-    if first and not any(
+    plain = first and not any(
         isinstance(value, Rows | Structure | Mapping | tuple | list) for tree in trees for value in tree
-    ):
+    )
+    if plain or (rows is not None and first and have_entries(trees, rows)):
         return type(first)(value for tree in trees for value in tree)  # a list with an entry a row
     if len({len(tree) for tree in trees}) != 1:
         raise Unjoinable("the ranks' batches have different numbers of parts")
-    return type(first)(joined(parts) for parts in zip(*trees, strict=True))
+    return type(first)(joined(parts, rows) for parts in zip(*trees, strict=True))
 
 
-def split(tree: Any) -> list[Any]:
-    """Returns the rows of a batch, each as a batch of one row. Raises Unjoinable where its parts have unlike numbers of
-    rows."""
+def split(tree: Any, rows: int | None = None) -> list[Any]:
+    """Returns the rows of a batch, each as a batch of one row. ``rows``: how many it has, where it is known. Raises
+    Unjoinable where its parts have unlike numbers of rows."""
     if isinstance(tree, Rows):
         if not tree.values.ndim:
             raise Unjoinable("a number of the batch belongs to no row")
         return [Rows(tree.values[row : row + 1], tree.dtype) for row in range(len(tree.values))]
     if isinstance(tree, Mapping):
-        parts = [split(value) for value in tree.values()]
+        parts = [split(value, rows) for value in tree.values()]
         return [dict(zip(tree, each, strict=True)) for each in _transposed(parts)]
     if isinstance(tree, Structure):
-        return [replace(tree, parts=each) for each in split(tree.parts)]
+        return [replace(tree, parts=each) for each in split(tree.parts, rows)]
     if isinstance(tree, tuple | list):
-        if tree and not any(isinstance(value, Rows | Structure | Mapping | tuple | list) for value in tree):
+        plain = tree and not any(isinstance(value, Rows | Structure | Mapping | tuple | list) for value in tree)
+        if plain or (rows and have_entries([tree], [rows])):
             return [type(tree)([value]) for value in tree]
-        return [type(tree)(each) for each in _transposed([split(value) for value in tree])]
+        return [type(tree)(each) for each in _transposed([split(value, rows) for value in tree])]
     raise Unjoinable("a value of the batch belongs to no row")
 
 
@@ -105,14 +166,17 @@ def _transposed(parts: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     return list(zip(*parts, strict=True))
 
 
-def count(tree: Any) -> int | None:
-    """Returns the number of rows of a batch: the first dimension of its first tensor that has one."""
+def count(tree: Any, rows: int | None = None) -> int | None:
+    """Returns the number of rows of a batch: the first dimension of its first tensor that has one, or ``rows`` where a
+    list with an entry for each of them comes first."""
     if isinstance(tree, Rows):
         return len(tree.values) if tree.values.ndim else None
     if isinstance(tree, Structure):
-        return count(tree.parts)
+        return count(tree.parts, rows)
+    if rows and isinstance(tree, tuple | list) and have_entries([tree], [rows]):
+        return rows
     parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, tuple | list) else ()
-    return next((found for found in map(count, parts) if found is not None), None)
+    return next((found for found in (count(part, rows) for part in parts) if found is not None), None)
 
 
 def turned(tree: Any, rows: int) -> Any:
@@ -124,7 +188,7 @@ def turned(tree: Any, rows: int) -> Any:
     if isinstance(tree, Mapping):
         return {key: turned(value, rows) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        if len(tree) == rows and not any(isinstance(value, Rows | Structure | Mapping) for value in tree):
+        if have_entries([tree], [rows]):
             return type(tree)(reversed(tree))
         return type(tree)(turned(value, rows) for value in tree)
     return tree

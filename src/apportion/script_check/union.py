@@ -7,11 +7,12 @@ import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from apportion.script_check.comparison.reading import identified, reading, row_digests
+from apportion.script_check.comparison.reading import Iteration, identified, reading, row_digests
+from apportion.script_check.comparison.row_values import random_values
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.restarted import runs
@@ -31,8 +32,9 @@ def union_feed(
     """
     first, *others = runs(records)
     begun = _weights(first) if weights else {}
+    longest = max(first, key=lambda record: len(record.steps))
     again = union_feed(others[0], join_draws=join_draws, interleaved=interleaved, weights=False) if others else None
-    return Feed(begun, _rates(first[0]), _iterations(first, interleaved), _draws(first), join_draws, again=again)
+    return Feed(begun, _rates(longest), _iterations(first, interleaved), _draws(first), join_draws, again=again)
 
 
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
@@ -115,31 +117,57 @@ def _iterations(records: Sequence[RankRecord], interleaved: bool) -> dict[str, l
     readings = identified([reading(record) for record in records])
     trained = {(each.loader, each.number) for iterations in readings for each in iterations if not each.evaluation}
     local = {each.loader for iterations in readings for each in iterations if each.local}
+    random = _random(records, readings)
     for record in records:
         for event in record.of("iteration"):
             found[event["loader"]][event["number"]].append((record, event))
     return {
         loader: [
-            _iteration(loader, number, numbers[number], (loader, number) not in trained, loader in local, interleaved)
+            _iteration(
+                _Loader(loader, loader in local, loader in random),
+                number,
+                numbers[number],
+                (loader, number) not in trained,
+                interleaved,
+            )
             for number in sorted(numbers)
         ]
         for loader, numbers in found.items()
     }
 
 
+def _random(records: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> set[str]:
+    """The loaders whose rows are drawn at random: of numbers that global generators draw while a batch is fetched, or
+    of other values when they are read again."""
+    found = set[str]()
+    for record, iterations in zip(records, readings, strict=True):
+        drew = False
+        for event in record.of("draw", "batch"):
+            if event["kind"] == "draw":
+                drew |= event["fetching"] and not event["given"]
+            else:
+                found |= {event["loader"]} if drew else set()
+                drew = False
+        for loader in {each.loader for each in iterations}:
+            found |= {loader} if random_values([each for each in iterations if each.loader == loader]) else set()
+    return found
+
+
+class _Loader(NamedTuple):
+    """A loader of the ranks. ``local``: whether each rank numbers rows of its own; ``random``: see ``_random``."""
+
+    name: str
+    local: bool
+    random: bool
+
+
 def _iteration(
-    loader: str,
-    number: int,
-    begun: Sequence[tuple[RankRecord, Any]],
-    evaluation: bool,
-    local: bool,
-    interleaved: bool,
+    loader: _Loader, number: int, begun: Sequence[tuple[RankRecord, Any]], evaluation: bool, interleaved: bool
 ) -> FedIteration:
-    read = [
-        [e for e in record.of("batch") if e["loader"] == loader and e["iteration"] == number] for record, _ in begun
-    ]
+    name, local = loader.name, loader.local
+    read = [[e for e in record.of("batch") if e["loader"] == name and e["iteration"] == number] for record, _ in begun]
     exhausted = any(
-        e["loader"] == loader and e["iteration"] == number for record, _ in begun for e in record.of("exhausted")
+        e["loader"] == name and e["iteration"] == number for record, _ in begun for e in record.of("exhausted")
     )
     if evaluation and (local or not _indexed(read)) and begun[0][1]["batch_size"]:
         parts = _evaluated(read, local)
@@ -154,24 +182,32 @@ def _iteration(
     for position in range(max(map(len, read), default=0)):
         events = [batches[position] for batches in parts if position < len(batches)]
         for together in [[event] for event in events] if interleaved else [events]:
-            tree, indices = _batch(together)
-            fed.parts.append([count(event["rows"]) or len(event["indices"] or ()) for event in together])
+            tree, indices = _batch(together, loader.random)
+            fed.parts.append([_count(event) for event in together])
             fed.batches.append(tree)
             fed.indices.append(indices)
     return fed
 
 
-def _batch(events: Sequence[Any]) -> tuple[Any, list[Any] | None]:
-    """The union of the rows of some batches: as a tree, or as indices where the batches cannot be joined."""
-    indices = None
-    if all(event["indices"] is not None for event in events):
-        indices = [index for event in events for index in event["indices"]]
+def _count(event: Any) -> int:
+    known = len(event["indices"] or ())
+    return count(event["rows"], known) or known
+
+
+def _batch(events: Sequence[Any], random: bool) -> tuple[Any, list[Any] | None]:
+    """The union of the rows of some batches: as a tree, or as indices where the batches cannot be joined. Parts that do
+    not have a value for each row, such as the edges of all graphs, are made again from the indices, but for ``random``
+    rows, which would be others then."""
+    if len(events) == 1:
+        return events[0]["rows"], events[0]["indices"]
+    if any(event["indices"] is None for event in events):
+        return joined([event["rows"] for event in events]), None
+    indices = [index for event in events for index in event["indices"]]
+    counts = [len(event["indices"]) for event in events]
     try:
-        return joined([event["rows"] for event in events]), indices
+        return joined([event["rows"] for event in events], counts, loosely=random), indices
     except Unjoinable:
-        if indices is None:
-            raise
-    return None, indices
+        return None, indices
 
 
 def _evaluated(read: Sequence[Sequence[Any]], local: bool) -> list[Any] | None:
@@ -183,7 +219,7 @@ def _evaluated(read: Sequence[Sequence[Any]], local: bool) -> list[Any] | None:
         for batches in read[:1] if not local and _same_rows(read) else read:
             seen = set[Any]()
             for event in batches:
-                rows = split(event["rows"])
+                rows = split(event["rows"], len(event["indices"] or ()) or None)
                 indices = event["indices"] if event["indices"] is not None else [None] * len(rows)
                 for index, row in zip(indices, rows, strict=True):
                     if index is None or index not in seen:

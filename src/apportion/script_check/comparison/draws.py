@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from apportion.script_check.comparison.reading import Iteration
 from apportion.script_check.comparison.replicas import are_replicas, compute_the_same
+from apportion.script_check.comparison.row_values import random_values
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -112,7 +113,7 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
         alike = [rank for rank, each in enumerate(places) if place in each and each[place].begun["worker_seed"] == seed]
         if seed is None or len(alike) < 2:
             continue
-        if _random_values([each for each in readings[0] if each.loader == first.loader]):
+        if random_values([each for each in readings[0] if each.loader == first.loader]):
             return [
                 Finding(
                     "same_draws",
@@ -127,17 +128,6 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
                 )
             ]
     return []
-
-
-def _random_values(iterations: Sequence[Iteration]) -> bool:
-    """Whether a row has other values when it is read again."""
-    seen = dict[object, str]()
-    batches = [batch for iteration in iterations for batch in iteration.batches if batch.indexed]
-    return any(
-        seen.setdefault(row, content) != content
-        for batch in batches
-        for row, content in zip(batch.rows, batch.contents, strict=False)
-    )
 
 
 def _per_row(record: RankRecord, iterations: Sequence[Iteration]) -> dict[str, list[Event]]:

@@ -123,18 +123,29 @@ def _figures(record: RankRecord) -> dict[Place, _Figures]:
 
 
 def _in_evaluations(record: RankRecord) -> Iterator[Event]:
-    evaluating, reading = False, False
+    """Yields the figures of evaluations. Where a loader is read ahead of the script, by accelerate or by a prefetcher
+    of the script, its end comes before the last batch is computed: numbers of that batch, which the script takes where
+    it takes those of the batches before, are no figures."""
+    evaluating = reading = ended = ahead = False
+    of_batches = set[str]()
     for event in record.events:
         kind = event["kind"]
         if kind == "forward":
             evaluating = not event["gradients"]
             reading = reading and evaluating
+            ahead = ended
         elif kind == "iteration":
+            reading, ended, ahead = True, False, False
+            of_batches.clear()
+        elif kind == "taken":
             reading = True
         elif kind == "exhausted":
-            reading = False
-        elif kind == "figure" and evaluating and not reading:
-            yield event
+            reading, ended, ahead = False, True, False
+        elif kind == "figure" and evaluating:
+            if reading:
+                of_batches.add(event["site"])
+            elif not (ahead and event["site"] in of_batches):
+                yield event
 
 
 def _rows_twice(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> Finding | None:

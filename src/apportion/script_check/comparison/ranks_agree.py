@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from apportion.script_check.comparison.reading import reading
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -48,13 +49,15 @@ def _elsewhere(ranks: Sequence[RankRecord]) -> list[Finding]:
 
 
 def _read(record: RankRecord) -> list[int]:
-    """The batches that the rank had read at each step; the forwards with gradients where it reads no loader."""
+    """The batches to train on that the rank had read at each step, as one rank alone may read others, to evaluate; the
+    forwards with gradients where it reads no loader."""
+    places = {(each.loader, each.number) for each in reading(record) if each.trained}
     read, found = 0, list[int]()
     for event in record.of("batch", "step"):
-        if event["kind"] == "batch":
-            read += 1
-        else:
+        if event["kind"] == "step":
             found.append(read)
+        elif (event["loader"], event["iteration"]) in places:
+            read += 1
     return found if read else [step["forwards"] for step in record.steps]
 
 

@@ -20,9 +20,10 @@ _SHARED = 0.1
 @dataclass
 class ReadBatch:
     """One batch. ``rows``: what identifies its rows, indices where there are any and digests of their values elsewhere.
-    ``contents``: the digests of the values of its rows, none where the batch does not have one value for each index.
-    ``step``: the optimizer step for which it was read, from 1. ``position``: of its event in the record. ``trained``:
-    whether a forward with gradients followed before the next batch was read."""
+    ``values``: the batch as a tree, None where it was not recorded. ``contents``: the digests of the values of its
+    rows, none where the batch does not have one value for each index. ``step``: the optimizer step for which it was
+    read, from 1. ``position``: of its event in the record. ``trained``: whether a forward with gradients followed
+    before the next batch was read."""
 
     rows: tuple[Hashable, ...]
     indexed: bool
@@ -30,6 +31,7 @@ class ReadBatch:
     step: int
     position: int
     contents: tuple[str, ...] = ()
+    values: Any = None
     trained: bool = False
 
 
@@ -193,7 +195,9 @@ class _Passage:
         contents = tuple(row_digests(event["rows"]))
         rows = tuple(map(_key, event["indices"])) if indexed else contents
         contents = contents if len(contents) == len(rows) else ()
-        batch = ReadBatch(rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents)
+        batch = ReadBatch(
+            rows, indexed, bool(event.get("random")), event["step"] + 1, position, contents, event["rows"]
+        )
         iteration.batches.append(batch)
         if place in self._ahead:
             self._fetched[(*place, event["number"])] = batch

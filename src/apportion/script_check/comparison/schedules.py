@@ -19,7 +19,8 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     note where all rates are one multiple of those of one process."""
     found = list[Finding]()
     unchanged = _batches_per_rank(len(ranks), union)
-    for (optimizer, group), rates in _rates(ranks[0]).items():
+    longest = max(ranks, key=lambda record: len(record.steps))
+    for (optimizer, group), rates in _rates(longest).items():
         own = _rates(union).get((optimizer, group), [])
         length = min(len(rates), len(own))
         kind, factor = _compared(rates[:length], own[:length], len(ranks) if unchanged else 1)
@@ -27,7 +28,7 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
             at = next(step for step, rate in enumerate(own) if rate)
             found.append(_scaled(optimizer, group, at + 1, rates[at], own[at], factor))
         elif kind == "differs":
-            found.append(_differs(ranks[0], optimizer, group, rates[:length], own[:length]))
+            found.append(_differs(longest, optimizer, group, rates[:length], own[:length]))
     return found[:1]
 
 

@@ -56,8 +56,6 @@ def _rows(iteration: Iteration) -> list[Hashable]:
 
 def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding | None:
     first = next(iter(epoch.values()))
-    if first.begun["replacement"]:
-        return None
     rows = {rank: _rows(iteration) for rank, iteration in epoch.items()}
     readers = Counter(row for each in rows.values() for row in set(each))
     twice = [row for row in readers if readers[row] > 1]
@@ -70,11 +68,23 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     if identical:
         if not all(compute_the_same(ranks[sharing[0]], ranks[rank]) for rank in sharing[1:]):
             return None  # ranks that compute different parts of the same rows
-    elif _padding(epoch, rows, set(twice)) or (
-        not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers))
+    elif (
+        _drawn_with_replacement(epoch)
+        or _padding(epoch, rows, set(twice))
+        or (not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers)))
     ):
         return None
     return _shared_finding(first, sharing, twice, len(readers))
+
+
+def _drawn_with_replacement(epoch: dict[int, Iteration]) -> bool:
+    """Whether rows are meant to come several times in an epoch: the sampler says so, or one rank reads a row again
+    before its last batch, which may be filled, as it does with a sampler of the script that draws by weights."""
+    for iteration in epoch.values():
+        rows = [row for batch in iteration.batches[:-1] for row in batch.rows if batch.indexed]
+        if iteration.begun["replacement"] or len(set(rows)) < len(rows):
+            return True
+    return False
 
 
 def _may_be_equal(rows: dict[int, list[Hashable]], twice: int, every: int) -> bool:
@@ -153,7 +163,7 @@ def _unread(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
         return None  # rows that were read before a resume
     every = first.begun["rows"]
     whole = all(each.whole and each.batches and all(batch.indexed for batch in each.batches) for each in epoch.values())
-    if not whole or every is None or first.begun["replacement"] or first.begun["subset"]:
+    if not whole or every is None or first.begun["subset"] or _drawn_with_replacement(epoch):
         return None
     read = {row for iteration in epoch.values() for batch in iteration.batches for row in batch.rows}
     left = [row for row in range(every) if row not in read]

@@ -22,15 +22,14 @@ def watch(recorder: Recorder) -> None:
 
     @wraps(iterate)
     def handed(self: Any) -> Iterator[Any]:
+        place: dict[str, Any] | None = None
         for position, batch in enumerate(iterate(self)):
             base = self.base_dataloader
-            recorder.emit(
-                "taken",
-                loader=base.__dict__["_apportion_key"],
-                iteration=base.__dict__["_apportion_iterations"] - 1,
-                number=position + self.skip_batches,
-            )
+            place = {"loader": base.__dict__["_apportion_key"], "iteration": base.__dict__["_apportion_iterations"] - 1}
+            recorder.emit("taken", **place, number=position + self.skip_batches)
             yield batch
+        if place is not None:
+            recorder.emit("exhausted", **place)  # for the script, which has only now computed the last batch
 
     shard.__iter__ = handed
     accelerator: Any = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)

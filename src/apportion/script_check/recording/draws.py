@@ -73,7 +73,7 @@ class WatchedDraws:
         if in_backward():
             fed = self._handed.get((name, state))
         else:
-            fed = self._record(name, state, values)
+            fed = self._record(name, state, values, given=isinstance(generator, torch.Generator))
             if fed is not None:
                 self._handed[name, state] = fed
                 if len(self._handed) > MOST_HANDED:
@@ -94,8 +94,11 @@ class WatchedDraws:
             return result
         return fed.astype(values.dtype) if values.ndim else type(result)(fed)
 
-    def _record(self, name: str, state: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
-        """Writes one draw down; returns what it is replaced by, None where it stays."""
+    def _record(
+        self, name: str, state: str, values: np.ndarray[Any, Any], *, given: bool = False
+    ) -> np.ndarray[Any, Any] | None:
+        """Writes one draw down; returns what it is replaced by, None where it stays. ``given``: whether the script
+        draws from a generator of its own."""
         recorder = self._recorder
         site, gradients = recorder.site(), torch.is_grad_enabled()
         place = f"{site} {name} {'with' if gradients else 'without'} gradients"
@@ -115,6 +118,7 @@ class WatchedDraws:
             site=site,
             gradients=gradients,
             fetching=recorder.drawing == "rows",
+            given=given,
             state=state,
             digest=digest(own),
             shape=own.shape,

@@ -216,7 +216,7 @@ class _Fed:
             self._batches: list[Any] = [None] * len(self._indices)
             if fed.batches:
                 starts = range(0, len(fed.batches), most)
-                self._batches = [joined(fed.batches[start : start + most]) for start in starts]
+                self._batches = [joined(each := fed.batches[start : start + most], [1] * len(each)) for start in starts]
                 self._indices = [None] * len(self._batches)
         else:
             self._indices, self._batches = list(fed.indices), list(fed.batches)

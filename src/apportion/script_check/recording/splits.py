@@ -75,6 +75,7 @@ class Splits:
         if rows < 2 or any(isinstance(each, DTensor) for each in tensors((inputs, kwargs, output))):
             return None
         saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        drawn = self._recorder.draws
         self._testing = True
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -88,6 +89,8 @@ class Splits:
                 for buffer, values in saved:
                     buffer.copy_(values)
             self._testing = False
+        if self._recorder.draws > drawn:
+            return None  # its halves draw other numbers than the whole, which says nothing of the rows
         largest = max(found, default=0.0)
         return largest if largest > TOLERANCE else None
 

@@ -32,23 +32,28 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
                 saves[event["path"]] = (event, dict(weights))
             elif event["kind"] == "load":
                 loaded = event
-                saves.setdefault(event["path"], _saved_elsewhere(ranks, event["path"], record, weights))
+                elsewhere = _saved_elsewhere(ranks, event, record)
+                own = saves.get(event["path"])
+                if elsewhere is not None and (own is None or own[0]["step"] < elsewhere[0]["step"]):
+                    saves[event["path"]] = elsewhere
     return []
 
 
 def _saved_elsewhere(
-    ranks: Sequence[RankRecord], path: str, record: RankRecord, weights: Mapping[str, Array]
-) -> tuple[Event, dict[str, Array]]:
-    """A file that another rank has saved: what this rank's weights were after as many steps."""
-    for other in ranks:
-        for event in other.of("save"):
-            if event["path"] == path:
-                before = dict[str, Array]()
-                for step in record.steps:
-                    if step["step"] <= event["step"]:
-                        before |= {**step["weights"], **step["buffers"]}
-                return event, before
-    return {"tensors": {}, "path": path}, {}
+    ranks: Sequence[RankRecord], loaded: Event, record: RankRecord
+) -> tuple[Event, dict[str, Array]] | None:
+    """The last save by another rank, before a load, of the file that is loaded, and what this rank's weights were after
+    as many steps."""
+    others = [event for other in ranks if other is not record for event in other.of("save")]
+    saves = [event for event in others if event["path"] == loaded["path"] and event["step"] <= loaded["step"]]
+    if not saves:
+        return None
+    last = max(saves, key=lambda event: int(event["step"]))
+    before = dict[str, Array]()
+    for step in record.steps:
+        if step["step"] <= last["step"]:
+            before |= {**step["weights"], **step["buffers"]}
+    return last, before
 
 
 def _differing(found: Mapping[str, Array], saved: Mapping[str, Array], save: Event) -> list[str]:
