@@ -59,6 +59,16 @@ def test_what_is_lost_at_a_resume_is_found(lost: str, name: str, words: str, tmp
 
 @pytest.mark.processes
 @pytest.mark.thorough
+def test_a_run_that_accumulates_and_resumes_is_the_same_network(tmp_path: Path) -> None:
+    own = ("--micro-batches", "2", "--save-every", "1", "--last-step", "3", "--epochs", "3")
+    found = check(*own, folder=tmp_path)
+    assert found["verdict"] == "the same network", found["findings"]
+    assert found["compared"]["steps"] == 6
+    assert any("micro-batches" in sentence for sentence in found["about"])
+
+
+@pytest.mark.processes
+@pytest.mark.thorough
 def test_a_mistake_of_the_second_run_alone_is_not_found_without_it(tmp_path: Path) -> None:
     answer = apportion.check_script(SCRIPT, ["--lose", "optimizer", "--checkpoint", str(tmp_path / "last.pt")])
     assert answer.verdict == "the same network"

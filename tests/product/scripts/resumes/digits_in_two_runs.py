@@ -15,6 +15,7 @@ parser.add_argument("--save-every", type=int, default=3, help="steps between che
 parser.add_argument("--last-step", type=int, default=5, help="the step after which the job is preempted")
 parser.add_argument("--checkpoint", default="last.pt")
 parser.add_argument("--resume", default="")
+parser.add_argument("--micro-batches", type=int, default=1)
 parser.add_argument("--lose", default="", choices=["", "position", "optimizer", "weights", "ranks"])
 args = parser.parse_args()
 
@@ -51,9 +52,11 @@ for epoch in range(first_epoch, args.epochs):
     for batch, (x, y) in enumerate(loader):
         if epoch == first_epoch and batch < first_batch:
             continue
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        nn.functional.cross_entropy(model(x), y).div(args.micro_batches).backward()
+        if (batch + 1) % args.micro_batches:
+            continue
         optimizer.step()
+        optimizer.zero_grad()
         step += 1
         if step % args.save_every == 0 and rank == 0:
             state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
