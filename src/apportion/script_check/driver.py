@@ -24,6 +24,7 @@ from apportion.script_check.further import further_passes
 from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.recorded_rows import with_recorded_rows
 from apportion.script_check.references import Reference, on_same_rows, reference, replayed
 from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.rows import Unjoinable
@@ -64,6 +65,7 @@ def check_script(
         spread = within_limit(spread, script, ranks)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return ScriptAnswer("could not run", reason=reason, about=spread.about)
+        spread = with_recorded_rows(spread)
         try:
             passes = _passes(spread, script)
         except Unjoinable as error:
