@@ -81,6 +81,9 @@ def test_rows_that_two_ranks_read() -> None:
     found = _found((one, two))["shared_rows"]
     assert found.severity == "warning"
     assert "6 of 6 rows" in found.sentence
+    assert "the ranks call no collective" in found.sentence
+    one.emit("collective", op="all_reduce")
+    assert "collective" not in _found((one, two))["shared_rows"].sentence
 
 
 def test_ranks_that_compute_parts_of_the_same_rows_are_healthy() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from rank_events import Rank
 
 from apportion.script_check.comparison.reading import reading
 from apportion.script_check.feed import FedIteration, Feed
+from apportion.script_check.recording import loaders
 from apportion.script_check.rows import Rows, Unjoinable, joined, split
 
 ONE, TWO = np.array([1.0, 2.0]), np.array([3.0, 4.0])
@@ -100,3 +105,21 @@ def test_an_evaluation_between_two_batches_of_training() -> None:
     assert (training.evaluation, evaluation.evaluation) == (False, True)
     assert len(training.trained) == 2
     assert evaluation.trained == []
+
+
+def test_large_batches_are_recorded_as_they_were_read_until_they_fill_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loaders, "LARGEST_BATCH", 8)
+    batch = torch.arange(4.0)  # of 16 bytes, and 32 in float64
+    recorder: Any = SimpleNamespace(plan={"memory": 2 * loaders.SHARE * 40, "ranks": 2}, large_rows=0)
+
+    def contents(mapped: bool = True) -> Any:
+        return loaders._contents(recorder, batch, batch.double(), mapped)
+
+    with torch.no_grad():
+        assert contents() is None, "the rows of an evaluation are known by their indices"
+    found = [contents() for _ in range(3)]
+    assert [each is not None for each in found] == [True, True, False]
+    assert found[0].dtype == "float32"
+    assert contents(mapped=False).dtype == "float64", "what has no indices is always recorded"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from rank_events import Rank
 
 from apportion.script_check.comparison import beginnings
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows, untrained
@@ -16,11 +19,14 @@ from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.driver import _undecided
 from apportion.script_check.feed import FedIteration, Feed, reordered
 from apportion.script_check.findings import Finding, answer
-from apportion.script_check.passes import Passed
+from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
+from apportion.script_check.recorded_rows import with_recorded_rows
 from apportion.script_check.retried import port_was_taken
 from apportion.script_check.rows import Rows, Structure, joined, turned
+from apportion.script_check.spread import Spread
 from apportion.script_check.union import draws_to_join, replay_feed, union_feed
+from apportion.script_check.waiting import WaitOutcome
 
 
 def record(rank: int, *events: dict[str, Any]) -> RankRecord:
@@ -198,3 +204,19 @@ def test_a_pass_whose_port_was_taken_is_seen() -> None:
 
     assert port_was_taken(ended("The server socket has failed to listen on any local network address. EADDRINUSE"))
     assert not port_was_taken(ended("a row is missing"))
+
+
+@pytest.mark.parametrize(("left_out", "steps"), [(None, 24), (2, 2), (0, 24)])
+def test_one_process_makes_the_steps_of_which_large_batches_were_recorded(left_out: int | None, steps: int) -> None:
+    rank = Rank(0)
+    place = rank.iteration()
+    for number in range(3):
+        rank.read(place, [2 * number, 2 * number + 1])
+        rank.events[-1]["left_out"] = left_out is not None and number >= left_out
+        rank.train()
+    rank.evaluate([[0, 1]])
+    rank.events[-2]["left_out"] = True  # those of an evaluation are read by their indices
+    passed = Passed([rank.record], [""], WaitOutcome("ended"), 1.0)
+    found = with_recorded_rows(Spread(passed, Conditions(Path(), steps=24)))
+    assert found.conditions.steps == steps
+    assert len(found.about) == (steps != 24)

@@ -27,6 +27,7 @@ from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.reference_function import ReferenceFunction
+from apportion.script_check.recorded_rows import with_recorded_rows
 from apportion.script_check.references import Reference, on_same_rows, reference, replayed
 from apportion.script_check.restarted import runs
 from apportion.script_check.retried import run_until_port_is_free
@@ -71,6 +72,7 @@ def check_script(  # noqa: PLR0913 (the flags)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return ScriptAnswer("could not run", reason=reason, about=spread.about)
         spread = replace(spread, passed=replace(spread.passed, records=aligned(spread.passed.records)))
+        spread = with_recorded_rows(spread)
         try:
             passes = _passes(spread, script)
         except Unjoinable as error:

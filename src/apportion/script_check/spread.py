@@ -10,7 +10,7 @@ from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 
 _PASS = 3
-"""The share of the steps made within the limit that are made again: one process computes the rows of all ranks, and
+"""That part of the steps made within the limit is made again: one process computes the rows of all ranks, and
 needs longer for a step."""
 
 
@@ -54,8 +54,8 @@ def within_limit(spread: Spread, script: Script, ranks: int) -> Spread:
     if spread.passed.waited.how != "limit":
         return spread
     made = min(max((step["number"] for step in record.steps), default=0) for record in spread.passed.records)
-    steps = made // _PASS
-    if not steps:
+    steps = max(made // _PASS, 1)
+    if made < 2:
         return spread
     conditions = replace(spread.conditions, steps=steps)
     passed = run_until_port_is_free("fewer-steps", script, ranks, conditions)

@@ -45,7 +45,7 @@ def findings(
     """Returns the first figure that differs, and rows that count twice. ``union``: the script as one process on the
     rows that the ranks evaluated, each once; None where its weights are not those of the ranks. ``again``: a repeat of
     it; figures that it has otherwise, such as times, are none of the evaluation."""
-    twice = _rows_twice(ranks, readings)
+    twice, dropping = _rows_twice(ranks, readings), _gathers_for_metrics(ranks)
     figures = [_figures(record) for record in ranks]
     alone = _figures(union) if union is not None else {}
     if again is not None:
@@ -58,8 +58,8 @@ def findings(
         if value is None or not single or len(value) != len(reference.values):
             continue  # values of rows, batches or ranks, of which a figure may be computed later
         if not _equal(value, reference.values, len(ranks)):
-            return [_differs(place, value, reference.values, twice, len(ranks))]
-    if twice is not None and not _dropped(figures, alone, len(ranks)) and not _gathers_for_metrics(ranks):
+            return [_differs(place, value, reference.values, None if dropping else twice, len(ranks))]
+    if twice is not None and not _dropped(figures, alone, len(ranks)) and not dropping:
         return [twice]
     return []
 
@@ -195,7 +195,8 @@ def _differs(
     cause = (
         twice.sentence
         if twice is not None
-        else "Batches, or ranks, of unequal size are weighted equally, or only a part of the rows counts."
+        else "Batches, or ranks, of unequal size are weighted equally, only a part of the rows counts, or the figure "
+        "is not one of this evaluation, but of the last loss of the training."
     )
     one, two = next(pair for pair in zip(value, alone, strict=True) if not _equal(pair[:1], pair[1:], ranks))
     mean = one / ranks  # which the script may compute later, from the number that it took out of the sum

@@ -74,7 +74,8 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
         or (not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers)))
     ):
         return None
-    return _shared_finding(first, sharing, twice, len(readers))
+    alone = not any(record.of("collective", "recorder_collective", "ddp") for record in ranks)
+    return _shared_finding(first, sharing, twice, len(readers), alone)
 
 
 def _drawn_with_replacement(epoch: dict[int, Iteration]) -> bool:
@@ -133,7 +134,8 @@ def _listed(rows: list[Hashable]) -> str:
     return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
 
 
-def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int) -> Finding:
+def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int, alone: bool) -> Finding:
+    """``alone``: whether the ranks call no collective."""
     partitions = first.begun["replicas"]
     cause = (
         f"although its sampler {first.begun['sampler']} divides the rows into {partitions} parts"
@@ -145,6 +147,12 @@ def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable],
         if partitions
         else "Give the loader a DistributedSampler, or have each rank read its own part of the rows."
     )
+    if alone and not partitions:
+        cause += "; the ranks call no collective, and each trains a network of its own"
+        remedy = (
+            "Call torch.distributed.init_process_group, wrap the network in DistributedDataParallel, and give the "
+            "loader a DistributedSampler, if the ranks are to train one network."
+        )
     return Finding(
         "shared_rows",
         "warning",

@@ -13,7 +13,12 @@ from torch import Tensor
 from apportion.script_check.rows import Rows, Structure
 
 LARGEST_BATCH = 1 << 24
-"""The bytes up to which a batch is recorded by its contents where it could be made again from its indices."""
+"""The bytes up to which a batch is recorded by its contents although it could be made again from its indices."""
+MOST_ROWS = 1 << 30
+"""The bytes of larger batches that one rank records by their contents, at most: made again, their rows are others where
+they are augmented at random."""
+SHARE = 16
+"""That part of the available memory which the larger batches of all ranks may take: it is copied a few times."""
 _NUMPY_HAS_NONE = (torch.bfloat16, torch.float16)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 

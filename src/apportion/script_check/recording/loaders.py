@@ -11,12 +11,13 @@ from collections import deque
 from functools import wraps
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Subset
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
 from apportion.script_check.recording import accelerated, dispatching, samplers
-from apportion.script_check.recording.batches import LARGEST_BATCH, recorded, restored, size
+from apportion.script_check.recording.batches import LARGEST_BATCH, MOST_ROWS, SHARE, recorded, restored, size
 from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.known_loaders import Loaders, length_of
 from apportion.script_check.recording.precision import widened
@@ -148,31 +149,43 @@ def _record_batches(recorder: Recorder) -> None:
         finally:
             recorder.drawing = ""
         indices = self._apportion_indices.popleft() if self._apportion_indices else None
-        batch = widened(batch) if recorder.plan["float64"] else batch
-        _emit(recorder, self, indices, batch, recorder.draws > before)
+        wide = widened(batch) if recorder.plan["float64"] else batch
+        _emit(recorder, self, indices, (batch, wide), recorder.draws > before)
         self._apportion_batch += 1
-        return batch
+        return wide
 
     base.__next__ = handed
 
 
-def _emit(recorder: Recorder, iterator: Any, indices: Any, batch: Any, drew: bool) -> None:
-    """Records one batch: large ones by their indices alone. ``drew``: whether random numbers were drawn for it."""
+def _emit(recorder: Recorder, iterator: Any, indices: Any, batches: tuple[Any, Any], drew: bool) -> None:
+    """Records one batch, as it was read and in float64. ``drew``: whether random numbers were drawn for it."""
     loader, iteration = iterator._apportion_place
     mapped = iterator._dataset_kind == torch_loader._DatasetKind.Map
     sampler, dataset = iterator._index_sampler, iterator._dataset
     if mapped and not iterator._apportion_batch and isinstance(sampler, Shortened):
-        batches = [_plain(each, dataset) for each in sampler.order]
-        recorder.emit("order", loader=loader, iteration=iteration, batches=batches)
+        order = [_plain(each, dataset) for each in sampler.order]
+        recorder.emit("order", loader=loader, iteration=iteration, batches=order)
+    rows = _contents(recorder, *batches, mapped)
     recorder.emit(
         "batch",
         loader=loader,
         iteration=iteration,
         number=iterator._apportion_batch,
         indices=_plain(indices, dataset) if mapped else None,
-        rows=None if mapped and size(batch) > LARGEST_BATCH else recorded(batch),
+        rows=rows,
+        left_out=rows is None,
         random=iterator._apportion_random or (not mapped and drew),
     )
+
+
+def _contents(recorder: Recorder, batch: Any, wide: Any, mapped: bool) -> Any:
+    """Returns what is recorded of a batch: large ones of a data set with indices as they were read, until ``MOST_ROWS``
+    are, and those after them, and of evaluations, by their indices alone."""
+    if not mapped or size(wide) <= LARGEST_BATCH:
+        return recorded(wide)
+    memory = int(recorder.plan["memory"]) // (SHARE * int(recorder.plan["ranks"])) or MOST_ROWS
+    recorder.large_rows += size(batch) if torch.is_grad_enabled() else 0
+    return recorded(batch) if torch.is_grad_enabled() and recorder.large_rows <= min(MOST_ROWS, memory) else None
 
 
 def _feed(loaders: Loaders) -> None:
@@ -240,7 +253,11 @@ class _Fed:
         else:
             assert self._loader.collate_fn is not None
             rows = _whole(self._loader.dataset)
-            batch = self._loader.collate_fn([rows[index] for index in indices])
+            outer, self._recorder.drawing = self._recorder.drawing, "rows"
+            try:
+                batch = self._loader.collate_fn([rows[index] for index in indices])
+            finally:
+                self._recorder.drawing = outer
         batch = widened(batch) if self._recorder.plan["float64"] else batch
         self._recorder.emit(
             "batch",

@@ -40,6 +40,8 @@ class Recorder:
         """The number of times that random numbers were drawn by a function that is watched (see ``draws.py``)."""
         self.drawing = ""
         """What a loader is doing: "order" while a sampler draws indices, "rows" while rows are read, else empty."""
+        self.large_rows = 0
+        """The bytes of large batches that were recorded by their contents."""
         self.parts: list[int] = []
         """The rows that each rank has read of the last batch, in a fed pass."""
         self._folder = str(plan["folder"])

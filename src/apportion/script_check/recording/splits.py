@@ -44,7 +44,7 @@ class Splits:
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """Before each forward of each module."""
-        if self._testing:
+        if self._testing or self._recorder.drawing:  # a transform of images is a module, too
             return
         self._depth += 1
         if self._depth == 1:
@@ -53,7 +53,7 @@ class Splits:
 
     def after(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         """After each forward of each module: runs it again on the halves of its rows."""
-        if self._testing:
+        if self._testing or self._recorder.drawing:
             return
         self._depth -= 1
         if self._depth == 0 and not self._rows:

@@ -1,0 +1,37 @@
+"""The steps of which the ranks' rows were recorded, which one process can therefore make on the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from apportion.script_check.comparison.reading import reading
+from apportion.script_check.record import RankRecord
+from apportion.script_check.spread import Spread
+
+
+def with_recorded_rows(spread: Spread) -> Spread:
+    """Returns the pass with no more steps to compare than those whose batches were recorded by their contents: a large
+    batch of images that is read again by its indices is another one where it is augmented at random. Where not even
+    those of the first step were, all are read again."""
+    records = spread.passed.records
+    steps = min((_steps(record) for record in records), default=0)
+    made = max((step["number"] for record in records for step in record.steps), default=0)
+    if not 0 < steps < made:
+        return spread
+    sentence = (
+        f"The batches are large, so the rows of the first {steps} of {made} steps were recorded, and these steps are "
+        f"compared with one process."
+    )
+    return replace(spread, conditions=replace(spread.conditions, steps=steps), about=(*spread.about, sentence))
+
+
+def _steps(record: RankRecord) -> int:
+    """The steps of an optimizer that a rank made before it read a batch to train on that was not recorded."""
+    trained = {(each.loader, each.number) for each in reading(record) if not each.evaluation}
+    unknown = [
+        event["step"]
+        for event in record.of("batch")
+        if event.get("left_out") and (event["loader"], event["iteration"]) in trained
+    ]
+    first = min(unknown, default=None)
+    return max((step["number"] for step in record.steps if first is None or step["step"] <= first), default=0)
