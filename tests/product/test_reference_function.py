@@ -36,6 +36,7 @@ def main():
     loader = DataLoader(data, batch_size=12 // world, sampler=DistributedSampler(data, seed=2))
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
     net = {wrap}(net)
+    torch.manual_seed(dist.get_rank())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     for number, (rows, targets) in enumerate(loader):
         loss = {loss}

@@ -15,7 +15,7 @@ Place = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Window:
+class AccumulationWindow:
     """The micro-batches of one step of all optimizers. ``batches``: the place of each batch; ``rows``: what identifies
     the rows of each batch; ``sizes``: the rows of each micro-batch, of which a step that divides the one batch that it
     reads has several; ``moved``: by how many places a further pass moves the rows."""
@@ -31,7 +31,7 @@ class Window:
         return self.moved == self.sizes[0]
 
 
-def windows(record: RankRecord) -> dict[int, Window]:
+def windows(record: RankRecord) -> dict[int, AccumulationWindow]:
     """Returns the windows of several micro-batches by the step of all optimizers that they end with, counted from 1.
 
     Every other one, and each whose micro-batches are of unequal size, has its rows moved by half a micro-batch, the
@@ -39,7 +39,7 @@ def windows(record: RankRecord) -> dict[int, Window]:
     are read are left out, as the rows of one may belong to those of the other.
     """
     parts = _parts(record)
-    found = dict[int, Window]()
+    found = dict[int, AccumulationWindow]()
     for step, batches in sorted(trained_batches(record).items()):
         places, rows = tuple(place for place, _ in batches), tuple(each for _, each in batches)
         sizes = tuple(map(len, rows))
@@ -49,7 +49,7 @@ def windows(record: RankRecord) -> dict[int, Window]:
             sizes = tuple([sizes[0] // several] * several)
         if len(sizes) > 1:
             half = sizes[0] // 2 if len(found) % 2 == 0 or len(set(sizes)) > 1 else 0
-            found[step] = Window(places, rows, sizes, half or sizes[0])
+            found[step] = AccumulationWindow(places, rows, sizes, half or sizes[0])
     return found
 
 
