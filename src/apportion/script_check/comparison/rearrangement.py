@@ -242,7 +242,7 @@ def _unknown(steps: Sequence[Rearranged], split: RankRecord | None) -> Finding:
 
 
 def _changed(first: Rearranged, how: str) -> str:
-    """By how much the gradients change."""
+    """Returns by how much the gradients change, in words."""
     names, total = [each.name for each in first.differences], len(first.step["gradients"])
     largest = max(each.relative for each in first.differences)
     return f"with {how}, {len(names)} of {total} gradients differ, by up to {largest:.2g} of their norm"

@@ -11,7 +11,7 @@ from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import count
 
 Place = tuple[str, int, int]
-"""Of a batch: its loader, iteration and number."""
+"""The loader of a batch, the number of the iteration over it, and that of the batch in it."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def trained_batches(record: RankRecord) -> dict[int, list[tuple[Place, tuple[Has
 
 
 def _parts(record: RankRecord) -> Mapping[int, int]:
-    """In how many equal parts of its rows each step computes its loss, where it reads one batch and each row counts
-    once."""
+    """The number of equal parts of its rows in which each step computes its loss, where it reads one batch and each row
+    counts once."""
     read, losses = defaultdict[int, list[int | None]](list), defaultdict[int, list[int]](list)
     for event in record.of("batch"):
         read[event["step"] + 1].append(count(event["rows"]) or len(event["indices"] or ()))
