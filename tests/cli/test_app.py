@@ -40,7 +40,8 @@ FLAGS = {
     ],
     "proofs": ["--help", "--json", "--remove"],
     "check": [
-        "--accept", "--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers", "-m",
+        "--accept", "--help", "--hosts", "--json", "--launcher", "--out", "--reference", "--steps", "--strategy",
+        "--workers", "-m",
     ],
     "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [

@@ -26,8 +26,8 @@ from apportion.script_check.further import Unstated, further_passes, stated
 from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
-from apportion.script_check.reference_function import ReferenceFunction
 from apportion.script_check.recorded_rows import with_recorded_rows
+from apportion.script_check.reference_function import ReferenceFunction
 from apportion.script_check.references import Reference, on_same_rows, reference, replayed
 from apportion.script_check.restarted import runs
 from apportion.script_check.retried import run_until_port_is_free

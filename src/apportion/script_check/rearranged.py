@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from apportion.script_check.comparison.tensors import Array
-from apportion.script_check.comparison.windows import Window, trained_batches, windows
+from apportion.script_check.comparison.windows import AccumulationWindow, trained_batches, windows
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import Unjoinable, joined, split
@@ -51,7 +51,7 @@ def step_rows(feed: Feed, union: RankRecord) -> dict[int, Any]:
     return found
 
 
-def _rearrange(iterations: dict[str, list[FedIteration]], window: Window) -> None:
+def _rearrange(iterations: dict[str, list[FedIteration]], window: AccumulationWindow) -> None:
     places = [(iterations[loader][iteration], number) for loader, iteration, number in window.batches]
     if any(number >= len(fed.batches) for fed, number in places):
         return

@@ -1,7 +1,7 @@
 """The ranks against a function of the user's: the gradient of its loss over all rows of a step.
 
 A function returns a loss, and what a script does to gradients between backward and the step is not in it. Clipping is
-undone where the norm that it was made by is known, and else made with the function's gradient, too.
+undone where the norms that it was made by are known on all ranks, and else made with the function's gradient, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def findings(
 ) -> list[Finding]:
     """Returns how the gradients of the ranks differ from those of a function. ``union``: of one process; ``stated``: of
     the pass that computed the function's gradients."""
-    found, _ = parting([_unclipped(record) for record in ranks], _with_gradients(union, stated), bounds)
+    undone = all(event["norm"] is not None for record in ranks for event in record.of("clip"))
+    own = [_unclipped(record) for record in ranks] if undone else ranks
+    found, _ = parting(own, _with_gradients(union, stated, None if undone else ranks[0]), bounds)
     return [] if found is None else [_finding(found, union, function)]
 
 
@@ -50,8 +52,9 @@ def _finding(found: Parting, union: RankRecord, function: str) -> Finding:
     )
 
 
-def _with_gradients(union: RankRecord, stated: RankRecord) -> RankRecord:
-    """The record of one process with the gradients of the function in place of its own, at the steps that have them."""
+def _with_gradients(union: RankRecord, stated: RankRecord, clipping: RankRecord | None) -> RankRecord:
+    """The record of one process with the gradients of the function in place of its own, at the steps that have them.
+    ``clipping``: of a rank whose clipping is made with them, too."""
     gradients = {event["step"] + 1: event["gradients"] for event in stated.of("reference")}
     events = list[Event]()
     last: Mapping[str, Array | None] = {}
@@ -63,7 +66,8 @@ def _with_gradients(union: RankRecord, stated: RankRecord) -> RankRecord:
         last = gradients.get(event["step"], last)
         known = {name: last[name] for name in event["gradients"] if name in last}
         if known and event["type"] not in _UNKNOWN:
-            events.append({**event, "gradients": _clipped(union, event, known), "weights": {}})
+            clipped = known if clipping is None else _clipped(clipping, event, known)
+            events.append({**event, "gradients": clipped, "weights": {}})
     return RankRecord(union.rank, tuple(events))
 
 
@@ -81,10 +85,11 @@ def _unclipped(record: RankRecord) -> RankRecord:
     return RankRecord(record.rank, tuple(events))
 
 
-def _clipped(union: RankRecord, step: Event, gradients: Mapping[str, Array | None]) -> Mapping[str, Array | None]:
-    """The function's gradients, clipped where the script clips by values, or by a norm that is not known."""
-    clip = _clip(union, step)
-    if clip is None or clip["norm"] is not None:
+def _clipped(record: RankRecord, event: Event, gradients: Mapping[str, Array | None]) -> Mapping[str, Array | None]:
+    """The function's gradients, clipped as a rank clips its own for the same step."""
+    step = step_of(record, event["optimizer"], event["number"])
+    clip = None if step is None else _clip(record, step)
+    if step is None or clip is None:
         return gradients
     names, limit = _clip_names(clip, step), float(clip["limit"])
     held = {name: array for name, array in gradients.items() if array is not None and name in names}

@@ -19,7 +19,7 @@ from apportion.script_check.comparison.causes import statistics
 from apportion.script_check.comparison.reading import reading
 from apportion.script_check.comparison.separation import Divisors, adds_up, divisors, position_weights
 from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, scale_of, shown, step_of
-from apportion.script_check.comparison.windows import Window, windows
+from apportion.script_check.comparison.windows import AccumulationWindow, windows
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -32,7 +32,7 @@ class Rearranged:
     ``weights``: of each micro-batch, relative to the last one for "position", the counts for "counts"; ``site``: the
     line that calls backward."""
 
-    window: Window
+    window: AccumulationWindow
     step: Event
     differences: tuple[TensorDifference, ...] = ()
     kind: Kind = "unknown"
@@ -75,7 +75,7 @@ def findings(
     return [*found, _unknown(others, split)] if others else found
 
 
-def _sorted(window: Window) -> list[str]:
+def _sorted(window: AccumulationWindow) -> list[str]:
     return sorted(repr(row) for rows in window.rows for row in rows)
 
 
@@ -148,7 +148,7 @@ def _counted(record: RankRecord, step: Event) -> list[float] | None:
 
 
 def _kind(
-    window: Window,
+    window: AccumulationWindow,
     first: Sequence[Array],
     second: Sequence[Array],
     counted: Sequence[float] | None,
@@ -167,7 +167,7 @@ def _kind(
     return _kind_of(window, found) if found is not None else ("unknown", ())
 
 
-def _kind_of(window: Window, found: Divisors) -> tuple[Kind, tuple[float, ...]]:
+def _kind_of(window: AccumulationWindow, found: Divisors) -> tuple[Kind, tuple[float, ...]]:
     if found.proportional_to(window.sizes):
         return ("sizes", found.first) if len(set(window.sizes)) > 1 else ("unknown", ())
     if np.allclose(found.first, found.second, rtol=1e-6):
@@ -242,7 +242,7 @@ def _unknown(steps: Sequence[Rearranged], split: RankRecord | None) -> Finding:
 
 
 def _changed(first: Rearranged, how: str) -> str:
-    """By how much the gradients change."""
+    """Returns by how much the gradients change, in words."""
     names, total = [each.name for each in first.differences], len(first.step["gradients"])
     largest = max(each.relative for each in first.differences)
     return f"with {how}, {len(names)} of {total} gradients differ, by up to {largest:.2g} of their norm"

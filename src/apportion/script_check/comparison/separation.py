@@ -25,7 +25,7 @@ ALIKE = 1e-6
 
 @dataclass(frozen=True)
 class Divisors:
-    """By what each micro-batch's sum over rows is divided, up to a common factor, in both distributions."""
+    """The numbers by which each micro-batch's sum over rows is divided in both distributions, up to one factor."""
 
     first: tuple[float, ...]
     second: tuple[float, ...]

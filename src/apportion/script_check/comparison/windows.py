@@ -11,11 +11,11 @@ from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import count
 
 Place = tuple[str, int, int]
-"""Of a batch: its loader, iteration and number."""
+"""The loader of a batch, the number of the iteration over it, and that of the batch in it."""
 
 
 @dataclass(frozen=True)
-class Window:
+class AccumulationWindow:
     """The micro-batches of one step of all optimizers. ``batches``: the place of each batch; ``rows``: what identifies
     the rows of each batch; ``sizes``: the rows of each micro-batch, of which a step that divides the one batch that it
     reads has several; ``moved``: by how many places a further pass moves the rows."""
@@ -31,7 +31,7 @@ class Window:
         return self.moved == self.sizes[0]
 
 
-def windows(record: RankRecord) -> dict[int, Window]:
+def windows(record: RankRecord) -> dict[int, AccumulationWindow]:
     """Returns the windows of several micro-batches by the step of all optimizers that they end with, counted from 1.
 
     Every other one, and each whose micro-batches are of unequal size, has its rows moved by half a micro-batch, the
@@ -39,7 +39,7 @@ def windows(record: RankRecord) -> dict[int, Window]:
     are read are left out, as the rows of one may belong to those of the other.
     """
     parts = _parts(record)
-    found = dict[int, Window]()
+    found = dict[int, AccumulationWindow]()
     for step, batches in sorted(trained_batches(record).items()):
         places, rows = tuple(place for place, _ in batches), tuple(each for _, each in batches)
         sizes = tuple(map(len, rows))
@@ -49,7 +49,7 @@ def windows(record: RankRecord) -> dict[int, Window]:
             sizes = tuple([sizes[0] // several] * several)
         if len(sizes) > 1:
             half = sizes[0] // 2 if len(found) % 2 == 0 or len(set(sizes)) > 1 else 0
-            found[step] = Window(places, rows, sizes, half or sizes[0])
+            found[step] = AccumulationWindow(places, rows, sizes, half or sizes[0])
     return found
 
 
@@ -65,8 +65,8 @@ def trained_batches(record: RankRecord) -> dict[int, list[tuple[Place, tuple[Has
 
 
 def _parts(record: RankRecord) -> Mapping[int, int]:
-    """In how many equal parts of its rows each step computes its loss, where it reads one batch and each row counts
-    once."""
+    """The number of equal parts of its rows in which each step computes its loss, where it reads one batch and each row
+    counts once."""
     read, losses = defaultdict[int, list[int | None]](list), defaultdict[int, list[int]](list)
     for event in record.of("batch"):
         read[event["step"] + 1].append(count(event["rows"]) or len(event["indices"] or ()))

@@ -88,8 +88,9 @@ class ReferenceGradients:
 
     def _module(self) -> Any:
         """The module that has the function: the running script itself where it is in the script's file."""
-        if os.path.realpath(self._file) == os.path.realpath(str(self._recorder.plan["target"])):
-            return sys.modules["__main__"]
+        script = sys.modules["__main__"]
+        if os.path.realpath(self._file) == os.path.realpath(str(getattr(script, "__file__", ""))):
+            return script
         if str(self._file.parent) not in sys.path:
             sys.path.append(str(self._file.parent))
         spec = importlib.util.spec_from_file_location(self._file.stem, self._file)
