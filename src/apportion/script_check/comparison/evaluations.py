@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from apportion.script_check.comparison.reading import Iteration
@@ -45,10 +45,12 @@ def findings(
     rows that the ranks evaluated, each once; None where its weights are not those of the ranks. ``again``: a repeat of
     it; figures that it has otherwise, such as times, are none of the evaluation."""
     twice = _rows_twice(ranks, readings)
-    figures = [_figures(record) for record in ranks]
-    alone = _figures(union) if union is not None else {}
+    records = [record for record in (*ranks, union, again) if record is not None]
+    batches = {place for record in records for place in _of_batches(record)}
+    figures = [_figures(record, batches) for record in ranks]
+    alone = _figures(union, batches) if union is not None else {}
     if again is not None:
-        repeated = _figures(again)
+        repeated = _figures(again, batches)
         alone = {place: each for place, each in alone.items() if place in repeated and _repeats(each, repeated[place])}
     for place, reference in alone.items():
         found = [each[place] for each in figures if place in each]
@@ -108,12 +110,18 @@ def _gathers_for_metrics(ranks: Sequence[RankRecord]) -> bool:
     return all(record.of("gather_for_metrics") for record in ranks)
 
 
-def _figures(record: RankRecord) -> dict[Place, _Figures]:
+def _of_batches(record: RankRecord) -> set[tuple[str, str]]:
+    """The lines and functions that take numbers out of tensors between the batches of an evaluation: they do so after
+    its last batch as well where a loader finds its end before it hands that one out, as accelerate's do."""
+    return {(event["site"], event["function"]) for event, reading in _in_evaluations(record) if reading}
+
+
+def _figures(record: RankRecord, batches: Container[tuple[str, str]]) -> dict[Place, _Figures]:
     """The numbers taken after the end of an evaluation, or after forwards without gradients that no loader feeds, and
-    before the next forward with gradients."""
+    before the next forward with gradients. ``batches``: the lines and functions that take those of single batches."""
     found = dict[Place, _Figures]()
-    for event in _in_evaluations(record):
-        if event["site"]:
+    for event, reading in _in_evaluations(record):
+        if event["site"] and not reading and (event["site"], event["function"]) not in batches:
             figures = found.setdefault((event["step"], event["site"], event["function"]), _Figures())
             figures.calls.append(event["values"])
             figures.reduced |= event["reduced"]
@@ -121,7 +129,8 @@ def _figures(record: RankRecord) -> dict[Place, _Figures]:
     return found
 
 
-def _in_evaluations(record: RankRecord) -> Iterator[Event]:
+def _in_evaluations(record: RankRecord) -> Iterator[tuple[Event, bool]]:
+    """Yields the numbers taken in evaluations, and whether a loader is being read."""
     evaluating, reading = False, False
     for event in record.events:
         kind = event["kind"]
@@ -132,8 +141,8 @@ def _in_evaluations(record: RankRecord) -> Iterator[Event]:
             reading = True
         elif kind == "exhausted":
             reading = False
-        elif kind == "figure" and evaluating and not reading:
-            yield event
+        elif kind == "figure" and evaluating:
+            yield event, reading
 
 
 def _rows_twice(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]]) -> Finding | None:
