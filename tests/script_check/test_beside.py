@@ -314,6 +314,24 @@ def test_a_sum_over_the_ranks_is_shown_divided_by_their_number() -> None:
     assert "is 0.5625 (1.125 as a sum over 2 ranks), and 0.5 for" in _found(ranks, union)["evaluation"].sentence
 
 
+def _sum_and_count(ranks: tuple[float, float], alone: tuple[float, float], *, between: bool = False) -> list[str]:
+    pair, union = _two(), Rank(0)
+    for rank, values in ((pair[0], ranks), (pair[1], ranks), (union, alone)):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        for value in values:
+            if value is values[0] or between:
+                rank.emit("forward", gradients=False, site="train.py:21")
+            rank.figure(value)
+    return [finding.sentence for finding in _found(pair, union).values()]
+
+
+def test_a_sum_and_a_count_that_are_taken_at_one_line() -> None:
+    assert _sum_and_count((12.0, 6.0), (12.0, 6.0)) == _sum_and_count((12.0, 6.0), (4.0, 2.0)) == []
+    (sentence,) = _sum_and_count((12.5, 6.0), (11.0, 5.0))
+    assert "are 12.5 and 6, and they are 11 and 5 for one process" in sentence
+    assert _sum_and_count((12.5, 6.0), (11.0, 5.0), between=True) == [], "numbers of two batches"
+
+
 def test_a_number_of_the_last_batch_is_no_figure_of_the_evaluation() -> None:
     """Loaders of accelerate read one batch ahead, and find their end before they hand the last one out."""
     ranks, union = _two(), Rank(0)
