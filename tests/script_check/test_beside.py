@@ -379,6 +379,42 @@ def test_a_sum_over_the_ranks_is_shown_divided_by_their_number() -> None:
     assert "is 0.5625 (1.125 as a sum over 2 ranks), and 0.5 for" in _found(ranks, union)["evaluation"].sentence
 
 
+def _sum_and_count(ranks: tuple[float, float], alone: tuple[float, float], *, between: bool = False) -> list[str]:
+    pair, union = _two(), Rank(0)
+    for rank, values in ((pair[0], ranks), (pair[1], ranks), (union, alone)):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        for value in values:
+            if value is values[0] or between:
+                rank.emit("forward", gradients=False, site="train.py:21")
+            rank.figure(value)
+    return [finding.sentence for finding in _found(pair, union).values()]
+
+
+def test_a_sum_and_a_count_that_are_taken_at_one_line() -> None:
+    assert _sum_and_count((12.0, 6.0), (12.0, 6.0)) == _sum_and_count((12.0, 6.0), (4.0, 2.0)) == []
+    (sentence,) = _sum_and_count((12.5, 6.0), (11.0, 5.0))
+    assert "are 12.5 and 6, and they are 11 and 5 for one process" in sentence
+    assert _sum_and_count((12.5, 6.0), (11.0, 5.0), between=True) == [], "numbers of two batches"
+
+
+def test_a_number_of_the_last_batch_is_no_figure_of_the_evaluation() -> None:
+    """Loaders of accelerate read one batch ahead, and find their end before they hand the last one out."""
+    ranks, union = _two(), Rank(0)
+    for rank, batches in ((ranks[0], [[0, 2], [4]]), (ranks[1], [[1, 3], [5]]), (union, [[0, 1], [2, 3], [4], [5]])):
+        rank.epoch(OTHER if rank.rank else EPOCH)
+        place = rank.iteration("train.py:20")
+        for rows in batches:
+            rank.read(place, rows)
+            if rows is batches[-1]:
+                rank.emit("exhausted", loader=place[0], iteration=place[1])
+            rank.emit("forward", gradients=False, site="train.py:21")
+            rank.figure(float(len(rows) * (1 if rank is union else 2)), site="train.py:23")
+    assert _names(ranks, union) == {}
+    for rank, value in ((ranks[0], 0.5), (ranks[1], 0.5), (union, 0.4)):
+        rank.figure(value)
+    assert _found(ranks, union)["evaluation"].site == "train.py:25"
+
+
 def test_a_figure_that_is_another_in_each_run_is_none_of_the_evaluation() -> None:
     ranks, union, again = _two(), Rank(0), Rank(0)
     for rank, seconds in ((ranks[0], 0.31), (ranks[1], 0.31), (union, 0.22), (again, 0.23)):

@@ -240,6 +240,15 @@ def test_one_of_two_wrappers_whose_forward_is_not_called() -> None:
     assert "after the wrap" in judged(own, given, mean, *wrapped, forward(True), called).sentence
 
 
+def test_an_optimizer_of_parameters_outside_of_the_wrapper() -> None:
+    own = gradients()
+    made = {"kind": "wrapper", "step": 0, "index": 0, "group": 2, "world": 2, "ignored": [], "site": "train.py:11"}
+    wrapped = {"kind": "wrapped", "step": 0, "index": 0, "path": "backbone", "names": ["backbone.weight"]}
+    finding = judged(own, own, summed((0.5, 0.5), own), made, wrapped, forward(True))
+    assert (finding.name, finding.site) == ("not_averaged", "train.py:7")
+    assert "they lie outside of the wrapped module" in finding.sentence
+
+
 @pytest.mark.parametrize(("alike", "name"), [(True, "not_averaged"), (False, "inputs_differ")])
 def test_parts_of_one_batch_are_no_other_batches(alike: bool, name: str) -> None:
     own = gradients()

@@ -22,6 +22,7 @@ from apportion.script_check.findings import Finding, answer
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.recorded_rows import with_recorded_rows
+from apportion.script_check.references import _accumulates
 from apportion.script_check.retried import port_was_taken
 from apportion.script_check.rows import Rows, Structure, joined, turned
 from apportion.script_check.spread import Spread
@@ -165,6 +166,16 @@ def test_rows_that_a_script_chooses_by_itself_have_to_be_those_of_the_ranks() ->
     assert same_rows(ranks, called(0, "c", "b", "a"), 1)
     assert not same_rows(ranks, called(0, "a", "b"), 1)
     assert same_rows([record(0, *read([1]), *ranks[0].events)], called(0, "z"), 1), "the feed has seen to it"
+
+
+def test_more_calls_for_one_batch_are_no_accumulation() -> None:
+    def run(batches: int, forwards: int) -> RankRecord:
+        return record(0, *read(*[[1]] * batches), step(w=[1.0]) | {"forwards": forwards})
+
+    ranks = [run(2, 2), run(2, 2)]
+    assert _accumulates(ranks, run(4, 4))
+    assert not _accumulates(ranks, run(2, 4)), "it calls the network once for each kind of rows"
+    assert not _accumulates(ranks, run(2, 2))
 
 
 def test_gradients_of_ranks_that_differ_are_seen() -> None:

@@ -129,10 +129,17 @@ def _holds_all(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
 
 def _accumulates(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
     """Whether one process calls its networks N times as often before its first step as each of N ranks does, and not
-    because it has those of all stages of a pipeline."""
+    because it has those of all stages of a pipeline, or calls them once for each kind of rows in a joined batch."""
     if len(ranks) < 2 or not union.steps or not all(record.steps for record in ranks):
         return False
     if any(set(record.steps[0]["gradients"]) != set(union.steps[0]["gradients"]) for record in ranks):
         return False
+    if (read := max(map(_read, ranks))) and _read(union) <= read:
+        return False
     calls = {record.steps[0]["forwards"] for record in ranks}
     return len(calls) == 1 and calls != {0} and union.steps[0]["forwards"] == len(ranks) * calls.pop()
+
+
+def _read(record: RankRecord) -> int:
+    """The batches that were read before the first step."""
+    return sum(event["step"] == 0 for event in record.of("batch"))

@@ -107,11 +107,11 @@ def _permutations(ranks: Sequence[RankRecord]) -> list[Finding]:
         return []
     for record in ranks:
         last = dict[str, Event]()
-        for event in record.of("draw", "restart"):
+        for event in record.of("draw", "permutation", "restart"):
             if event["kind"] == "restart":
                 last.clear()
                 continue
-            if event["function"] != "randperm" or not event["gradients"]:
+            if (event["kind"] == "draw" and event["function"] != "randperm") or not event["gradients"]:
                 continue
             before = last.get(event["place"])
             last[event["place"]] = event
@@ -125,7 +125,7 @@ def _permutations(ranks: Sequence[RankRecord]) -> list[Finding]:
                     Finding(
                         "same_order",
                         "warning",
-                        f"The permutation of {event['shape'][0]} rows that {event['site']} draws before step "
+                        f"The order of {event['shape'][0]} rows that {event['site']} draws before step "
                         f"{event['step'] + 1} is the one that it drew before step {before['step'] + 1}: the order of "
                         "rows repeats.",
                         "Do not seed the generator of the order with the same value in each epoch; add the number of "

@@ -78,7 +78,8 @@ def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _Resum
         None,
     )
     order = _order(record, before)
-    finished = len(read) == len(order) if order else before.exhausted and read[-1] is before.batches[-1]
+    whole = before.exhausted or len(before.batches) == before.begun["length"]
+    finished = len(read) == len(order) if order else whole and read[-1] is before.batches[-1]
     if after is None or finished or _begins_another(before, after, resume):
         return None
     again = _again(read, after, resume)

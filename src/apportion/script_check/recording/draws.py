@@ -28,10 +28,9 @@ NAMES = {
     "log_normal_",
 }  # fmt: skip
 """The functions of torch that draw, but for dropout."""
-_SHUFFLING: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (random, ("shuffle", "sample", "choice", "choices")),
-    (random.Random, ("shuffle", "sample", "choice", "choices", "randrange")),
-    (np.random, ("shuffle", "permutation", "default_rng")),
+_CHOOSING: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (random, ("choice", "choices")),
+    (random.Random, ("choice", "choices", "randrange")),
 )
 _DRAWING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (random, ("random", "uniform", "gauss", "normalvariate", "betavariate", "randint", "randrange")),
@@ -93,6 +92,19 @@ class WatchedDraws:
         if fed is None:
             return result
         return fed.astype(values.dtype) if values.ndim else type(result)(fed)
+
+    def ordered(self, name: str, order: str, rows: int) -> None:
+        """Record an order of rows that the script itself has drawn, by a digest of it."""
+        if not self._counts():
+            return
+        recorder = self._recorder
+        place = f"{recorder.site()} {name}"
+        self._numbers[place] += 1
+        if self._numbers[place] <= MOST_CALLS:
+            gradients = torch.is_grad_enabled()
+            recorder.emit(
+                "permutation", place=place, site=recorder.site(), gradients=gradients, digest=order, shape=(rows,)
+            )
 
     def _record(
         self, name: str, state: str, values: np.ndarray[Any, Any], *, given: bool = False
@@ -156,8 +168,8 @@ def _replaced(result: Tensor, values: np.ndarray[Any, Any], in_place: bool) -> T
 
 
 def install(recorder: Recorder, drawing: WatchedDraws) -> None:
-    """Watch the functions of numpy and Python that draw from global generators, and count those that shuffle, by which
-    an order that is drawn differs from a fixed one."""
+    """Watch the functions of numpy and Python that draw from global generators, and count those that choose, by
+    which an order that is drawn differs from a fixed one."""
 
     def counting(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -174,7 +186,7 @@ def install(recorder: Recorder, drawing: WatchedDraws) -> None:
 
         return watched
 
-    for owner, names in _SHUFFLING:
+    for owner, names in _CHOOSING:
         for name in names:
             setattr(owner, name, counting(getattr(owner, name)))
     for owner, names in _DRAWING:

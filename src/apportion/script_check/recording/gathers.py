@@ -2,6 +2,9 @@
 
 In a pass of one process with ``join_gathers``, the outputs of such collectives get the graph of their input: where that
 changes a gradient, the loss depends on them, and the script loses the part of the gradient that runs through them.
+
+A collective inside of ``no_grad()`` cuts the gradient as well, unless it belongs to an ``autograd.Function`` that has a
+backward of its own: what follows in the same block has to compute a graph, too, until the block ends.
 """
 
 from __future__ import annotations
@@ -32,15 +35,18 @@ def _watched(recorder: Recorder, name: str, function: Callable[..., Any]) -> Cal
         source = (
             args[1] if len(args) > 1 else next((kwargs[k] for k in ("tensor", "input_tensor") if k in kwargs), None)
         )
-        if not isinstance(source, Tensor) or not source.requires_grad or not torch.is_grad_enabled():
+        enabled = torch.is_grad_enabled()
+        if not isinstance(source, Tensor) or not source.requires_grad or (source.is_leaf and not enabled):
             return result
         outputs = [into] if isinstance(into, Tensor) else list(into) if isinstance(into, Sequence) else []
         cut = [out for out in outputs if isinstance(out, Tensor) and not out.requires_grad]
         if cut:
-            recorder.emit("cut", function=name, shape=tuple(source.shape), site=recorder.site())
+            site = recorder.site()
+            recorder.emit("cut", function=name, shape=tuple(source.shape), site=site, gradients=enabled)
             if recorder.plan.get("join_gathers") and len(cut) == 1 and cut[0].shape == source.shape:
                 if result is not None:
                     result.wait()
+                torch.set_grad_enabled(True)
                 cut[0].copy_(source)
         return result
 

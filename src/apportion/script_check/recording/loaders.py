@@ -162,7 +162,7 @@ def _emit(recorder: Recorder, iterator: Any, indices: Any, batches: tuple[Any, A
     loader, iteration = iterator._apportion_place
     mapped = iterator._dataset_kind == torch_loader._DatasetKind.Map
     sampler, dataset = iterator._index_sampler, iterator._dataset
-    if mapped and not iterator._apportion_batch and isinstance(sampler, Shortened):
+    if mapped and not iterator._apportion_batch and isinstance(sampler, Shortened) and sampler.order:
         order = [_plain(each, dataset) for each in sampler.order]
         recorder.emit("order", loader=loader, iteration=iteration, batches=order)
     rows = _contents(recorder, *batches, mapped)

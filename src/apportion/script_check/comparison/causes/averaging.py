@@ -22,7 +22,7 @@ def cause(evidence: Evidence) -> Finding | None:
     first = evidence.ranks[0]
     alone += _unmanaged(evidence)
     if len(evidence.alone) == len([name for name in evidence.found.compared if name in evidence.reference]):
-        sentence, remedy, site = _none(evidence, first.of("wrapper"))
+        sentence, remedy, site = _none(evidence, first.of("wrapper")) or _some(evidence, alone)
     else:
         sentence, remedy, site = _some(evidence, alone)
     return Finding(
@@ -101,8 +101,8 @@ def _wrapped_names(evidence: Evidence, index: int) -> set[str]:
     return {evidence.names[0].get(name, name) for event in events for name in event["names"]}
 
 
-def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]:
-    """No gradient at all is averaged."""
+def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str] | None:
+    """No gradient of this optimizer is averaged; None where a wrapper averages, but not its parameters."""
     intro = "No gradient is averaged over the ranks: each rank trains on its own rows alone, because "
     first = evidence.ranks[0]
     if wrappers and all(wrapper["group"] == 1 for wrapper in wrappers):
@@ -136,8 +136,7 @@ def _none(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[str, str, str]
             group,
         )
     if wrappers:
-        ignoring = "the wrapper does not average the parameters that the optimizer holds."
-        return intro + ignoring, "Wrap the module whose parameters are trained.", wrappers[0]["site"]
+        return None
     return (
         f"{intro}no wrapper and no collective averages them before the optimizer's step.",
         "Wrap the module in DistributedDataParallel, or average the gradients after backward and before the step.",

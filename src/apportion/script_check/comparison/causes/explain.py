@@ -81,7 +81,7 @@ def _unexplained(evidence: Evidence) -> Finding:
     wanted = evidence.weights_in_reference
     if wanted.exact and wanted.left_out:
         lost += f" The gradient of one process contains nothing of the rows of {ranks_listed(wanted.left_out)}."
-    cut = evidence.window(evidence.ranks[0], "cut")
+    cut = [event for event in evidence.window(evidence.ranks[0], "cut") if event["gradients"]]
     if cut and evidence.alike:
         return Finding(
             "gather_without_gradient",
