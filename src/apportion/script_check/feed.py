@@ -35,12 +35,12 @@ class FedIteration:
 
 @dataclass
 class Feed:
-    """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer.
-    ``iterations``: by loader, in order. ``draws``: the random numbers that the ranks drew, by place (see
-    ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
-    one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of each step in turn, what
-    a script without a loader brings into its computation, as the names of functions with values; ``windows``: how many
-    of them make one step."""
+    """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer;
+    ``momenta``: its momentum and betas. ``iterations``: by loader, in order. ``draws``: the random numbers that the
+    ranks drew, by place (see ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes
+    as many micro-batches in one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of
+    each step in turn, what a script without a loader brings into its computation, as the names of functions with
+    values; ``windows``: how many of them make one step."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class Feed:
     join_draws: bool = False
     constants: list[list[Any]] = field(default_factory=list)
     windows: int = 1
+    momenta: dict[int, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     def draw(self, place: str, number: int, shape: tuple[int, ...]) -> Array | None:
         """Returns what the n-th draw at a place has in one process; None where it is to draw for itself.
@@ -107,6 +108,16 @@ def load_feed(path: str) -> Feed:
     value = pickle.loads(Path(path).read_bytes())
     assert isinstance(value, Feed)
     return value
+
+
+def with_own_lengths(feed: Feed) -> Feed:
+    """Returns a feed under which loaders have the lengths that they have in one process, and not those of the ranks."""
+    return replace(
+        feed,
+        iterations={
+            loader: [replace(each, length=None) for each in found] for loader, found in feed.iterations.items()
+        },
+    )
 
 
 def reordered(feed: Feed) -> Feed:
