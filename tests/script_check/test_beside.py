@@ -326,14 +326,14 @@ def test_settings_that_differ_between_ranks(field: str, value: object, name: str
     assert _names((one, two)) == {name: "warning"}
 
 
-def _scheduled(rates: Sequence[float], own: Sequence[float], own_batch: int) -> dict[str, str]:
+def _scheduled(rates: Sequence[float], own: Sequence[float], own_batch: int, speed: int = 1) -> dict[str, str]:
     ranks, union = _two(), Rank(0)
     for rank, shift in ((ranks[0], 0), (ranks[1], 100), (union, 0)):
         place = rank.iteration(batch_size=own_batch if rank is union else 2)
         for number, rate in enumerate(own if rank is union else rates):
             first = 4 * number + shift
             rank.read(place, [first, first + 1, first + 2, first + 3] if rank is union else [first, first + 1])
-            rank.train(rate)
+            rank.train(rate, schedule_steps=1 + number * (1 if rank is union else speed))
     return _names(ranks, union)
 
 
@@ -347,6 +347,14 @@ def test_a_schedule_that_runs_at_another_rate() -> None:
 def test_a_rate_scaled_by_the_number_of_ranks_is_a_note() -> None:
     falling = [1 - step / 20 for step in range(6)]
     assert _scheduled([2 * rate for rate in falling], falling, own_batch=4) == {"scaled_rate": "note"}
+
+
+def test_a_warm_up_that_is_advanced_twice_is_no_scaled_rate() -> None:
+    rising = [step / 20 for step in range(12)]
+    assert _scheduled(rising[::2], rising[:6], own_batch=4, speed=2) == {"schedule": "warning"}
+    assert _scheduled(rising[::2], rising[:6], own_batch=2, speed=2) == {}  # counted in batches of one process
+    assert _scheduled(rising[::2], rising[:6], own_batch=4, speed=1) == {"scaled_rate": "note"}
+    assert _scheduled(rising[:6], rising[:6], own_batch=4, speed=2) == {}
 
 
 def _evaluated(value: float, alone: float, rows: tuple[Sequence[int], Sequence[int]]) -> dict[str, str]:

@@ -147,6 +147,15 @@ for epoch in range(3):
             scheduler.step()
 """
 
+_ONE_CYCLE = """
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9 * LENGTH)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for xb, yb in loader:
+        train(xb, yb)
+        scheduler.step()
+"""
+
 
 def _names(tmp_path: Path, script: str) -> dict[str, str]:
     path = tmp_path / "train.py"
@@ -220,3 +229,10 @@ def test_rows_after_a_resume(tmp_path: Path, skipped: str, names: dict[str, str]
 @pytest.mark.parametrize(("steps", "names"), [("1", {}), ("world", {"schedule": "warning"})])
 def test_a_schedule_that_counts_ranks(tmp_path: Path, steps: str, names: dict[str, str]) -> None:
     assert _names(tmp_path, _OTHER_RATE.replace("STEPS", steps)) == names
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("length", "names"), [("1", {}), ("world", {"schedule": "warning"})])
+def test_a_schedule_of_rates_and_momenta(tmp_path: Path, length: str, names: dict[str, str]) -> None:
+    assert _names(tmp_path, _ONE_CYCLE.replace("LENGTH", length)) == names

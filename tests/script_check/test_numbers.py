@@ -401,6 +401,21 @@ def test_a_parameter_of_two_networks_is_one_tensor() -> None:
     assert last == {"decoder.weight": Place("decoder.weight")}
 
 
+def test_shards_of_a_flat_vector_of_all_weights() -> None:
+    flat = RNG.normal(size=5)
+    filled = np.append(flat, 0.0)
+
+    def stepping(gradient: Any) -> RankRecord:
+        return RankRecord(0, (network(WEIGHTS), step(1, {"optimizer0.0": gradient}, {"optimizer0.0": gradient})))
+
+    ranks = [stepping(filled[:3]), stepping(filled[3:])]
+    assert placed(ranks, stepping(flat))[1]["optimizer0.0"] == Place("optimizer0.0", 0, 3, 3)
+    assert numbers.findings(ranks, stepping(flat)) == []
+    (finding,) = numbers.findings(ranks, stepping(0.5 * flat))
+    assert finding.name == "scale"
+    assert finding.factor == pytest.approx(2.0)
+
+
 def test_a_trained_tensor_that_is_nowhere_in_one_process_is_named() -> None:
     other = {"net.0.weight": RNG.normal(size=(2, 3)), "net.0.bias": np.zeros(4)}
     union = RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS)))

@@ -21,6 +21,7 @@ from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.failures import lacks_gpu, unusable
+from apportion.script_check.feed import with_own_lengths
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.further import Unstated, further_passes, stated
 from apportion.script_check.hangs import report
@@ -82,8 +83,11 @@ def check_script(  # noqa: PLR0913 (the flags)
         except Unstated as error:
             return ScriptAnswer("could not run", reason=str(error), about=tuple(passes.about))
         found = _compare(passes)
-        if any(finding.name == "schedule" for finding in found.findings):
-            found = replace(found, findings=_schedules(found.findings, script, ranks, spread.conditions))
+        union = None if passes.reference is None or passes.reference.replay else passes.union
+        counted = union is not None and schedules.in_batches_of_one_process(spread.passed.records, union)
+        if counted or any(finding.name == "schedule" for finding in found.findings):
+            findings = _schedules(found.findings, script, ranks, spread.conditions, own_lengths=counted)
+            found = replace(found, findings=findings)
         if any(finding.name == "evaluation" for finding in found.findings):
             found = replace(found, findings=_evaluations(found.findings, script, passes))
         return answer(found.findings, accept, undecided=found.reason, compared=found.compared, about=found.about)
@@ -207,12 +211,17 @@ def _undecided(spread: Sequence[RankRecord], union: RankRecord, bounds: StepBoun
     return coverage(spread, union).undecided
 
 
-def _schedules(findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions) -> tuple[Finding, ...]:
+def _schedules(
+    findings: Sequence[Finding], script: Script, ranks: int, conditions: Conditions, *, own_lengths: bool
+) -> tuple[Finding, ...]:
     """Compares the schedules again with whole epochs, as a schedule may be computed from the length of a loader that
-    was shortened on the ranks and not in one process, even of one that is never read, as accelerate makes another."""
+    was shortened on the ranks and not in one process, even of one that is never read, as accelerate makes another.
+    ``own_lengths``: that loaders of one process have their own length, from which it has computed its schedule."""
     whole = replace(conditions, epoch_batches=0)
     spread = run_until_port_is_free("whole-ranks", script, ranks, whole)
-    union = run_until_port_is_free("whole-union", script, 1, whole, union_feed(spread.records))
+    feed = union_feed(spread.records)
+    feed = with_own_lengths(feed) if own_lengths else feed
+    union = run_until_port_is_free("whole-union", script, 1, whole, feed)
     others = tuple(finding for finding in findings if finding.name not in ("schedule", "scaled_rate"))
     if unusable(spread, ranks) is not None or unusable(union, 1) is not None:
         return tuple(findings)

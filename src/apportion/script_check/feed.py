@@ -35,15 +35,15 @@ class FedIteration:
 
 @dataclass
 class Feed:
-    """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer.
-    ``iterations``: by loader, in order. ``draws``: the random numbers that the ranks drew, by place (see
-    ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
-    one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of each step in turn, what
-    a script without a loader brings into its computation, as the names of functions with values; ``windows``: how many
-    of them make one step. ``weights_after``: the weights that each step is followed by in place of its own, by name,
-    for each optimizer in order. ``step_rows``: all rows of a step as one batch, by the step of all optimizers, counted
-    from 1, for a reference function. ``again``: what the second run of a script is fed with that resumes in a run of
-    its own."""
+    """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer;
+    ``momenta``: its momentum and betas. ``iterations``: by loader, in order. ``draws``: the random numbers that the
+    ranks drew, by place (see ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes
+    as many micro-batches in one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of
+    each step in turn, what a script without a loader brings into its computation, as the names of functions with
+    values; ``windows``: how many of them make one step. ``weights_after``: the weights that each step is followed by in
+    place of its own, by name, for each optimizer in order. ``step_rows``: all rows of a step as one batch, by the step
+    of all optimizers, counted from 1, for a reference function. ``again``: what the second run of a script is fed with
+    that resumes in a run of its own."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
@@ -52,6 +52,7 @@ class Feed:
     join_draws: bool = False
     constants: list[list[Any]] = field(default_factory=list)
     windows: int = 1
+    momenta: dict[int, list[list[dict[str, Any]]]] = field(default_factory=dict)
     weights_after: dict[int, list[dict[str, Array]]] = field(default_factory=dict)
     step_rows: dict[int, Any] = field(default_factory=dict)
     again: Feed | None = None
@@ -113,6 +114,16 @@ def load_feed(path: str) -> Feed:
     value = pickle.loads(Path(path).read_bytes())
     assert isinstance(value, Feed)
     return value
+
+
+def with_own_lengths(feed: Feed) -> Feed:
+    """Returns a feed under which loaders have the lengths that they have in one process, and not those of the ranks."""
+    return replace(
+        feed,
+        iterations={
+            loader: [replace(each, length=None) for each in found] for loader, found in feed.iterations.items()
+        },
+    )
 
 
 def reordered(feed: Feed) -> Feed:

@@ -34,7 +34,9 @@ def union_feed(
     begun = _weights(first) if weights else {}
     longest = max(first, key=lambda record: len(record.steps))
     again = union_feed(others[0], join_draws=join_draws, interleaved=interleaved, weights=False) if others else None
-    return Feed(begun, _rates(longest), _iterations(first, interleaved), _draws(first), join_draws, again=again)
+    rates, momenta = _rates(longest, "rates"), _rates(longest, "momenta")
+    rows = _iterations(first, interleaved)
+    return Feed(begun, rates, rows, _draws(first), join_draws, momenta=momenta, again=again)
 
 
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
@@ -89,8 +91,9 @@ def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | N
         windows += [list(chain(*sequences))] if accumulated else sequences
     if not windows:
         return None
-    rates = _rates(records[0])
-    return Feed(_weights(records), rates, constants=windows, windows=1 if accumulated else len(records))
+    rates, momenta = _rates(records[0], "rates"), _rates(records[0], "momenta")
+    count_of_windows = 1 if accumulated else len(records)
+    return Feed(_weights(records), rates, constants=windows, windows=count_of_windows, momenta=momenta)
 
 
 def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
@@ -105,10 +108,11 @@ def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
     return {name: by_rank[0][name] for name in by_rank[0] if name in common} if alike else {}
 
 
-def _rates(record: RankRecord) -> dict[int, list[list[float]]]:
-    rates = defaultdict[int, list[list[float]]](list)
+def _rates(record: RankRecord, field: str) -> dict[int, list[Any]]:
+    """A field of each step that has a value for each group of parameters, by optimizer."""
+    rates = defaultdict[int, list[Any]](list)
     for step in record.steps:
-        rates[step["optimizer"]].append(step["rates"])
+        rates[step["optimizer"]].append(step.get(field, []))
     return dict(rates)
 
 

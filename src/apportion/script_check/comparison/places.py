@@ -20,19 +20,24 @@ from apportion.script_check.record import RankRecord
 @dataclass(frozen=True)
 class Place:
     """Where a rank's tensor lies in one process: in the tensor ``name``, whole, or from row ``start`` on in dimension
-    ``dimension``."""
+    ``dimension``. ``size``: the rows of a shard, which is filled with zeros where the tensor has no more."""
 
     name: str
     dimension: int | None = None
     start: int = 0
+    size: int = 0
 
     def of(self, array: Array, like: Array | None) -> Array:
         """Returns the part of one process's tensor that a rank holds. ``like``: the rank's tensor."""
-        if self.dimension is None or like is None:
+        if self.dimension is None or (like is None and not self.size):
             return array
+        size = self.size if like is None else like.shape[self.dimension]
         index = [slice(None)] * array.ndim
-        index[self.dimension] = slice(self.start, self.start + like.shape[self.dimension])
-        return array[tuple(index)]
+        index[self.dimension] = slice(self.start, self.start + size)
+        part = array[tuple(index)]
+        filled = [(0, 0)] * array.ndim
+        filled[self.dimension] = (0, self.size - part.shape[self.dimension] if self.size else 0)
+        return np.pad(part, filled)
 
 
 Places = Mapping[str, Place]
@@ -48,7 +53,24 @@ def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
         if parts is None:
             parts = {**_parts(rank, weights, reference, set(names.values())), **_runs(record, union)}
             parts = {own: replace(place, name=names.get(place.name, place.name)) for own, place in parts.items()}
-        found.append(parts)
+        found.append({**parts, **_shards(rank, ranks, union)})
+    return found
+
+
+def _shards(rank: int, ranks: Sequence[RankRecord], union: RankRecord) -> dict[str, Place]:
+    """The places of tensors of no network that an optimizer of each rank holds a shard of, as one does that updates its
+    part of a flat vector of all weights: the shards of all ranks, in order, make up the tensor of one process."""
+    begun, found = initial(ranks[rank]), dict[str, Place]()
+    for step in ranks[rank].steps:
+        reference = step_of(union, step["optimizer"], step["number"]) if step["number"] == 1 else None
+        for name, array in step["weights"].items() if reference is not None else ():
+            whole = reference["weights"].get(name)  # type: ignore[index]
+            if whole is None or name in begun or whole.ndim != array.ndim:
+                continue
+            dimensions = [at for at in range(array.ndim) if array.shape[at] != whole.shape[at]]
+            size = array.shape[dimensions[0]] if len(dimensions) == 1 else 0
+            if size and -(-whole.shape[dimensions[0]] // len(ranks)) == size:
+                found[name] = Place(name, dimensions[0], rank * size, size)
     return found
 
 

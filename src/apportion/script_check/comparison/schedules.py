@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from itertools import pairwise
 
 from apportion.script_check.comparison.reading import reading
 from apportion.script_check.findings import Finding
@@ -23,13 +24,25 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     for (optimizer, group), rates in _rates(longest).items():
         own = _rates(union).get((optimizer, group), [])
         length = min(len(rates), len(own))
-        kind, factor = _compared(rates[:length], own[:length], len(ranks) if unchanged else 1)
-        if kind == "same" and abs(factor - 1) > TOLERANCE:
+        speed = _speed(longest, union, optimizer)
+        strides = (1, len(ranks) if unchanged else 1) if speed == 1 else (len(ranks),) if unchanged else ()
+        factor = _compared(rates[:length], own[:length], strides)
+        if factor is None:
+            found.append(_differs(longest, optimizer, group, rates[:length], own[:length], speed))
+        elif abs(factor - 1) > TOLERANCE:
             at = next(step for step, rate in enumerate(own) if rate)
             found.append(_scaled(optimizer, group, at + 1, rates[at], own[at], factor))
-        elif kind == "differs":
-            found.append(_differs(longest, optimizer, group, rates[:length], own[:length]))
     return found[:1]
+
+
+def in_batches_of_one_process(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
+    """Whether a scheduler makes as many steps for each optimizer step as there are ranks, so that its rates are right
+    only where its length was counted in batches of one process, as accelerate's are meant to be."""
+    return any(
+        _speed(ranks[0], union, optimizer) == len(ranks) and not _fits(rates, _rates(union).get(key, []), 1, 1.0)
+        for key, rates in _rates(ranks[0]).items()
+        for optimizer in key[:1]
+    )
 
 
 def _rates(record: RankRecord) -> dict[tuple[int, int], list[float]]:
@@ -49,13 +62,31 @@ def _batches_per_rank(ranks: int, union: RankRecord) -> bool:
     return False
 
 
-def _compared(rates: Sequence[float], own: Sequence[float], stride: int) -> tuple[Literal["same", "differs"], float]:
-    """Whether the rates are those of one process but for one factor, taken at each step or at every ``stride``-th."""
-    factor = next((rate / alone for rate, alone in zip(rates, own, strict=True) if alone), 1.0)
-    for every in dict.fromkeys((1, stride)):
+def _speed(record: RankRecord, union: RankRecord, optimizer: int) -> int:
+    """How many steps a scheduler of the ranks makes in most steps where one of one process makes one; 1 where that is
+    not known, as of one that is not of torch."""
+    made = list[int]()
+    for each in (record, union):
+        counts = [step.get("schedule_steps", 0) for step in each.steps if step["optimizer"] == optimizer]
+        added = Counter(after - before for before, after in pairwise(counts))
+        made.append(added.most_common(1)[0][0] if added else 0)
+    return made[0] // made[1] if all(made) and made[0] % made[1] == 0 else 1
+
+
+def _compared(rates: Sequence[float], own: Sequence[float], strides: Sequence[int]) -> float | None:
+    """The factor by which the rates are those of one process, taken at each step or at every ``stride``-th; None where
+    they are others."""
+    if _fits(rates, own, 1, 1.0):
+        return 1.0
+    for every in dict.fromkeys(strides):
+        factor = _ratio(rates, own[::every])
         if _fits(rates, own, every, factor):
-            return "same", factor
-    return "differs", factor
+            return factor
+    return None
+
+
+def _ratio(rates: Sequence[float], own: Sequence[float]) -> float:
+    return next((rate / alone for rate, alone in zip(rates, own, strict=False) if alone), 1.0)
 
 
 def _fits(rates: Sequence[float], own: Sequence[float], every: int, factor: float) -> bool:
@@ -73,8 +104,10 @@ def _scaled(optimizer: int, group: int, step: int, rate: float, alone: float, fa
     )
 
 
-def _differs(record: RankRecord, optimizer: int, group: int, rates: Sequence[float], own: Sequence[float]) -> Finding:
-    factor = next((rate / alone for rate, alone in zip(rates, own, strict=True) if alone), 1.0)
+def _differs(
+    record: RankRecord, optimizer: int, group: int, rates: Sequence[float], own: Sequence[float], speed: int
+) -> Finding:
+    factor = _ratio(rates, own) if speed == 1 else 1.0
     limit = TOLERANCE * max(map(abs, rates))
     step = next(
         (k for k, (rate, alone) in enumerate(zip(rates, own, strict=True), 1) if abs(rate - factor * alone) > limit), 1
@@ -82,7 +115,8 @@ def _differs(record: RankRecord, optimizer: int, group: int, rates: Sequence[flo
     fastest = min(_FASTEST, (len(own) + 1) // 2)  # three rates at least, as any two fit some speed
     times = next((n for n in range(2, fastest) if _moves(rates, own, n) and _fits(rates, own, n, factor)), None)
     slower = next((n for n in range(2, fastest) if _moves(own, rates, n) and _fits(own, rates, n, 1 / factor)), None)
-    speed = (
+    times = speed if speed > 1 else times
+    how = (
         f"the schedule makes {times} of its steps at each optimizer step"
         if times
         else f"the schedule makes one of its steps in {slower} optimizer steps"
@@ -93,7 +127,7 @@ def _differs(record: RankRecord, optimizer: int, group: int, rates: Sequence[flo
         "schedule",
         "warning",
         f"The learning rate of step {step} is {rates[step - 1]:.6g}, and {own[step - 1] * factor:.6g} for one process "
-        f"on the same rows: {speed}.",
+        f"on the same rows: {how}.",
         "Step the scheduler once for each optimizer step, and count its lengths in steps of all ranks together; "
         "accelerate's prepare() makes a scheduler step once for each rank.",
         step=step,

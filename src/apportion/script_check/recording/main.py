@@ -100,6 +100,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         restores,
         saves,
         scalers,
+        schedulers,
         spawning,
         splits,
         wrappers,
@@ -114,8 +115,10 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     clipping.install(calls)
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    flat, wrapped = flattening.install(recorder), wrappers.install(recorder, networks)
-    steps = optimizers.install(recorder, networks, own, wrapped, flat, replay)
+    watches = optimizers.Watches(
+        own, wrappers.install(recorder, networks), flattening.install(recorder), schedulers.install(recorder)
+    )
+    steps = optimizers.install(recorder, networks, watches, replay)
     if recorder.plan["reference"]:
         reference_gradients.install(recorder, networks)
     gathers.install(recorder)

@@ -10,6 +10,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -25,8 +26,22 @@ from apportion.script_check.recording.flattening import Flattening
 from apportion.script_check.recording.modules import Networks, gathered
 from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
+from apportion.script_check.recording.schedulers import ScheduleSteps
 from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
 from apportion.script_check.recording.wrappers import Wrappers
+
+MOMENTA = ("momentum", "betas")
+"""What else than the rate a schedule changes in a group of parameters, as that of one cycle does."""
+
+
+@dataclass(frozen=True)
+class Watches:
+    """What else is watched of an optimizer's parameters and of its schedule."""
+
+    contributions: Contributions
+    wrappers: Wrappers
+    flattening: Flattening
+    schedules: ScheduleSteps
 
 
 class OptimizerSteps:
@@ -36,19 +51,18 @@ class OptimizerSteps:
         self,
         recorder: Recorder,
         networks: Networks,
-        contributions: Contributions,
-        wrappers: Wrappers,
-        flattening: Flattening,
+        watches: Watches,
         replay: Replay | None,
     ) -> None:
         self._recorder, self._networks, self._replay = recorder, networks, replay
-        self._contributions, self._wrappers, self._flattening = contributions, wrappers, flattening
+        self._contributions, self._wrappers = watches.contributions, watches.wrappers
+        self._flattening, self._schedules = watches.flattening, watches.schedules
         self._ignored = False
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
         self._made = dict[int, int]()
         self._before = dict[str, Any]()
-        self._rates = list[float]()
+        self._rates = list[dict[str, Any]]()
         self._alive = list[Any]()
         self._variables = dict[int, tuple[Tensor, str | None]]()
         self.begun = 0
@@ -92,6 +106,8 @@ class OptimizerSteps:
             "optimizer": number,
             "type": getattr(optimizer, "kind", type(optimizer).__name__),
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "schedule_steps": self._schedules.of(optimizer),
+            "momenta": [{key: group[key] for key in MOMENTA if key in group} for group in optimizer.param_groups],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
             "evaluating": dict(self._networks.evaluating),
@@ -119,8 +135,8 @@ class OptimizerSteps:
     def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
         """Record a step, ``before`` as ``observed`` has returned it."""
         number = self._number(optimizer)
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
-            group["lr"] = rate  # as a schedule may compute the next rate from this one
+        for group, own in zip(optimizer.param_groups, self._rates, strict=False):
+            group.update(own)  # as a schedule may compute the next rate from this one
         self._rates = []
         sampled = self._networks.sampled
         self._made[number] = self._made.get(number, 0) + 1
@@ -172,16 +188,19 @@ class OptimizerSteps:
         ]
 
     def _feed_rates(self, optimizer: Any, number: int) -> None:
-        """Takes the learning rates of the pass that this one is fed from, so that a difference between the schedules
-        is found as such and not in every weight."""
+        """Takes the learning rates and momenta of the pass that this one is fed from, so that a difference between the
+        schedules is found as such and not in every weight."""
         self._rates = []
         feed = self._recorder.feed
         steps = feed.rates.get(number, []) if feed is not None else []
         made = self._made.get(number, 0)
         if made < len(steps) and len(steps[made]) == len(optimizer.param_groups):
-            self._rates = [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
+            momenta = [each for each in feed.momenta.get(number, [])[made : made + 1] if each]
+            fed = zip(optimizer.param_groups, steps[made], *momenta, strict=True)
+            for group, rate, *more in fed:
+                self._rates.append({key: group[key] for key in ("lr", *MOMENTA) if key in group})
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+                group.update({key: value for each in more for key, value in each.items() if key in group})
 
     def _feed_weights(self, optimizer: Any) -> None:
         """Goes on with the weights of the pass that this one is fed from, so that the gradients of each step can be
@@ -240,13 +259,11 @@ def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str,
 def install(
     recorder: Recorder,
     networks: Networks,
-    contributions: Contributions,
-    wrappers: Wrappers,
-    flattening: Flattening,
+    watches: Watches,
     replay: Replay | None,
 ) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = OptimizerSteps(recorder, networks, contributions, wrappers, flattening, replay)
+    steps = OptimizerSteps(recorder, networks, watches, replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

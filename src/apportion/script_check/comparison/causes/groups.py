@@ -10,6 +10,7 @@ import numpy as np
 from apportion.script_check.comparison.combination import proportional
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.reading import row_digests
+from apportion.script_check.comparison.tensors import initial
 from apportion.script_check.findings import Finding
 
 
@@ -87,10 +88,11 @@ def inputs(evidence: Evidence) -> Finding | None:
 
 
 def _sliced_by_hand(evidence: Evidence) -> list[str]:
-    """The tensors of which each rank holds another slice, so that all ranks are one group."""
+    """The tensors of networks of which each rank holds another slice, so that all ranks are one group."""
+    known = initial(evidence.union)
     return [
         name
-        for name in sorted(evidence.sliced)
+        for name in sorted(evidence.sliced & set(known))
         if len({place.start for each in evidence.places for place in each.values() if place.name == name})
         == evidence.count
     ]
