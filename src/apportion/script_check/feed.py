@@ -40,7 +40,7 @@ class Feed:
     ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
     one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of each step in turn, what
     a script without a loader brings into its computation, as the names of functions with values; ``windows``: how many
-    of them make one step."""
+    of them, or of the steps of the script, make one step."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
