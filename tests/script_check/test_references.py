@@ -16,6 +16,7 @@ from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.replicas import are_replicas
 from apportion.script_check.comparison.step_table import step_table
+from apportion.script_check.drawn import draws_for_batches, draws_in_turn, draws_to_join
 from apportion.script_check.driver import _undecided
 from apportion.script_check.feed import FedIteration, Feed, reordered
 from apportion.script_check.findings import Finding, answer
@@ -26,7 +27,7 @@ from apportion.script_check.references import _accumulates
 from apportion.script_check.retried import port_was_taken
 from apportion.script_check.rows import Rows, Structure, joined, turned
 from apportion.script_check.spread import Spread
-from apportion.script_check.union import draws_to_join, replay_feed, union_feed
+from apportion.script_check.union import replay_feed, union_feed
 from apportion.script_check.waiting import WaitOutcome
 
 
@@ -99,6 +100,28 @@ def test_draws_of_a_script_with_a_single_step_are_joined() -> None:
     assert draws_to_join([drawing(0, 0), drawing(1, 0)], drawing(0, 0))
     assert draws_to_join([drawing(0, 0, 1), drawing(1, 0, 1)], drawing(0, 0, 1))
     assert not draws_to_join([drawing(0, 0), drawing(0, 0)], drawing(0, 0)), "the ranks draw the same"
+
+
+def test_draws_for_whole_batches_are_taken_in_the_turn_of_the_ranks() -> None:
+    def drawing(rank: int) -> RankRecord:
+        draw = {
+            "kind": "draw",
+            "place": "train.py:5 np.random.beta with gradients",
+            "gradients": True,
+            "fetching": False,
+        }
+        batches = [event for event in read([rank], [rank + 2]) if event["kind"] == "batch"]
+        events = [draw | {"values": np.array(rank)}, read([0])[0]]
+        for number, batch in enumerate(batches):
+            events += [batch | {"number": number}, {"kind": "forward", "gradients": True}]
+            events += [draw | {"values": np.array(10 * rank + number + 0.1 * call)} for call in range(2)]
+        return record(rank, *events)
+
+    ranks = [drawing(0), drawing(1)]
+    assert draws_for_batches(ranks)
+    assert not draws_for_batches([ranks[0], ranks[0]])
+    (turns,) = draws_in_turn(ranks).values()
+    assert [[float(each) for each in values] for values in turns] == [[0, 0, 0.1, 10, 10.1, 1, 1.1, 11, 11.1]]
 
 
 def test_what_ranks_bring_into_their_steps_follows_rank_by_rank() -> None:

@@ -84,6 +84,9 @@ def test_parts_without_a_value_for_each_row_are_joined_loosely_alone() -> None:
     assert len(joined([views, views], [2, 2], loosely=False)["x"].values) == 8
     with pytest.raises(Unjoinable, match="does not have a value for each row"):
         joined([nodes, nodes], [2, 2], loosely=False)
+    boxes = {"x": array(1, 2), "boxes": array([0, 0.3], [0, 0.4], [1, 0.5])}
+    with pytest.raises(Unjoinable, match="the places of its rows"):
+        joined([boxes, boxes], [2, 2])
 
 
 def test_values_that_are_padded_at_either_end_are_the_same() -> None:

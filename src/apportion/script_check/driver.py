@@ -20,6 +20,7 @@ from apportion.script_check.comparison.row_table import row_table
 from apportion.script_check.comparison.step_table import step_table
 from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds
+from apportion.script_check.drawn import draws_for_batches
 from apportion.script_check.failures import lacks_gpu, unusable
 from apportion.script_check.feed import with_own_lengths
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
@@ -29,7 +30,7 @@ from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.recorded_rows import with_recorded_rows
 from apportion.script_check.reference_function import ReferenceFunction
-from apportion.script_check.references import Reference, on_same_rows, reference, replayed
+from apportion.script_check.references import Reference, on_same_rows, rank_by_rank, reference, replayed
 from apportion.script_check.restarted import runs
 from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.rows import Unjoinable
@@ -43,7 +44,7 @@ EPOCH_BATCHES = 8
 STEPS = 24
 """The most steps of an optimizer: they reach into the third epoch of a shortened loader, of at most 11 batches."""
 _UNCOMPILED = "What the script compiles ran uncompiled, in float64."
-_UNREADABLE = "they have no indices to read them again by"
+_UNREADABLE = "they have no indices to read them again by, or their values are random"
 _OWN_ROWS = (
     "the script chooses its rows without a DataLoader, and as one process it chooses others than the ranks: have it "
     "read them through a loader or a batch sampler of torch, or divide the batch of all ranks by their number"
@@ -159,7 +160,14 @@ def _passes(spread: Spread, script: Script) -> _Passes:
             # the mean over ranks that are weighted unequally on purpose, such as by their tokens, differs as well
             return _Passes(spread, other, unlike=_OWN_ROWS)
         found = other
-    return _Passes(spread, found, further_passes(script, ranks, found, conditions))
+    further = further_passes(script, ranks, found, conditions)
+    if found.bounds is None and draws_for_batches(ranks):
+        differing = numbers.findings(ranks, found.passed.records[0], further)
+        if {finding.name for finding in differing if finding.severity == "difference"} == {"differs"}:
+            apart = rank_by_rank(spread.passed, script, conditions)
+            if apart is not None:
+                return _Passes(spread, apart)
+    return _Passes(spread, found, further)
 
 
 def _with_function(passes: _Passes, script: Script, function: ReferenceFunction | None) -> _Passes:

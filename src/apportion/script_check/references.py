@@ -11,12 +11,13 @@ from apportion.script_check.comparison.coverage import same_rows
 from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.table import parting
 from apportion.script_check.comparison.tensors import StepBounds, initial, step_of
+from apportion.script_check.drawn import draws_to_join
 from apportion.script_check.feed import Feed, reordered
 from apportion.script_check.passes import Conditions, Passed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
-from apportion.script_check.union import draws_to_join, replay_feed, union_feed
+from apportion.script_check.union import feed_in_turn, replay_feed, union_feed
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def _in_form(spread: Passed, script: Script, conditions: Conditions) -> Referenc
     feed = union_feed(ranks, weights=weights)
     union = run_until_port_is_free("union", script, 1, conditions, feed)
     if union.records and draws_to_join(ranks, union.records[0]):
-        feed = union_feed(ranks, weights=weights, join_draws=True)
-        return Reference(run_until_port_is_free("union-draws", script, 1, conditions, feed), feed)
+        joining = union_feed(ranks, weights=weights, join_draws=True)
+        joined = run_until_port_is_free("union-draws", script, 1, conditions, joining)
+        if not joined.failed:  # as it does where a draw is no batch, such as the state of a simulated environment
+            return Reference(joined, joining)
     if ranks[0].of("batch") and _accumulates(ranks, union.records[0]):
         sentence = (
             f"As one process the script accumulates over {len(ranks)} times as many batches for a step, so it read "
@@ -103,6 +106,21 @@ def replayed(spread: Passed, union: Passed, script: Script, conditions: Conditio
     sentence = (
         "The script chooses its rows without a loader, so one process computed with what each rank computed with, one "
         "rank after another, and took the mean of the gradients."
+    )
+    return Reference(passed, feed, (sentence,), replay=True)
+
+
+def rank_by_rank(spread: Passed, script: Script, conditions: Conditions) -> Reference | None:
+    """Run the script as one process on the batches of the ranks one after another, each with the numbers that its rank
+    drew, and take the mean of the gradients; None where it is not what the ranks have computed."""
+    ranks = spread.records
+    feed = feed_in_turn(ranks)
+    passed = run_until_port_is_free("union-by-rank", script, 1, conditions, feed)
+    if passed.failed or not passed.records[0].steps or parting(ranks, passed.records[0])[0] is not None:
+        return None
+    sentence = (
+        "The ranks draw numbers for whole batches, so one process read the batches of the ranks one after another, "
+        "each with the numbers of its rank, and took the mean of the gradients."
     )
     return Reference(passed, feed, (sentence,), replay=True)
 

@@ -38,15 +38,18 @@ def joined(trees: Sequence[Any], rows: Sequence[int] | None = None, *, loosely: 
 
     ``rows``: the number of rows of each batch, by which lists with an entry for each row are told from lists of parts;
     without it, lists of tensors and of other lists are taken for parts. ``loosely``: whether tensors whose first
-    dimension is another one are joined all the same.
+    dimension is another one are joined all the same, if they do not hold the places of rows in their batch.
 
     Raises Unjoinable where the batches differ in structure or in another dimension than the first.
     """
     first = trees[0]
     if len({type(tree) for tree in trees}) != 1:
         raise Unjoinable("the ranks' batches have different types")
-    if rows is not None and not loosely and not _have_rows(trees, rows):
-        raise Unjoinable("a tensor of the batch does not have a value for each row")
+    if rows is not None and not _have_rows(trees, rows):
+        if not loosely:
+            raise Unjoinable("a tensor of the batch does not have a value for each row")
+        if any(_counts_rows(array, n) for tree, n in zip(trees, rows, strict=True) for array in _arrays(tree, n)):
+            raise Unjoinable("a tensor of the batch holds the places of its rows")
     return _joined(first, trees, rows)
 
 
@@ -76,6 +79,17 @@ def _have_rows(trees: Sequence[Any], rows: Sequence[int]) -> bool:
         if len(sizes) > 1:
             return False
     return True
+
+
+def _counts_rows(array: np.ndarray[Any, Any], rows: int) -> bool:
+    """Whether a tensor, or its first column, says to which of the rows of a batch each of its values belongs: whole
+    numbers from 0 that grow."""
+    if not array.ndim or array.ndim > 2 or not array.size or len(array) == rows or array.dtype.kind not in "iuf":
+        return False
+    column = array if array.ndim == 1 else array[:, 0]
+    return bool(
+        column[0] >= 0 and 0 < column[-1] < rows and np.all(np.diff(column) >= 0) and np.all(column == np.floor(column))
+    )
 
 
 def _arrays(tree: Any, rows: int | None = None) -> Iterator[np.ndarray[Any, Any]]:

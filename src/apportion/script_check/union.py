@@ -6,13 +6,13 @@ import hashlib
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from apportion.script_check.comparison.reading import Iteration, identified, reading, row_digests
 from apportion.script_check.comparison.row_values import random_values
+from apportion.script_check.drawn import draws_in_turn, draws_of_ranks
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.restarted import runs
@@ -36,45 +36,14 @@ def union_feed(
     again = union_feed(others[0], join_draws=join_draws, interleaved=interleaved, weights=False) if others else None
     rates, momenta = _rates(longest, "rates"), _rates(longest, "momenta")
     rows = _iterations(first, interleaved)
-    return Feed(begun, rates, rows, _draws(first), join_draws, momenta=momenta, again=again)
+    return Feed(begun, rates, rows, draws_of_ranks(first), join_draws, momenta=momenta, again=again)
 
 
-def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
-    """Whether one process drew rows of its own no more often than each rank did, where the ranks drew different ones:
-    its draws must then have the numbers of all ranks (see ``Feed``)."""
-    if any(record.of("iteration") for record in records):
-        return False
-    found = _draws(records)
-    first, alone = records[0], defaultdict[str, int](int)
-    at = min(1, len(first.steps) - 1)  # before the first of several steps a script draws other things as well
-    for event in union.of("draw"):
-        alone[event["place"]] += event["step"] == at
-    for place, ranks in found.items():
-        calls = [event for event in first.of("draw") if event["place"] == place and event["step"] == at]
-        different = any(
-            a is not None and b is not None and a.ndim and not np.array_equal(a, b)
-            for other in ranks[1:]
-            for a, b in zip(ranks[0], other, strict=False)
-        )
-        if (
-            different
-            and calls
-            and calls[0]["function"] != "randperm"
-            and calls[0]["gradients"]
-            and len(calls) == alone[place]
-        ):
-            return True
-    return False
-
-
-def _draws(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
-    found = dict[str, list[list[Any]]]()
-    for position, record in enumerate(records):
-        for event in record.of("draw"):
-            if not event["fetching"]:
-                ranks = found.setdefault(event["place"], [[] for _ in records])
-                ranks[position].append(event["values"])
-    return found
+def feed_in_turn(records: Sequence[RankRecord]) -> Feed:
+    """Returns the feed of one process that reads the batches of the ranks one after another, each with the numbers that
+    its rank drew for it, and takes the mean of the gradients of as many steps as there are ranks."""
+    feed = union_feed(records, interleaved=True)
+    return replace(feed, draws=draws_in_turn(records), windows=len(records))
 
 
 def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | None:
@@ -201,7 +170,7 @@ def _count(event: Any) -> int:
 def _batch(events: Sequence[Any], random: bool) -> tuple[Any, list[Any] | None]:
     """The union of the rows of some batches: as a tree, or as indices where the batches cannot be joined. Parts that do
     not have a value for each row, such as the edges of all graphs, are made again from the indices, but for ``random``
-    rows, which would be others then."""
+    rows, which would be others then. Raises Unjoinable where random rows cannot be joined."""
     if len(events) == 1:
         return events[0]["rows"], events[0]["indices"]
     if any(event["indices"] is None for event in events):
@@ -211,6 +180,8 @@ def _batch(events: Sequence[Any], random: bool) -> tuple[Any, list[Any] | None]:
     try:
         return joined([event["rows"] for event in events], counts, loosely=random), indices
     except Unjoinable:
+        if random:
+            raise
         return None, indices
 
 

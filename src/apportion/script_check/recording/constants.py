@@ -133,9 +133,10 @@ class Replay:
 
 
 def install(recorder: Recorder, networks: Networks) -> tuple[Constants, Replay | None]:
-    """Record constants; in a pass that is fed with them, replay them, and clip only what is averaged."""
+    """Record constants; in a pass that is fed with them, or that makes one step of the batches of each rank, replay
+    them, and clip only what is averaged."""
     constants = Constants(recorder, networks)
-    if not constants.replaying:
+    if recorder.feed is None or not (constants.replaying or recorder.feed.windows > 1):
         return constants, None
     replay = Replay(constants, recorder.feed.windows)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
