@@ -40,10 +40,10 @@ class Feed:
     ranks drew, by place (see ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes
     as many micro-batches in one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of
     each step in turn, what a script without a loader brings into its computation, as the names of functions with
-    values; ``windows``: how many of them, or of the steps of the script, make one step. ``weights_after``: the weights that each step is followed by in
-    place of its own, by name, for each optimizer in order. ``step_rows``: all rows of a step as one batch, by the step
-    of all optimizers, counted from 1, for a reference function. ``again``: what the second run of a script is fed with
-    that resumes in a run of its own."""
+    values; ``windows``: how many of them, or of the steps of the script, make one step. ``weights_after``: the weights
+    that each step is followed by in place of its own, by name, for each optimizer in order. ``step_rows``: all rows of
+    a step as one batch, by the step of all optimizers, counted from 1, for a reference function. ``again``: what the
+    second run of a script is fed with that resumes in a run of its own."""
 
     weights: dict[str, Any] = field(default_factory=dict)
     rates: dict[int, list[list[float]]] = field(default_factory=dict)
