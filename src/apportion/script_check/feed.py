@@ -35,7 +35,8 @@ class FedIteration:
 
 @dataclass
 class Feed:
-    """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer.
+    """``weights``: arrays by name. ``rates``: the learning rates of each parameter group at each step, by optimizer;
+    ``momenta``: the same of their momentum or betas.
     ``iterations``: by loader, in order. ``draws``: the random numbers that the ranks drew, by place (see
     ``recording/draws.py``) and rank; ``join_draws``: that a script without loaders computes as many micro-batches in
     one process as on each rank, so that a draw has the numbers of all ranks. ``constants``: of each step in turn, what
@@ -49,6 +50,7 @@ class Feed:
     join_draws: bool = False
     constants: list[list[Any]] = field(default_factory=list)
     windows: int = 1
+    momenta: dict[int, list[list[Any]]] = field(default_factory=dict)
 
     def draw(self, place: str, number: int, shape: tuple[int, ...]) -> Array | None:
         """Returns what the n-th draw at a place has in one process; None where it is to draw for itself.

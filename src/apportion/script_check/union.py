@@ -27,7 +27,9 @@ def union_feed(
     with the right ones by itself, such as those of all stages of a pipeline.
     """
     begun = _weights(records) if weights else {}
-    return Feed(begun, _rates(records[0]), _iterations(records, interleaved), _draws(records), join_draws)
+    momenta = _settings(records[0], "momenta")
+    rates = _settings(records[0], "rates")
+    return Feed(begun, rates, _iterations(records, interleaved), _draws(records), join_draws, momenta=momenta)
 
 
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
@@ -82,8 +84,9 @@ def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | N
         windows += [list(chain(*sequences))] if accumulated else sequences
     if not windows:
         return None
-    rates = _rates(records[0])
-    return Feed(_weights(records), rates, constants=windows, windows=1 if accumulated else len(records))
+    rates, momenta = _settings(records[0], "rates"), _settings(records[0], "momenta")
+    count = 1 if accumulated else len(records)
+    return Feed(_weights(records), rates, constants=windows, windows=count, momenta=momenta)
 
 
 def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
@@ -98,11 +101,12 @@ def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
     return {name: by_rank[0][name] for name in by_rank[0] if name in common} if alike else {}
 
 
-def _rates(record: RankRecord) -> dict[int, list[list[float]]]:
-    rates = defaultdict[int, list[list[float]]](list)
+def _settings(record: RankRecord, field: str) -> dict[int, list[list[Any]]]:
+    """What each parameter group was set to at each step, by optimizer."""
+    found = defaultdict[int, list[list[Any]]](list)
     for step in record.steps:
-        rates[step["optimizer"]].append(step["rates"])
-    return dict(rates)
+        found[step["optimizer"]].append(step.get(field, []))
+    return dict(found)
 
 
 def _iterations(records: Sequence[RankRecord], interleaved: bool) -> dict[str, list[FedIteration]]:

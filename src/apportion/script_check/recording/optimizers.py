@@ -46,7 +46,7 @@ class OptimizerSteps:
         self._numbers = dict[int, int]()
         self._made = dict[int, int]()
         self._before = dict[str, Any]()
-        self._rates = list[float]()
+        self._rates = list[tuple[float, Any]]()
         self._alive = list[Any]()
         self._variables = dict[int, tuple[Tensor, str | None]]()
         self.begun = 0
@@ -90,6 +90,7 @@ class OptimizerSteps:
             "optimizer": number,
             "type": getattr(optimizer, "kind", type(optimizer).__name__),
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "momenta": [_momentum(group) for group in optimizer.param_groups],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
             "evaluating": dict(self._networks.evaluating),
@@ -113,8 +114,9 @@ class OptimizerSteps:
     def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
         """Record a step, ``before`` as ``observed`` has returned it."""
         number = self._number(optimizer)
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+        for group, (rate, momentum) in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate  # as a schedule may compute the next rate from this one
+            _set_momentum(group, momentum)
         self._rates = []
         sampled = self._networks.sampled
         self._made[number] = self._made.get(number, 0) + 1
@@ -166,16 +168,18 @@ class OptimizerSteps:
         ]
 
     def _feed_rates(self, optimizer: Any, number: int) -> None:
-        """Takes the learning rates of the pass that this one is fed from, so that a difference between the schedules
-        is found as such and not in every weight."""
+        """Takes the learning rates and momenta of the pass that this one is fed from, so that a difference between the
+        schedules is found as such and not in every weight."""
         self._rates = []
         feed = self._recorder.feed
         steps = feed.rates.get(number, []) if feed is not None else []
         made = self._made.get(number, 0)
         if made < len(steps) and len(steps[made]) == len(optimizer.param_groups):
-            self._rates = [group["lr"] for group in optimizer.param_groups]
-            for group, rate in zip(optimizer.param_groups, steps[made], strict=True):
+            self._rates = [(group["lr"], _momentum(group)) for group in optimizer.param_groups]
+            momenta = feed.momenta.get(number, [])
+            for at, (group, rate) in enumerate(zip(optimizer.param_groups, steps[made], strict=True)):
                 group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+                _set_momentum(group, momenta[made][at] if made < len(momenta) and momenta[made] else None)
 
 
 def _makes_state(recorder: Recorder) -> bool:
@@ -214,6 +218,21 @@ def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str,
         }
         for name, parameter in parameters.items()
     }
+
+
+def _momentum(group: dict[str, Any]) -> Any:
+    """What a schedule may change beside the rate, as a one-cycle schedule does: the momentum of a group, or its betas;
+    None where it has neither as plain numbers."""
+    found = group.get("betas", group.get("momentum"))
+    if isinstance(found, tuple) and all(isinstance(each, float) for each in found):
+        return found
+    return found if isinstance(found, float) else None
+
+
+def _set_momentum(group: dict[str, Any], momentum: Any) -> None:
+    name = "betas" if "betas" in group else "momentum"
+    if momentum is not None and type(group.get(name)) is type(momentum):
+        group[name] = momentum
 
 
 def install(
