@@ -1,5 +1,5 @@
 """A one-cycle schedule, which also changes betas and makes a step for each rank; weights from the bytes of a file,
-and large batches of randomly rolled rows, made by a transform that is a module."""
+and rows that a transform, which is a module, rolls at random."""
 
 import struct
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
-WIDTH = 264_000
+WIDTH = 64
 
 
 class Roll(nn.Module):
