@@ -42,6 +42,7 @@ THOROUGH = [
     "modules.py half",
     "modules.py shared",
     "modules.py wn",
+    "one_cycle.py",
     "optimizers.py grouped",
     "optimizers.py lbfgs",
     "optimizers.py lion",

@@ -10,7 +10,7 @@ from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 
 _PASS = 3
-"""That part of the steps made within the limit is made again: one process computes the rows of all ranks, and
+"""A third of the steps made within the limit are made again, as one process, which computes the rows of all ranks,
 needs longer for a step."""
 
 

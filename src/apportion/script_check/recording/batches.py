@@ -18,7 +18,7 @@ MOST_ROWS = 1 << 30
 """The bytes of larger batches that one rank records by their contents, at most: made again, their rows are others where
 they are augmented at random."""
 SHARE = 16
-"""That part of the available memory which the larger batches of all ranks may take: it is copied a few times."""
+"""The larger batches of all ranks may take a 16th of the available memory, as they are copied a few times."""
 _NUMPY_HAS_NONE = (torch.bfloat16, torch.float16)
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 

@@ -102,6 +102,8 @@ class Rewriting:
         """Returns the arguments to call a function with."""
         if self._no_gpu:
             args, kwargs = no_gpu.without_numbers(name, args, kwargs)
+        if _reads_bytes(name, args):
+            return args, kwargs
         return tuple(map(self._argument, args)), {key: self._argument(value) for key, value in kwargs.items()}
 
     def result(self, name: str, result: Any) -> Any:
@@ -114,6 +116,13 @@ class Rewriting:
         if self._no_gpu and no_gpu.is_gpu(value):
             return torch.device("cpu")
         return value
+
+
+def _reads_bytes(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a function takes the bytes of a file for numbers of a type, which is that of the file."""
+    if name == "frombuffer":
+        return True
+    return name == "view" and bool(args) and isinstance(args[0], Tensor) and args[0].dtype in (torch.uint8, torch.int8)
 
 
 def _unscale(gradients: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:

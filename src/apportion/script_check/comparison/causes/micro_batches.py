@@ -13,7 +13,7 @@ from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.findings import Finding
 
 _Weights = list[list[float]]
-"""By micro-batch, then by rank."""
+"""The weight of each rank's part, by micro-batch and then by rank."""
 
 
 def ranks_weighted_alike(evidence: Evidence) -> Finding | None:
