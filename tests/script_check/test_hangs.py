@@ -43,7 +43,7 @@ class Rank:
             "names": [""] * len(tensors), "gradient": [False] * len(tensors), "site": f"train.py:{line}",
             "line": f"line {line}", "time": float(len(self.events)), **more,
         }  # fmt: skip
-        self.add("collective", **fields)
+        self.add(fields.pop("kind", "collective"), **fields)
         if done:
             self.add("collective_end", call=self.calls)
         self.calls += 1
@@ -307,3 +307,18 @@ def test_a_process_that_aborts_as_it_takes_its_group_down_has_ended() -> None:
     outcome = one.record().outcome
     assert outcome is not None
     assert outcome["how"] == "ended"
+
+
+def test_a_rank_that_leaves_out_a_step_of_sharded_parameters() -> None:
+    recorded = {"kind": "recorder_collective", "gradient": [True], "names": ["net.a"], "line": 9}
+    first, second = Rank(0), Rank(1)
+    for rank in (first, second):
+        rank.call("all_gather_into_tensor", (4,), line=5).call("all_gather_into_tensor", (3,), **recorded).stepped()
+        rank.call("all_gather_into_tensor", (4,), line=5)
+    first.call("all_gather_into_tensor", (3,), done=False, **recorded)
+    second.call("all_gather_into_tensor", (4,), done=False, line=5)
+    found = report.hang([first.record(), second.record()], {0: "", 1: ""})
+    assert found is not None
+    assert (found.finding.name, found.finding.ranks, found.finding.step) == ("skipped_steps", (1,), 2)
+    assert found.finding.site == "train.py:9"
+    assert "rank 1 leaves it out" in found.finding.sentence

@@ -38,6 +38,8 @@ def cause(records: Sequence[RankRecord], states: Sequence[RankState]) -> Cause |
     if not waiting and len(left) == len(states):
         return None
     hard = [each for each in conflicts(calls, records) if each.what not in SILENT]
+    if (skipped := _skipped_step(calls)) is not None:
+        return Cause(skipped)
     if hard:
         finding = mismatch(hard[0], uneven(records), _EVEN)
         return Cause(replace(finding, sentence=finding.sentence + _drift(calls, hard[0])), hard[0])
@@ -57,6 +59,35 @@ def cause(records: Sequence[RankRecord], states: Sequence[RankState]) -> Cause |
             if channel is not None or call["root"] is None:
                 return Cause(_unmatched(state, call, channel, states))
     return Cause(_waiting(states, absence, _drift(calls, absence)), absence)
+
+
+def _skipped_step(calls: Sequences) -> Finding | None:
+    """The finding that ranks make an optimizer step which others leave out: they are where gradients are recorded
+    before a step, by collectives that sharded ones take, and the others are in calls of the script. Without a record
+    they would not wait."""
+    for own in calls.values():
+        for here in zip(*own.values(), strict=False):
+            made = next(
+                (call for call in here if call["kind"] == "recorder_collective" and any(call["gradient"])), None
+            )
+            call = next((call for call in here if call["kind"] == "collective"), None)
+            if made is not None and call is not None:
+                ranks = dict(zip(map(id, here), own, strict=True))
+                return _left_out(ranks[id(made)], made, ranks[id(call)], call)
+    return None
+
+
+def _left_out(rank: int, made: Event, other: int, call: Event) -> Finding:
+    return Finding(
+        "skipped_steps",
+        "difference",
+        f"Rank {rank} makes optimizer step {made['step'] + 1}, and rank {other} leaves it out: it has gone on with "
+        f"{call['op']} at {call['site']}, and their shards of the weights part.",
+        "Decide on all ranks alike whether a step is made, by a sum over the ranks of what is decided on.",
+        ranks=(other,),
+        step=made["step"] + 1,
+        site=made["site"],
+    )
 
 
 def _needs(state: RankState, ranks: set[int]) -> bool:
