@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.script_check.comparison.causes import averaging, clipping, groups, lists, statistics, weighting
+from apportion.script_check.comparison.causes import averaging, clipping, groups, lists, state, statistics, weighting
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import ranks_listed
 from apportion.script_check.findings import Finding
@@ -36,6 +36,8 @@ def _weights(evidence: Evidence) -> Finding:
     names = evidence.shown(found.names)
     ranks = tuple(sorted({difference.rank for difference in found.differences}))
     where = "all ranks" if len(ranks) == evidence.count else ranks_listed(ranks)
+    if (repeated := state.repeated(evidence)) is not None:
+        return repeated
     steps = [step for step in evidence.steps if step is not None]
     if len({tuple(step["rates"]) for step in steps}) > 1:
         why = ": the learning rates differ between the ranks"
