@@ -1,4 +1,4 @@
-"""By how much a rank or one process has clipped its gradients by their norm before a step."""
+"""The clipping of gradients by their norm that a rank or one process has made before a step."""
 
 from __future__ import annotations
 
