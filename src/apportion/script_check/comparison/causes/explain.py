@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from apportion.script_check.comparison.causes import averaging, clipping, groups, lists, state, statistics, weighting
+from apportion.script_check.comparison.causes import (
+    averaging,
+    clipping,
+    groups,
+    lists,
+    micro_batches,
+    state,
+    statistics,
+    weighting,
+)
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import ranks_listed
 from apportion.script_check.findings import Finding
@@ -20,6 +29,7 @@ def explained(evidence: Evidence) -> Finding:
         lists.cause,
         weighting.ranks_weighted,
         clipping.cause,
+        micro_batches.cause,
         groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,
