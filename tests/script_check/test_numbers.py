@@ -305,6 +305,21 @@ def test_tensors_that_each_rank_scales_by_a_factor_of_its_own() -> None:
     assert "2 times on rank 0 and 3 times on rank 1" in finding.sentence
 
 
+def test_micro_batches_that_are_summed_over_the_ranks_again() -> None:
+    own = [[*gradients()], [*gradients()]]
+    every = [part for each in own for part in each]
+
+    def rank(number: int) -> RankRecord:
+        parts = {name: [part[name] for part in own[number]] for name in WEIGHTS}
+        given = summed((0.5, 0.25, 0.5, 0.25), every)
+        return RankRecord(number, (network(WEIGHTS), contributions(1, parts), step(1, given)))
+
+    union = record(0, summed((0.25,) * 4, every), summed((0.25,) * 4, every))
+    (finding,) = numbers.findings([rank(0), rank(1)], union)
+    assert finding.name == "micro_batches_unequal"
+    assert "relative to the last one by 2, 1:" in finding.sentence
+
+
 def test_factors_of_parts_are_solved_for() -> None:
     parts = gradients()
     found = combination(summed((0.3, -2.0), parts), parts)

@@ -23,7 +23,7 @@ FINDING_NAMES: Mapping[str, str] = {
     "hang": "ranks wait for others that do not arrive",
     "inputs_differ": "the ranks of one tensor-parallel group are given different inputs",
     "learning_rates": "learning rates differ between ranks",
-    "loaded_weights": "ranks load other weights than were saved",
+    "loaded_weights": "ranks load other weights, or another state of an optimizer, than were saved",
     "loss_statistics": "the loss uses statistics of the rows of each rank alone",
     "micro_batch_statistics": "a step's gradient depends on which rows share a micro-batch",
     "micro_batches_unequal": "the micro-batches of a window have unequal weights in the gradient",

@@ -110,6 +110,7 @@ class OptimizerSteps:
             "momenta": [{key: group[key] for key in MOMENTA if key in group} for group in optimizer.param_groups],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
+            "state_shards": _state_shards(parameters, optimizer),
             "evaluating": dict(self._networks.evaluating),
             "decays": [float(group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group],
             "trainable": {n: p.requires_grad for root in self._networks.roots() for n, p in root.parameters()},
@@ -254,6 +255,19 @@ def _state(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str,
         }
         for name, parameter in parameters.items()
     }
+
+
+def _state_shards(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, dict[str, str]]:
+    """A digest of what this rank holds of each sharded tensor of an optimizer's state, by parameter; those that do not
+    vary, as before the first step, are left out."""
+    found = dict[str, dict[str, str]]()
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements):
+                local = value.to_local()
+                if local.numel() > 1 and bool((local != local.flatten()[0]).any()):
+                    found.setdefault(name, {})[key] = digest(local_bytes(value))
+    return found
 
 
 def install(

@@ -8,7 +8,9 @@ from apportion.script_check.comparison.causes import (
     groups,
     lists,
     micro_batches,
+    state,
     statistics,
+    summed_again,
     weighting,
 )
 from apportion.script_check.comparison.evidence import Evidence
@@ -29,6 +31,7 @@ def explained(evidence: Evidence) -> Finding:
         weighting.ranks_weighted,
         micro_batches.ranks_weighted_alike,
         clipping.cause,
+        summed_again.cause,
         groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,
@@ -45,6 +48,8 @@ def _weights(evidence: Evidence) -> Finding:
     names = evidence.shown(found.names)
     ranks = tuple(sorted({difference.rank for difference in found.differences}))
     where = "all ranks" if len(ranks) == evidence.count else ranks_listed(ranks)
+    if (repeated := state.repeated(evidence)) is not None:
+        return repeated
     steps = [step for step in evidence.steps if step is not None]
     if len({tuple(step["rates"]) for step in steps}) > 1:
         why = ": the learning rates differ between the ranks"

@@ -1,4 +1,4 @@
-"""Gradients that are clipped, before or after they are averaged, in recorded numbers and in whole scripts."""
+"""Gradients that are clipped before or after their average, and optimizers that hold or load the wrong tensors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def network() -> dict[str, Any]:
 def step(number: int, gradients: Arrays, **more: Any) -> dict[str, Any]:
     return {
         "kind": "step", "step": number, "number": number, "optimizer": 0, "gradients": gradients, "weights": {},
-        "buffers": {}, "rates": [0.1], "placements": {}, "state": {}, "site": "train.py:20", "forwards": number, **more,
-    }  # fmt: skip
+        "buffers": {}, "rates": [0.1], "placements": {}, "state": {}, "site": "train.py:20", "forwards": number,
+    } | more  # fmt: skip
 
 
 def clip(function: str, limit: float, norm: float | None = None, at: int = 0) -> dict[str, Any]:
@@ -136,6 +136,25 @@ def test_an_optimizer_that_was_made_before_parameters_were_flattened() -> None:
     assert finding.site == "train.py:8"
     assert finding.tensors == ("0.weight", "0.bias", "1.weight")
     assert held.findings([RankRecord(0, (network(), step(1, {}, flattened=[], made_at="")))]) == []
+
+
+def sharded_step(rank: int, weights: Arrays, shards: dict[str, dict[str, str]], placement: str) -> RankRecord:
+    ones = {name: np.ones(shape) for name, shape in SHAPES.items()}
+    made = step(1, ones, weights=weights, state_shards=shards, placements=dict.fromkeys(SHAPES, placement))
+    return RankRecord(rank, (network(), {"kind": "load", "step": 0, "path": "a", "site": "train.py:11"}, made))
+
+
+@pytest.mark.parametrize(("placement", "name"), [("(Shard(dim=0),)", "loaded_weights"), ("(Replicate(), Shard", "")])
+def test_a_state_of_an_optimizer_that_repeats_the_shards_of_one_rank(placement: str, name: str) -> None:
+    shards = {"net.0.weight": {"exp_avg": "a", "exp_avg_sq": "b"}}
+    weights = gradients()
+    ranks = [sharded_step(rank, weights, shards, placement) for rank in range(2)]
+    (finding,) = numbers.findings(ranks, sharded_step(0, gradients(), {}, ""))
+    assert finding.name == (name or "weights_differ")
+    if name:
+        assert finding.tensors == ("0.weight",)
+        assert finding.site == "train.py:11"
+        assert "exp_avg and exp_avg_sq" in finding.sentence
 
 
 HEAD = """
