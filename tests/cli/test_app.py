@@ -41,7 +41,7 @@ FLAGS = {
     "proofs": ["--help", "--json", "--remove"],
     "check": [
         "--accept", "--help", "--hosts", "--json", "--launcher", "--out", "--reference", "--steps", "--strategy",
-        "--workers", "-m",
+        "--then", "--workers", "-m",
     ],
     "compare": ["--help", "--hosts", "--json", "--launcher", "--out", "--steps", "--strategy", "--workers"],
     "plan": [
