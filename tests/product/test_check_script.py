@@ -166,6 +166,7 @@ def test_a_mistake_is_named_with_its_factor_tensors_line_and_page(folder: Path) 
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_the_answer_is_printed_where_the_page_cannot_be_written(folder: Path) -> None:
     name = f"{'long' * 62}.html"  # a temporary name beside it is too long for the file system
     command = [sys.executable, "-m", "apportion", "check", "train.py", "--steps", "1", "--out", name]

@@ -171,7 +171,7 @@ MISTAKES = [
     ),
 ]
 
-QUICK = ("06_trainer_class_lstm", "16_resumed_momentum")
+QUICK = ("16_resumed_momentum",)
 
 
 def cases(*quick: str) -> list[Any]:

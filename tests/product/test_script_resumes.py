@@ -31,6 +31,8 @@ def check(*own: str, then: str = "--resume last.pt", folder: Path, flags: tuple[
     return found
 
 
+@pytest.mark.processes
+@pytest.mark.thorough
 def test_a_run_that_resumes_with_all_of_its_state_is_the_same_network(tmp_path: Path) -> None:
     found = check(folder=tmp_path)
     assert found["verdict"] == "the same network", found["findings"]

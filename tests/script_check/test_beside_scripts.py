@@ -169,6 +169,7 @@ def test_the_same_noise_on_all_ranks(tmp_path: Path) -> None:
     assert _names(tmp_path, _NOISE) == {"same_draws": "warning"}
 
 
+@pytest.mark.thorough
 def test_noise_that_each_rank_draws_is_given_to_one_process(tmp_path: Path) -> None:
     assert _names(tmp_path, "torch.manual_seed(9 + rank)\n" + _NOISE) == {}
 

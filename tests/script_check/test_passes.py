@@ -47,7 +47,7 @@ def test_a_rank_that_dies_before_it_records_has_failed(tmp_path: Path, monkeypat
     assert "failed on rank 0: its process died" in str(unusable(passed, 2))
 
 
-@pytest.mark.parametrize(("status", "how"), [(0, "ended"), (3, "exited")])
+@pytest.mark.parametrize(("status", "how"), [(0, "ended"), pytest.param(3, "exited", marks=pytest.mark.thorough)])
 def test_a_script_that_leaves_without_an_exit_has_ended(tmp_path: Path, status: int, how: str) -> None:
     forked = "import os\npid = os.fork()\nif not pid:\n    os._exit(0)\nos.waitpid(pid, 0)\n"
     (tmp_path / "train.py").write_text(f"{forked}print('left')\nos._exit({status})\n")

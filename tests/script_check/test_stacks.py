@@ -10,7 +10,7 @@ from apportion.script_check.driver import check_script
 from apportion.script_check.script import Script
 
 SCRIPTS = Path(__file__).parent / "stacks"
-FAST = ["pipelines.py inter", "reduced_by_hand.py"]
+FAST = ["reduced_by_hand.py"]
 THOROUGH = [
     "accelerate_loaders.py",
     "accelerate_loaders.py --dispatch",
@@ -50,6 +50,7 @@ THOROUGH = [
     "optimizers.py twice",
     "pipelines.py 1f1b",
     "pipelines.py gpipe",
+    "pipelines.py inter",
     "own_draws.py mixup",
     "own_draws.py paths",
     "own_draws.py replay",
