@@ -51,6 +51,8 @@ def test_gradients_that_are_no_sums_over_rows_have_no_divisors() -> None:
 def test_too_few_elements_say_nothing() -> None:
     first, second = summed(range(12), (4, 4, 4)), summed(list(MOVED), (4, 4, 4))
     assert divisors([each[:6] for each in first], [each[:6] for each in second]) is None
+    first[0][0] = np.inf
+    assert divisors(first, second) is None
 
 
 def test_weights_of_positions_follow_from_another_order() -> None:

@@ -42,7 +42,7 @@ class Rearranged:
 
 def compared(union: RankRecord, other: RankRecord) -> list[Rearranged]:
     """Returns the steps that can be compared: those that begin with the same weights and compute with the same rows,
-    of which ``other`` has them distributed differently, and draw nothing at random."""
+    of which ``other`` has them distributed differently, draw nothing at random, and have finite gradients."""
     found, own, changed = list[Rearranged](), windows(union), windows(other)
     for step in union.steps:
         again = step_of(other, step["optimizer"], step["number"])
@@ -53,7 +53,8 @@ def compared(union: RankRecord, other: RankRecord) -> list[Rearranged]:
             continue
         if _sorted(first) != _sorted(second) or first.rows == second.rows:
             continue
-        if not (_draws(union, step) or _draws(other, again)):
+        finite = np.isfinite(scale_of(step["gradients"])) and np.isfinite(scale_of(again["gradients"]))
+        if finite and not (_draws(union, step) or _draws(other, again)):
             found.append(_judged(union, other, Rearranged(first, step), again))
     return found
 

@@ -47,7 +47,7 @@ def divisors(first: Sequence[Array], second: Sequence[Array]) -> Divisors | None
     columns = [*first, *(-each for each in second)]
     norms = [float(np.linalg.norm(each)) for each in columns]
     length = len(columns[0])
-    if not all(norms) or length <= len(columns):
+    if not all(norms) or not np.isfinite(norms).all() or length <= len(columns):
         return None
     stride = max(1, length // SAMPLE)
     matrix = np.stack([each[::stride] / norm for each, norm in zip(columns, norms, strict=True)], axis=1)
