@@ -195,7 +195,7 @@ def test_its_healthy_twin_is_the_same_network_as_a_module_too(folder: Path) -> N
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_finding_that_is_accepted_does_not_count(folder: Path) -> None:
     words = ["check", "train.py", "--steps", "4", "--", "1"]
     command = [sys.executable, "-m", "apportion", *words]

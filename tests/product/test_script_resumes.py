@@ -32,7 +32,7 @@ def check(*own: str, then: str = "--resume last.pt", folder: Path, flags: tuple[
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_that_resumes_with_all_of_its_state_is_the_same_network(tmp_path: Path) -> None:
     found = check(folder=tmp_path)
     assert found["verdict"] == "the same network", found["findings"]
@@ -42,7 +42,7 @@ def test_a_run_that_resumes_with_all_of_its_state_is_the_same_network(tmp_path: 
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "name", "words"),
     [
@@ -60,7 +60,7 @@ def test_what_is_lost_at_a_resume_is_found(lost: str, name: str, words: str, tmp
 
 
 @pytest.mark.processes
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_that_accumulates_and_resumes_is_the_same_network(tmp_path: Path) -> None:
     own = ("--micro-batches", "2", "--save-every", "1", "--last-step", "3", "--epochs", "3")
     found = check(*own, folder=tmp_path)

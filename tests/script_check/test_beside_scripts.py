@@ -233,7 +233,6 @@ def test_a_schedule_that_counts_ranks(tmp_path: Path, steps: str, names: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.parametrize(("length", "names"), [("1", {}), ("world", {"schedule": "warning"})])
 def test_a_schedule_of_rates_and_momenta(tmp_path: Path, length: str, names: dict[str, str]) -> None:
     assert _names(tmp_path, _ONE_CYCLE.replace("LENGTH", length)) == names

@@ -217,7 +217,7 @@ for rows, target in loader:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("body", "name", "words", "line"),

@@ -9,7 +9,7 @@ import pytest
 from apportion.script_check.driver import check_script
 from apportion.script_check.script import Script
 
-pytestmark = [pytest.mark.processes, pytest.mark.thorough]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 HEAD = """
 import torch, torch.nn as nn, torch.nn.functional as F, torch.distributed as dist
