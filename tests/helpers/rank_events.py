@@ -42,13 +42,21 @@ class Rank:
         begun = {
             "length": 3, "full": 3, "batch_size": 2, "rows": 12, "subset": False, "sampler": "DistributedSampler",
             "shuffles": True, "replicas": 2, "replacement": False, "pads": False, "epochs": True, "site": loader,
-            "worker_seed": None,
+            "worker_seed": None, "selection": None, "data_set": 0, "made": 0,
         }  # fmt: skip
         self.emit("iteration", loader=loader, number=number, **{**begun, **fields})
         return loader, number
 
-    def read(self, place: tuple[str, int], rows: Sequence[int], *, indexed: bool = True, random: bool = False) -> None:
-        """Read one batch."""
+    def read(
+        self,
+        place: tuple[str, int],
+        rows: Sequence[int],
+        *,
+        values: Sequence[float] = (),
+        indexed: bool = True,
+        random: bool = False,
+    ) -> None:
+        """Read one batch of rows, whose values are their numbers unless others are given."""
         number = sum(
             event["kind"] == "batch" and (event["loader"], event["iteration"]) == place for event in self.events
         )
@@ -58,7 +66,7 @@ class Rank:
             iteration=place[1],
             number=number,
             indices=list(rows) if indexed else None,
-            rows=Rows(np.asarray(rows, dtype=np.float64)[:, None], "float64"),
+            rows=Rows(np.asarray(values or rows, dtype=np.float64)[:, None], "float64"),
             random=random,
         )
 

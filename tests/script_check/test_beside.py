@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from rank_events import Rank
@@ -51,6 +52,62 @@ def test_the_same_order_in_two_epochs() -> None:
     assert found.ranks == (0, 1)
     assert "set_epoch" in found.remedy
     assert "on ranks 0, 1 (rows 8, 2, 0, 10, 6, 4, ...), although" in found.sentence
+
+
+def _made_anew(**fields: Any) -> tuple[Rank, Rank]:
+    """Two ranks whose line 5 makes a loader for each of two epochs, with some fields in the second one."""
+    one, two = _two()
+    for rank, epoch in ((one, SHUFFLED), (two, OTHER_SHUFFLED)):
+        rank.epoch(epoch)
+        rank.epoch(epoch, "train.py:5 (2)", **{"made": 3, **fields})
+    return one, two
+
+
+@pytest.mark.parametrize("fields", [{}, {"data_set": 1}], ids=["one data set", "one of the same rows"])
+def test_the_same_order_of_a_loader_that_is_made_anew(fields: dict[str, Any]) -> None:
+    found = _found(_made_anew(**fields))["same_order"]
+    assert (found.severity, found.site, found.ranks) == ("warning", "train.py:5", (0, 1))
+    assert found.sentence.startswith("Two epochs have the same order")
+    assert "made anew for each" in found.sentence
+
+
+def test_a_fixed_order_of_a_loader_that_is_made_anew_is_a_note() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, EPOCH), (two, OTHER)):
+        rank.epoch(epoch, shuffles=False)
+        rank.epoch(epoch, "train.py:5 (2)", shuffles=False, made=3)
+    assert _names((one, two)) == {"fixed_order": "note"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"made": 0}, {"rows": 24}, {"selection": "s"}, {"batch_size": 4}, {"sampler": "RandomSampler"}],
+    ids=["made before", "other rows", "another part", "another size", "another sampler"],
+)
+def test_two_loaders_of_one_line_are_not_two_epochs(fields: dict[str, Any]) -> None:
+    assert "same_order" not in _names(_made_anew(**fields))
+
+
+def test_loaders_of_one_line_for_two_data_sets_are_not_two_epochs() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, SHUFFLED), (two, OTHER_SHUFFLED)):
+        rank.epoch(epoch)
+        place = rank.iteration("train.py:5 (2)", made=3, data_set=1)
+        for rows in epoch:
+            rank.read(place, rows, values=[row + 0.5 for row in rows])
+            rank.train()
+    assert _names((one, two)) == {}
+
+
+def test_loaders_of_one_line_for_two_networks_are_not_two_epochs() -> None:
+    one, two = _two()
+    for rank, epoch in ((one, SHUFFLED), (two, OTHER_SHUFFLED)):
+        rank.epoch(epoch)
+        place = rank.iteration("train.py:5 (2)", made=3)
+        for number, rows in enumerate(epoch, 1):
+            rank.read(place, rows)
+            rank.train(optimizer=1, number=number)
+    assert "same_order" not in _names((one, two))
 
 
 def test_a_fixed_order_is_a_note() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
@@ -22,18 +23,23 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     for record, iterations in zip(ranks, readings, strict=True):
         for earlier, later in _epochs(record, iterations):
             if _same(earlier, later):
-                repeated[earlier.loader].append((record.rank, earlier, later))
+                known = earlier.loader if earlier.loader == later.loader else _line(earlier)
+                repeated[known].append((record.rank, earlier, later))
     return [_finding(found) for found in repeated.values()] + _permutations(ranks)
 
 
 def _epochs(record: RankRecord, iterations: Sequence[Iteration]) -> list[tuple[Iteration, Iteration]]:
-    """The pairs of one epoch and the next of the same loader; none where a run that was resumed reads an epoch anew."""
+    """The pairs of one epoch and the next of the same loader, or of one that the same line has made anew; none where a
+    run that was resumed reads an epoch anew."""
     found = list[tuple[Iteration, Iteration]]()
     last = dict[str, Iteration]()
     for iteration in iterations:
         if not iteration.trained:
             continue
         earlier = last.get(iteration.loader)
+        if earlier is None:
+            others = (other for other in reversed(last.values()) if _made_anew(record, other, iteration))
+            earlier = next(others, None)
         if earlier is not None:
             between = record.events[earlier.position : iteration.position]
             resumed = any(event["kind"] in RESTORES for event in between)
@@ -42,6 +48,31 @@ def _epochs(record: RankRecord, iterations: Sequence[Iteration]) -> list[tuple[I
                 found.append((earlier, iteration))
         last[iteration.loader] = iteration
     return found
+
+
+def _line(iteration: Iteration) -> str:
+    """The line that made the loader; its later loaders are numbered."""
+    return re.sub(r" \(\d+\)$", "", iteration.loader)
+
+
+def _made_anew(record: RankRecord, earlier: Iteration, later: Iteration) -> bool:
+    """Whether the loader of a later iteration takes the place of an earlier one: the same line has made it once steps
+    were made with the other, of the same rows, for the same optimizer."""
+    one, two = earlier.begun, later.begun
+    if _line(earlier) != _line(later) or two["made"] < earlier.trained[0].step:
+        return False
+    if any(one[field] != two[field] for field in ("sampler", "batch_size", "rows", "selection")):
+        return False
+    if one["data_set"] is None or one["data_set"] != two["data_set"]:
+        first, second = earlier.batches[0].contents, later.batches[0].contents
+        if not first or first != second:
+            return False
+    position = later.position
+    trained = [
+        {event["optimizer"] for event in events if event["kind"] == "step"}
+        for events in (record.events[earlier.position : position], record.events[position:])
+    ]
+    return bool(trained[0] & trained[1])
 
 
 def _same(earlier: Iteration, later: Iteration) -> bool:
@@ -67,8 +98,10 @@ def _shuffled(iteration: Iteration) -> bool:
 def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
     _, earlier, later = found[0]
     ranks = tuple(dict.fromkeys(rank for rank, _, _ in found))
-    begun, step = earlier.begun, later.trained[0].step
-    epochs = f"Epochs {earlier.number + 1} and {later.number + 1}"
+    begun, step, line = earlier.begun, later.trained[0].step, _line(earlier)
+    anew = earlier.loader != later.loader
+    epochs = "Two epochs" if anew else f"Epochs {earlier.number + 1} and {later.number + 1}"
+    made = ", which is made anew for each," if anew else ""
     indexed = earlier.batches[0].indexed
     first = f" (rows {', '.join(map(str, _order(earlier)[:_SHOWN]))}, ...)" if indexed else ""
     where = f"on rank {ranks[0]}" if len(ranks) == 1 else f"on ranks {', '.join(map(str, ranks))}"
@@ -76,12 +109,11 @@ def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
         return Finding(
             "fixed_order",
             "note",
-            f"{epochs} of the loader at {earlier.loader} have the same order of rows {where}{first}: no sampler "
-            "shuffles.",
+            f"{epochs} of the loader at {line}{made} have the same order of rows {where}{first}: no sampler shuffles.",
             "Shuffle the training rows if they are meant to come in another order in each epoch.",
             ranks=ranks,
             step=step,
-            site=earlier.loader.partition(" ")[0],
+            site=line,
         )
     kind = begun["sampler"] if indexed else "data set"
     remedy = (
@@ -92,12 +124,12 @@ def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
     return Finding(
         "same_order",
         "warning",
-        f"{epochs} have the same order of rows {where}{first}, although the {kind} of the loader at {earlier.loader} "
+        f"{epochs} have the same order of rows {where}{first}, although the {kind} of the loader at {line}{made} "
         f"shuffles.",
         remedy,
         ranks=ranks,
         step=step,
-        site=earlier.loader.partition(" ")[0],
+        site=line,
     )
 
 

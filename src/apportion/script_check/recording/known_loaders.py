@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from torch.utils.data import DataLoader, Subset
@@ -19,6 +21,7 @@ class Loaders:
     def __init__(self, recorder: Recorder, constants: Constants) -> None:
         self.recorder, self._constants = recorder, constants
         self._made = dict[str, int]()
+        self._data_sets = list[ref[Any]]()
 
     def key(self, loader: Any) -> str:
         """Returns by what name a loader, or a sampler that is used as one, is known."""
@@ -29,6 +32,7 @@ class Loaders:
             known = site if number == 1 else f"{site} ({number})"
             loader.__dict__["_apportion_key"] = known
             loader.__dict__["_apportion_iterations"] = 0
+            loader.__dict__["_apportion_made"] = self.recorder.step
         return str(known)
 
     def begin(
@@ -45,6 +49,7 @@ class Loaders:
             worker_seed=seed,
             subset=type(loader.dataset) is Subset,
             selection=_selection(loader.dataset),
+            data_set=self._data_set(whole(loader.dataset)),
             **order_of(loader),
         )
 
@@ -60,6 +65,7 @@ class Loaders:
             worker_seed=None,
             subset=False,
             selection=None,
+            data_set=None,
             **order_of(sampler),
         )
 
@@ -68,8 +74,26 @@ class Loaders:
         key = self.key(loader)
         number = loader.__dict__["_apportion_iterations"]
         loader.__dict__["_apportion_iterations"] = number + 1
-        self.recorder.emit("iteration", loader=key, number=number, site=self.recorder.site(), **fields)
+        made = loader.__dict__["_apportion_made"]
+        self.recorder.emit("iteration", loader=key, number=number, made=made, site=self.recorder.site(), **fields)
         return key, number
+
+    def _data_set(self, dataset: Any) -> int | None:
+        """Returns by which number this object is known; None where it cannot be told from one that is made later."""
+        with suppress(TypeError):  # lists and tuples have no weak references
+            number = next((at for at, known in enumerate(self._data_sets) if known() is dataset), None)
+            if number is None:
+                number = len(self._data_sets)
+                self._data_sets.append(ref(dataset))
+            return number
+        return None
+
+
+def whole(dataset: Any) -> Any:
+    """Returns the data set that a Subset is taken from."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
 def _selection(dataset: Any) -> str | None:

@@ -19,7 +19,7 @@ from apportion.script_check.feed import FedIteration
 from apportion.script_check.recording import accelerated, dispatching, samplers
 from apportion.script_check.recording.batches import LARGEST_BATCH, MOST_ROWS, SHARE, recorded, restored, size
 from apportion.script_check.recording.constants import Constants
-from apportion.script_check.recording.known_loaders import Loaders, length_of
+from apportion.script_check.recording.known_loaders import Loaders, length_of, whole
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.shortened import Shortened
@@ -34,13 +34,6 @@ def _plain(indices: Any, dataset: Any) -> list[Any]:
         found = [dataset.indices[index] for index in found]
         dataset = dataset.dataset
     return [int(each) if hasattr(each, "__index__") else each for each in found]
-
-
-def _whole(dataset: Any) -> Any:
-    """Returns the data set that a Subset is taken from."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return dataset
 
 
 def install(recorder: Recorder, constants: Constants) -> None:
@@ -252,7 +245,7 @@ class _Fed:
             batch = restored(tree)
         else:
             assert self._loader.collate_fn is not None
-            rows = _whole(self._loader.dataset)
+            rows = whole(self._loader.dataset)
             outer, self._recorder.drawing = self._recorder.drawing, "rows"
             try:
                 batch = self._loader.collate_fn([rows[index] for index in indices])
