@@ -39,6 +39,14 @@ def test_a_disk_that_takes_no_records_is_an_error(tmp_path: Path) -> None:
         run_pass("ranks", Script(str(tmp_path / "train.py")), 1, Conditions(tmp_path / "check"))
 
 
+@pytest.mark.thorough
+def test_a_disk_that_takes_no_records_of_the_second_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import sys\nif sys.argv[1:]:\n    exec({FULL!r})\n")
+    script = Script(str(tmp_path / "train.py"), then=("--full",))
+    with pytest.raises(ApportionError, match=r"rank 0 could not write its record"):
+        run_pass("ranks", script, 1, Conditions(tmp_path / "check"))
+
+
 def test_a_rank_that_dies_before_it_records_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
     monkeypatch.setattr(passes, "_environment", lambda *_: {"PYTHONHOME": "/nowhere"})  # Python ends at once

@@ -69,7 +69,7 @@ def check_script(  # noqa: PLR0913 (the flags)
     try:
         spread = spread_over(script, ranks, conditions)
         if (hanging := _hanging(spread.passed, script)) is not None:
-            return replace(hanging, about=spread.about)
+            return replace(hanging, about=(*spread.about, *_again(spread.passed)))
         spread = within_limit(spread, script, ranks)
         if (reason := unusable(spread.passed, ranks)) is not None:
             return ScriptAnswer("could not run", reason=reason, about=spread.about)
@@ -133,14 +133,18 @@ class _Passes:
         ranks = self.spread.passed.records
         compiled = [_UNCOMPILED] if any(record.of("compiled") for record in ranks) else []
         sandbox = [self.spread.passed.sandbox] if self.spread.passed.sandbox else []
-        again = [_again(self.spread.passed.then)] if self.spread.passed.then is not None else []
-        own = [*self.spread.about, *again, *compiled, *sandbox, *beside.shortened(ranks)]
+        own = [*self.spread.about, *_again(self.spread.passed), *compiled, *sandbox, *beside.shortened(ranks)]
         return [*own, *(self.reference.about if self.reference is not None else ()), *self.further.about]
 
 
-def _again(then: Sequence[str]) -> str:
-    how = f"with {shlex.join(then)}" if then else "with the same arguments"
-    return f"The script was run again, {how}, to go on from what its first run had saved."
+def _again(passed: Passed) -> list[str]:
+    """What was done in a second run, where there was one."""
+    if passed.then is None:
+        return []
+    how = f"with {shlex.join(passed.then)}" if passed.then else "with the same arguments"
+    ended = passed.waited.how == "ended"
+    counted = "" if ended else " Its ranks did not end in this second run, whose steps are counted from 1."
+    return [f"The script was run again, {how}, to go on from what its first run had saved.{counted}"]
 
 
 def _passes(spread: Spread, script: Script) -> _Passes:

@@ -26,24 +26,24 @@ _NETWORK_TYPES = {"URLError", "ConnectionError", "ConnectTimeout", "LocalEntryNo
 
 def unusable(passed: Passed, ranks: int) -> str | None:
     """Returns why a pass says nothing, and the remedy; None where it does."""
+    again = _of_second_run(passed)
     if passed.waited.how == "limit":
         late = written_ranks(passed.unfinished)
         return (
-            f"{late} did not end within {passed.seconds:.0f} s: compare fewer steps (--steps), or give the script "
-            f"arguments with which a step is shorter"
+            f"{late}{again} did not end within {passed.seconds:.0f} s: compare fewer steps (--steps), or give the "
+            f"script arguments with which a step is shorter"
         )
     if passed.waited.how == "hang":
         found = report.hang(passed.records, passed.waited.stacks, died=passed.waited.died)
         return "its ranks wait for each other" if found is None else found.finding.sentence
-    again = f", run again with {shlex.join(passed.then)}," if passed.then else ", run again," if resumed(passed) else ""
     if failed := passed.failed:
         first = next((r for r in failed if r.outcome is not None), failed[0])
         output = passed.outputs[first.rank]
         reason = f"the script{again} failed on rank {first.rank}: {described(first.outcome, output)}"
-        help_ = _saved_late(first) if resumed(passed) else ""
+        help_ = _saved_late(first) if again else ""
         return ". ".join(filter(None, (reason.rstrip(". "), help_ or remedy(first.outcome, output, ranks))))
     last = next((line for line in map(last_line, passed.outputs) if line), "")
-    if resumed(passed) and not any(record.runs[1].steps for record in passed.records):
+    if again and not any(record.runs[1].steps for record in passed.records):
         ending = f"; its last line was: {last}" if last else ""
         return (
             f"the script{again} made no optimizer step{ending}. Give it arguments with --then with which it goes on "
@@ -59,9 +59,11 @@ def unusable(passed: Passed, ranks: int) -> str | None:
     return None
 
 
-def resumed(passed: Passed) -> bool:
-    """Whether a script was run a second time."""
-    return any(record.runs for record in passed.records)
+def _of_second_run(passed: Passed) -> str:
+    """What a second run was, as a clause between commas; empty where the script was run once."""
+    if passed.then is None:
+        return ""
+    return f", run again with {shlex.join(passed.then)}," if passed.then else ", run again,"
 
 
 def _saved_late(record: RankRecord) -> str:

@@ -140,7 +140,7 @@ def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, condit
     )
     waited = wait_for_ranks(folder, ranks, [process.pid for process in processes], since + conditions.limit)
     found = read_records(folder)  # before the ranks end, as those that wait raise when another one ends
-    unwritable = [process.number for process in processes if process.poll() == UNWRITABLE]
+    unwritable = [rank for rank, process in enumerate(processes) if process.poll() == UNWRITABLE]
     missing = set(range(ranks)) - {record.rank for record in found}  # their process died before it could record
     records = sorted([*found, *map(RankRecord, missing)], key=lambda record: record.rank)
     if unwritable:
