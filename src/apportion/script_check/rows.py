@@ -48,7 +48,7 @@ def joined(trees: Sequence[Any], rows: Sequence[int] | None = None, *, loosely: 
     if rows is not None and not _have_rows(trees, rows):
         if not loosely:
             raise Unjoinable("a tensor of the batch does not have a value for each row")
-        if any(_counts_rows(array, n) for tree, n in zip(trees, rows, strict=True) for array in _arrays(tree, n)):
+        if any(_counts_rows(array, n) for tree, n in zip(trees, rows, strict=True) for array in arrays_of(tree, n)):
             raise Unjoinable("a tensor of the batch holds the places of its rows")
     return _joined(first, trees, rows)
 
@@ -75,7 +75,7 @@ def _have_rows(trees: Sequence[Any], rows: Sequence[int]) -> bool:
     """Whether the tensors of each batch, but for those in lists with an entry for each row, have its rows as their
     first dimension, or all of them another one, such as two views of each row."""
     for tree, count in zip(trees, rows, strict=True):
-        sizes = {len(array) for array in _arrays(tree, count) if array.ndim}
+        sizes = {len(array) for array in arrays_of(tree, count) if array.ndim}
         if len(sizes) > 1:
             return False
     return True
@@ -92,18 +92,18 @@ def _counts_rows(array: np.ndarray[Any, Any], rows: int) -> bool:
     )
 
 
-def _arrays(tree: Any, rows: int | None = None) -> Iterator[np.ndarray[Any, Any]]:
-    """The arrays of a tree; without those in lists with an entry for each of its ``rows`` rows."""
+def arrays_of(tree: Any, rows: int | None = None) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields the arrays of a tree; without those in lists with an entry for each of its ``rows`` rows."""
     if isinstance(tree, Rows):
         yield tree.values
     elif isinstance(tree, Structure):
-        yield from _arrays(tree.parts, rows)
+        yield from arrays_of(tree.parts, rows)
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from _arrays(value, rows)
+            yield from arrays_of(value, rows)
     elif isinstance(tree, tuple | list) and (rows is None or not have_entries([tree], [rows])):
         for value in tree:
-            yield from _arrays(value, rows)
+            yield from arrays_of(value, rows)
 
 
 def have_entries(trees: Sequence[Any], rows: Sequence[int]) -> bool:
@@ -115,7 +115,7 @@ def have_entries(trees: Sequence[Any], rows: Sequence[int]) -> bool:
         return False
     return any(
         not isinstance(value, Rows | Structure | Mapping | tuple | list)
-        or any(array.shape[:1] != (count,) for array in _arrays(value))
+        or any(array.shape[:1] != (count,) for array in arrays_of(value))
         for tree, count in zip(trees, rows, strict=True)
         for value in tree
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from apportion.script_check.record import Event, RankRecord
-from apportion.script_check.rows import Rows, Structure
+from apportion.script_check.rows import arrays_of
 
 _SHARED = 0.1
 """The share of all values that two ranks have to have in common for their rows to come from one data set."""
@@ -244,7 +244,7 @@ def _attribute(runs: list[_BatchRun]) -> None:
 
 def row_digests(tree: Any) -> Iterator[str]:
     """Yields for each row of a batch a digest of its values."""
-    arrays = [array for array in _arrays(tree) if array.ndim]
+    arrays = [array for array in arrays_of(tree) if array.ndim]
     if not arrays:
         return
     for row in range(len(arrays[0])):
@@ -253,19 +253,6 @@ def row_digests(tree: Any) -> Iterator[str]:
             if row < len(array):
                 found.update(np.ascontiguousarray(array[row]).tobytes())
         yield found.hexdigest()
-
-
-def _arrays(tree: Any) -> Iterator[np.ndarray[Any, Any]]:
-    if isinstance(tree, Rows):
-        yield tree.values
-    elif isinstance(tree, Structure):
-        yield from _arrays(tree.parts)
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _arrays(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _arrays(value)
 
 
 def _key(index: Any) -> Hashable:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from apportion.script_check.comparison.reading import Iteration
-from apportion.script_check.rows import Rows, Structure
+from apportion.script_check.rows import Rows, Structure, arrays_of
 
 Array = np.ndarray[Any, Any]
 Column = Sequence[Any] | Array
@@ -72,19 +72,6 @@ def _columns(tree: Any, rows: int, place: str) -> Iterator[tuple[str, Column]]:
             for number, value in enumerate(tree):
                 yield from _columns(value, rows, f"{place}.{number}")
         else:
-            entries = [list(_arrays(each)) for each in tree]
+            entries = [list(arrays_of(each)) for each in tree]
             if not all(array.shape[:1] == (rows,) for entry in entries for array in entry):  # else it can be either
                 yield place, entries
-
-
-def _arrays(tree: Any) -> Iterator[Array]:
-    if isinstance(tree, Rows):
-        yield tree.values
-    elif isinstance(tree, Structure):
-        yield from _arrays(tree.parts)
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _arrays(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _arrays(value)

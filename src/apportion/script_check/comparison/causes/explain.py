@@ -10,7 +10,6 @@ from apportion.script_check.comparison.causes import (
     micro_batches,
     state,
     statistics,
-    summed_again,
     weighting,
 )
 from apportion.script_check.comparison.evidence import Evidence
@@ -31,7 +30,7 @@ def explained(evidence: Evidence) -> Finding:
         weighting.ranks_weighted,
         micro_batches.ranks_weighted_alike,
         clipping.cause,
-        summed_again.cause,
+        micro_batches.summed_again,
         groups.shards_scaled,
         statistics.cause,
         weighting.ranks_scaled_apart,
