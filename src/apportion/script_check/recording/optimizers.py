@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,9 @@ from apportion.script_check.recording.wrappers import Wrappers
 
 MOMENTA = ("momentum", "betas")
 """What else than the rate a schedule changes in a group of parameters, as that of one cycle does."""
+
+_BEFORE_CLOSURE = ("rates", "momenta", "weights_before", "stateful", "generators")
+"""What is recorded of a step before a closure is called, as the closure or the step may change it."""
 
 
 @dataclass(frozen=True)
@@ -68,32 +72,66 @@ class OptimizerSteps:
         self.begun = 0
         """The number of steps begun."""
 
-    def before(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
-        """Before a step: its gradients."""
+    def before(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> tuple[Any, Any] | None:
+        """Before a step: its gradients. Where the step is given a closure, which computes them, they are recorded once
+        it has; returns the arguments with such a closure."""
         self._depth[id(optimizer)] = depth = self._depth.get(id(optimizer), 0) + 1
         if depth > 1 or not self._recorder.active:
-            return
+            return None
         self._ignored = _makes_state(self._recorder)
         if self._ignored:
-            return
+            return None
         self.begun += 1
+        given = _with_closure(args, kwargs or {}, lambda closure: self._recording(optimizer, closure))
+        if given is None:
+            self._begin(optimizer)
+            made = not self._ignored
+        else:
+            made = self._replay is None or self._replay.last
+            if made:
+                self._check_last(optimizer)
+        if made:
+            self._feed_rates(optimizer, self._number(optimizer))
+        return given
+
+    def _begin(self, optimizer: Any, known: Mapping[str, Any] | None = None) -> None:
+        """Record what an optimizer is given, once its gradients are computed. ``known``: what was observed before."""
         self._ignored = self._replay is not None and not self._replay.step(optimizer)
         if self._ignored:
             return
+        self._check_last(optimizer)
         number = self._number(optimizer)
-        if self._made.get(number, 0) >= self._recorder.plan["steps"]:
-            raise Finished
         self._wrappers.before_step(number)
         with gathered(self._networks.roots(), gradients=True):
-            self._before = self.observed(optimizer)
+            self._before = {**self.observed(optimizer), **(known or {})}
             self._note_contributions(optimizer, number)
         self._contributions.stepping = True
-        self._feed_rates(optimizer, number)
+
+    def _check_last(self, optimizer: Any) -> None:
+        """Raise Finished where an optimizer has made the last step that is recorded."""
+        if self._made.get(self._number(optimizer), 0) >= self._recorder.plan["steps"]:
+            raise Finished
+
+    def _recording(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a closure after whose first call the gradients are recorded; later ones belong to a line search."""
+        self._before = self.observed(optimizer)  # in case that the closure is not called
+        known = {key: self._before[key] for key in _BEFORE_CLOSURE}
+        begun = False
+
+        @wraps(closure)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            nonlocal begun
+            loss = closure(*args, **kwargs)
+            if not begun:
+                begun = True
+                self._begin(optimizer, known)
+            return loss
+
+        return recorded
 
     def before_plain(self, optimizer: Any) -> None:
         """Before a step of an optimizer that torch's hooks do not see. Raises Finished after the last one."""
-        if self._made.get(self._number(optimizer), 0) >= self._recorder.plan["steps"]:
-            raise Finished
+        self._check_last(optimizer)
         self._note_contributions(optimizer, self._number(optimizer))
         self._rates = []
 
@@ -217,6 +255,18 @@ class OptimizerSteps:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 if recorded is not None and recorded.shape == tuple(local.shape):
                     local.copy_(torch.as_tensor(recorded))
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the arguments of a step with its closure changed; None where it has none. The first one is the
+    optimizer."""
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": change(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], change(args[1]), *args[2:]), kwargs
+    return None
 
 
 def _makes_state(recorder: Recorder) -> bool:
