@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from apportion.process import die_with_parent
 from apportion.script_check.feed import load_feed
-from apportion.script_check.recording import stacks
+from apportion.script_check.recording import lightning_devices, stacks
 from apportion.script_check.recording.plan import load_plan
 from apportion.script_check.recording.recorder import Finished, Recorder
 
@@ -31,6 +31,7 @@ def main(path: str) -> None:
         plan["feed"] = load_feed(plan["feed"])
     recorder = Recorder(plan, int(os.environ["RANK"]))
     stacks.install(recorder)
+    lightning_devices.install(int(plan["ranks"]))
     _watch_exit(recorder)
     recorder.emit("start", pid=os.getpid(), rank=recorder.rank, thread=threading.get_ident(), time=time.monotonic())
     outcome: dict[str, Any] = {"how": "ended"}
