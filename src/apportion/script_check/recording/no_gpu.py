@@ -47,6 +47,7 @@ def install(recorder: Recorder) -> None:
     _move_loaded()
     _use_gloo()
     _move_constructors()
+    _accept_bfloat16_hooks()
 
 
 def _move_modules() -> None:
@@ -155,6 +156,20 @@ def _move_constructors() -> None:
         DataLoader.__init__, pin_memory=False, pin_memory_device=""
     )
     torch.Generator = _Generator  # type: ignore[misc]
+
+
+def _accept_bfloat16_hooks() -> None:
+    """Accepts communication hooks that sum in bfloat16, which DDP refuses where torch has no NCCL."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    check: Any = DistributedDataParallel._check_comm_hook
+
+    @wraps(check)
+    def checked(self: DistributedDataParallel, hook: Any) -> None:
+        if getattr(hook, "__name__", "") not in ("bf16_compress_hook", "bf16_compress_wrapper_hook"):
+            check(self, hook)
+
+    DistributedDataParallel._check_comm_hook = checked  # type: ignore[method-assign]
 
 
 def _unpinned(begin: Callable[..., None]) -> Callable[..., None]:
