@@ -90,6 +90,30 @@ for rows, target in loader:
     F.mse_loss(CALL(net(rows)), target).backward()
     optimizer.step()
 """
+CLOSURE = """
+plain = net.module
+optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+for rows, target in loader:
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(plain(rows)[:, :2], target)
+        loss.backward()
+        for weight in plain.parameters():
+            dist.all_reduce(weight.grad)
+            weight.grad /= DIVISOR
+        return loss
+    optimizer.step(closure)
+"""
+ANEW = """
+for epoch in range(3):
+    sampler = DistributedSampler(data, seed=2)
+    sampler.set_epoch(EPOCH)
+    epochs = DataLoader(data, batch_size=8, sampler=sampler)
+    for rows, target in epochs:
+        optimizer.zero_grad()
+        F.mse_loss(net(rows)[:, :2], target).backward()
+        optimizer.step()
+"""
 DRAWN_AT_ONCE = """
 class Drawn(IterableDataset):
     epoch = 0
@@ -124,8 +148,17 @@ for epoch in range(3):
         (WITHOUT_LOADER.replace("ORDER", "np.random.default_rng(3).permutation(32)"), "same_order", "order = np"),
         (WITHOUT_GRAPH, "gather_without_gradient", "dist.all_gather(parts, z)"),
         (HEADS.replace("CALL", "head.module.predicted"), "not_averaged", "head.module.predicted(net(rows))"),
+        (CLOSURE.replace("DIVISOR", "1"), "scale", "F.mse_loss(plain(rows)"),
+        (ANEW.replace("EPOCH", "0"), "same_order", "epochs = DataLoader"),
     ],
-    ids=["sampled", "permuted", "gathered inside of no_grad", "a method of the wrapped module"],
+    ids=[
+        "sampled",
+        "permuted",
+        "gathered inside of no_grad",
+        "a method of the wrapped module",
+        "summed in a closure",
+        "made anew",
+    ],
 )
 def test_a_mistake_is_found_at_its_line(tmp_path: Path, body: str, name: str, line: str) -> None:
     script = tmp_path / "train.py"
@@ -145,8 +178,18 @@ def test_a_mistake_is_found_at_its_line(tmp_path: Path, body: str, name: str, li
         HEADS.replace("CALL", "head"),
         DRAWN_AT_ONCE,
         WITHOUT_LOADER.replace("ORDER", "np.random.default_rng(3 + epoch).permutation(32)"),
+        CLOSURE.replace("DIVISOR", "world"),
+        ANEW.replace("EPOCH", "epoch"),
     ],
-    ids=["gather with a backward", "gathered for a log", "two wrappers", "rows drawn at once", "permuted by epoch"],
+    ids=[
+        "gather with a backward",
+        "gathered for a log",
+        "two wrappers",
+        "rows drawn at once",
+        "permuted by epoch",
+        "averaged in a closure",
+        "made anew",
+    ],
 )
 def test_a_healthy_script_has_no_finding(tmp_path: Path, body: str) -> None:
     script = tmp_path / "train.py"

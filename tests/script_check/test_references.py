@@ -48,7 +48,7 @@ def step(number: int = 1, **gradients: list[float]) -> dict[str, Any]:
 
 
 def read(*batches: list[int]) -> list[dict[str, Any]]:
-    begun = {"kind": "iteration", "loader": "a", "number": 0, "length": len(batches)}
+    begun = {"kind": "iteration", "loader": "a", "number": 0, "length": len(batches), "rows": 9}
     rows = [
         {"kind": "batch", "loader": "a", "iteration": 0, "indices": rows, "rows": Rows(np.array(rows), "int64")}
         for rows in batches
@@ -188,7 +188,9 @@ def test_rows_that_a_script_chooses_by_itself_have_to_be_those_of_the_ranks() ->
     ranks = [called(0, "a", "b"), called(1, "c")]
     assert same_rows(ranks, called(0, "c", "b", "a"), 1)
     assert not same_rows(ranks, called(0, "a", "b"), 1)
-    assert same_rows([record(0, *read([1]), *ranks[0].events)], called(0, "z"), 1), "the feed has seen to it"
+    fed, other = record(0, *read([1]), *ranks[0].events), called(0, "z")
+    assert same_rows([fed], record(0, *read([1]), *other.events), 1), "the feed has seen to it"
+    assert not same_rows([fed], other, 1), "one process has not read from the loader that is fed"
 
 
 def test_more_calls_for_one_batch_are_no_accumulation() -> None:

@@ -46,8 +46,8 @@ STEPS = 24
 _UNCOMPILED = "What the script compiles ran uncompiled, in float64."
 _UNREADABLE = "they have no indices to read them again by, or their values are random"
 _OWN_ROWS = (
-    "the script chooses its rows without a DataLoader, and as one process it chooses others than the ranks: have it "
-    "read them through a loader or a batch sampler of torch, or divide the batch of all ranks by their number"
+    "as one process the script chooses other rows than the ranks: have it read them through the same loader or batch "
+    "sampler of torch, or, where it has none, divide the batch of all ranks by their number"
 )
 
 

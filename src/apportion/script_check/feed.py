@@ -22,7 +22,7 @@ class FedIteration:
     data set and collate function. ``evaluation``: that the rows are those of an evaluation, of which each is read once,
     in batches of the loader's own size; ``indices`` is then one list, or ``batches`` has one tree for each row.
     ``exhausted``: whether the ranks read it to its end. ``length``: the number of batches that it had on the ranks.
-    ``parts``: of each batch, how many rows each rank has read.
+    ``parts``: of each batch, how many rows each rank has read. ``rows``: the length of the loader's data set.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -31,6 +31,7 @@ class FedIteration:
     exhausted: bool = True
     length: int | None = None
     parts: list[list[int]] = field(default_factory=list)
+    rows: int | None = None
 
 
 @dataclass

@@ -137,7 +137,7 @@ class _Loader(NamedTuple):
 def _iteration(
     loader: _Loader, number: int, begun: Sequence[tuple[RankRecord, Any]], evaluation: bool, interleaved: bool
 ) -> FedIteration:
-    name, local = loader.name, loader.local
+    name, local, size = loader.name, loader.local, begun[0][1]["rows"]
     read = [[e for e in record.of("batch") if e["loader"] == name and e["iteration"] == number] for record, _ in begun]
     exhausted = any(
         e["loader"] == name and e["iteration"] == number for record, _ in begun for e in record.of("exhausted")
@@ -145,13 +145,14 @@ def _iteration(
     if evaluation and (local or not _indexed(read)) and begun[0][1]["batch_size"]:
         parts = _evaluated(read, local)
         if parts is not None:
-            return FedIteration(batches=parts, evaluation=True, exhausted=exhausted)
+            return FedIteration(batches=parts, evaluation=True, exhausted=exhausted, rows=size)
     elif evaluation and _indexed(read):
         rows = sorted({index for batches in read for event in batches for index in event["indices"]})
-        return FedIteration(indices=[rows], evaluation=True, exhausted=exhausted)
+        return FedIteration(indices=[rows], evaluation=True, exhausted=exhausted, rows=size)
     parts = _distinct(read, local)
     length = begun[0][1]["length"]
-    fed = FedIteration(exhausted=exhausted, length=length * len(parts) if interleaved and length else length)
+    length = length * len(parts) if interleaved and length else length
+    fed = FedIteration(exhausted=exhausted, length=length, rows=size)
     for position in range(max(map(len, read), default=0)):
         events = [batches[position] for batches in parts if position < len(batches)]
         for together in [[event] for event in events] if interleaved else [events]:

@@ -92,11 +92,11 @@ def untrained(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
 def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:
     """Whether the networks of one process were called, up to a number of steps, with the rows of all ranks.
 
-    A script that reads from a loader has them, as one process is fed with what the ranks have read; so has one of which
-    no rows were recorded.
+    A script that reads from a loader has them, as one process is fed with what the ranks have read, unless it reads
+    from loaders that the ranks do not have; so has one of which no rows were recorded.
     """
     if any(event["step"] < steps for record in ranks for event in record.of("batch")):
-        return True
+        return any(event["step"] < steps for event in union.of("batch"))
     for step in range(steps):
         wanted, found = set[Any](), set[Any]()
         for record in ranks:

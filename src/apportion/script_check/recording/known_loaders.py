@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -10,6 +11,7 @@ from weakref import ref
 import numpy as np
 from torch.utils.data import DataLoader, Subset
 
+from apportion.script_check.feed import FedIteration
 from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.orders import order_of
 from apportion.script_check.recording.recorder import Recorder
@@ -22,6 +24,7 @@ class Loaders:
         self.recorder, self._constants = recorder, constants
         self._made = dict[str, int]()
         self._data_sets = list[ref[Any]]()
+        self._fed = set[str]()
 
     def key(self, loader: Any) -> str:
         """Returns by what name a loader, or a sampler that is used as one, is known."""
@@ -34,6 +37,23 @@ class Loaders:
             loader.__dict__["_apportion_iterations"] = 0
             loader.__dict__["_apportion_made"] = self.recorder.step
         return str(known)
+
+    def fed(self, loader: Any, rows: int | None) -> Sequence[FedIteration]:
+        """Returns what a loader, or a sampler that is used as one, yields in a fed pass. One that the script makes at
+        another line as one process, or that a framework makes there on ranks alone, is given what the ranks have read
+        of the first loader over as many ``rows`` that has no other to take its place."""
+        feed, key = self.recorder.feed, self.key(loader)
+        iterations: Mapping[str, Sequence[FedIteration]] = {} if feed is None else feed.iterations
+        if key not in iterations and key not in self._fed:
+            made = {f"{site} ({number})" if number > 1 else site for site, number in self._numbered()}
+            others = (k for k, each in iterations.items() if k not in self._fed | made and each[0].rows == rows)
+            key = loader.__dict__["_apportion_key"] = next(others, key)
+        self._fed.add(key)
+        return iterations.get(key, [])
+
+    def _numbered(self) -> Iterator[tuple[str, int]]:
+        """The lines of the loaders made so far, with the number of each among those of its line, from 1."""
+        return ((site, number) for site, count in self._made.items() for number in range(1, count + 1))
 
     def begin(
         self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None

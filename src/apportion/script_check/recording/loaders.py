@@ -189,17 +189,16 @@ def _feed(loaders: Loaders) -> None:
 
     @wraps(iterate)
     def fed(self: DataLoader[Any]) -> Any:
-        key = loaders.key(self)
-        iterations = feed.iterations.get(key, [])
+        iterations = loaders.fed(self, length_of(self.dataset))
         number = self.__dict__["_apportion_iterations"]
         if number >= len(iterations):
             return iterate(self)
         loaders.begin(self, iterations[number].length, iterations[number].length)
-        return _Fed(recorder, self, key, number, iterations[number])
+        return _Fed(recorder, self, loaders.key(self), number, iterations[number])
 
     @wraps(length)
     def fed_length(self: DataLoader[Any]) -> int:
-        iterations = feed.iterations.get(loaders.key(self), [])
+        iterations = loaders.fed(self, length_of(self.dataset))
         found = iterations[0].length if iterations and not iterations[0].evaluation else None
         return length(self) if found is None else found
 

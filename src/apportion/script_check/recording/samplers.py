@@ -56,7 +56,7 @@ def _recorded(loaders: Loaders, sampler: BatchSampler, batches: Iterator[list[An
 
 
 def _fed(loaders: Loaders, sampler: BatchSampler, iterate: Any) -> Iterator[list[Any]]:
-    iterations = loaders.recorder.feed.iterations.get(loaders.key(sampler), [])
+    iterations = loaders.fed(sampler, None)
     number = sampler.__dict__["_apportion_iterations"]
     if number >= len(iterations):
         return _recorded(loaders, sampler, iterate(sampler))

@@ -1,0 +1,50 @@
+"""Loaders that other lines make where there is one process, once or anew for each epoch."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
+train, held_out = TensorDataset(x[:40], x[:40, :2].tanh()), TensorDataset(x[40:], x[40:, :2].tanh())
+
+
+def loaders(epoch):
+    if world > 1:
+        sampler = DistributedSampler(train, seed=2)
+        sampler.set_epoch(epoch)
+        training = DataLoader(train, batch_size=20 // world, sampler=sampler)
+        evaluation = DataLoader(held_out, batch_size=10, sampler=DistributedSampler(held_out, shuffle=False))
+    else:
+        training = DataLoader(train, batch_size=20, shuffle=True)
+        evaluation = DataLoader(held_out, batch_size=10)
+    return training, evaluation
+
+
+net = DDP(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+training, evaluation = loaders(0)
+for epoch in range(3):
+    if "anew" in sys.argv:
+        training, evaluation = loaders(epoch)
+    elif world > 1:
+        training.sampler.set_epoch(epoch)
+    for rows, target in training:
+        optimizer.zero_grad()
+        F.mse_loss(net(rows), target).backward()
+        optimizer.step()
+    with torch.no_grad():
+        total = torch.zeros(2)
+        for rows, target in evaluation:
+            total += torch.stack(
+                [F.mse_loss(net.module(rows), target, reduction="sum"), torch.tensor(float(len(rows)))]
+            )
+        dist.all_reduce(total)
+        print(f"held out: {total[0] / total[1]:.4f}")
+dist.destroy_process_group()
