@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from apportion.script_check import waiting
-from apportion.script_check.processes import activity, rank_processes
+from apportion.script_check.processes import Activity, ProcessorTimes, activity, rank_processes
 from apportion.script_check.recording.stacks import SIGNAL
 from apportion.script_check.waiting import WaitOutcome, wait_for_ranks
 
@@ -64,6 +64,41 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     for process in started.processes:
         process.kill()
         process.wait()
+
+
+IDLE = Activity(ticks=50, transferred=0, ready={"8": 20})
+
+
+@pytest.mark.parametrize(
+    ("now", "spare", "active"),
+    [
+        (IDLE, True, False),
+        (IDLE, False, True),
+        (Activity(50, 0, {"9": 20}), True, False),
+        (Activity(51, 0, {"8": 21}), True, True),
+        (Activity(51, 0, {}), True, False),
+        (Activity(52, 0, {}), True, True),
+        (Activity(50, 4096, {}), True, True),
+        (Activity(50, 0, {}, blocked=1), True, True),
+        (Activity(50, 0, {}), False, False),
+    ],
+    ids=[
+        "seems ready", "waits for a busy processor", "seems ready since now", "computes a little", "woke up",
+        "computes", "reads", "waits for a disk", "sleeps",
+    ],
+)  # fmt: skip
+def test_a_thread_that_only_seems_ready_is_not_active(now: Activity, spare: bool, active: bool) -> None:
+    assert now.since(IDLE, spare=spare) == active
+
+
+@pytest.mark.parametrize(
+    ("total", "idle", "spare"), [(400, 400, True), (400, 50, True), (400, 49, False), (400, 0, False), (0, 0, False)]
+)
+def test_half_of_a_processor_that_is_idle_is_to_spare(
+    total: int, idle: int, spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert ProcessorTimes(1000 + total, 500 + idle).spare(ProcessorTimes(1000, 500)) == spare
 
 
 def test_ranks_have_ended_when_their_records_say_so(ranks: Ranks) -> None:

@@ -15,11 +15,43 @@ _PROC = Path("/proc")
 @dataclass(frozen=True)
 class Activity:
     """What a rank's process and its children have done so far. ``ticks``: CPU time, in the clock ticks of the kernel;
-    ``transferred``: bytes read and written; ``ready``: threads that run, are ready to run, or wait for a disk."""
+    ``transferred``: bytes read and written; ``ready``: the CPU time of each thread that runs or is ready to run;
+    ``blocked``: threads that wait for a disk."""
 
     ticks: int
     transferred: int
-    ready: int
+    ready: Mapping[str, int]
+    blocked: int = 0
+
+    def since(self, before: Activity, *, spare: bool) -> bool:
+        """Whether a processor or a disk was used after ``before``, or is waited for. ``spare``: whether a processor of
+        the machine was idle meanwhile; a thread that is ready and then has had no CPU time only seems to be, as those
+        do that wait in epoll on some virtual machines."""
+        if self.ticks - before.ticks > 1 or self.transferred > before.transferred or self.blocked:
+            return True
+        return any(not spare or ticks > before.ready.get(thread, ticks) for thread, ticks in self.ready.items())
+
+
+@dataclass(frozen=True)
+class ProcessorTimes:
+    """The clock ticks of all processors of the machine so far, and those in which they were idle."""
+
+    total: int
+    idle: int
+
+    def spare(self, before: ProcessorTimes) -> bool:
+        """Whether half of a processor or more was idle after ``before``."""
+        idle, total = self.idle - before.idle, self.total - before.total
+        return total > 0 and 2 * (os.cpu_count() or 1) * idle >= total
+
+
+def processor_times() -> ProcessorTimes:
+    """Returns the times of the machine's processors; zeros where there is no /proc, where none seems to be idle."""
+    try:
+        fields = list(map(int, (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]))
+        return ProcessorTimes(sum(fields), fields[3])
+    except (OSError, IndexError, ValueError):
+        return ProcessorTimes(0, 0)
 
 
 def rank_processes(roots: Sequence[int]) -> dict[int, int]:
@@ -36,7 +68,8 @@ def rank_processes(roots: Sequence[int]) -> dict[int, int]:
 
 def activity(pid: int) -> Activity | None:
     """Returns what a process and its descendants have done; None where it has ended or there is no /proc."""
-    ticks = transferred = ready = 0
+    ticks = transferred = blocked = 0
+    ready = dict[str, int]()
     seen = False
     for each in family(pid):
         for thread in _names(_PROC / str(each) / "task"):
@@ -45,10 +78,13 @@ def activity(pid: int) -> Activity | None:
             except (OSError, ValueError):
                 continue
             seen = seen or fields[0] not in "ZX"
-            ready += fields[0] in "RD"
-            ticks += int(fields[11]) + int(fields[12])
+            used = int(fields[11]) + int(fields[12])
+            if fields[0] == "R":
+                ready[thread] = used
+            blocked += fields[0] == "D"
+            ticks += used
         transferred += _transferred(each)
-    return Activity(ticks, transferred, ready) if seen else None
+    return Activity(ticks, transferred, ready, blocked) if seen else None
 
 
 def handles(pid: int, signal: int) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from apportion.script_check.hangs.sequences import begun_call
-from apportion.script_check.processes import Activity, activity, family, handles, rank_processes
+from apportion.script_check.processes import Activity, activity, family, handles, processor_times, rank_processes
 from apportion.script_check.record import read_records
 from apportion.script_check.recording.stacks import SIGNAL, file_of
 
@@ -85,6 +85,7 @@ class _Watch:
         self._pids = dict[int, int]()
         self._sizes = dict[int, int]()
         self._last = dict[int, Activity]()
+        self._processors = processor_times()
         self._looks = deque[tuple[float, bool]]()
         self._longest = 0.0
         self._inside: tuple[float, bool] = (0.0, False)
@@ -172,6 +173,8 @@ class _Watch:
     def _active(self) -> bool:
         """Whether a rank has used a processor or a disk since the last look, or waits for one."""
         active = False
+        processors = processor_times()
+        spare, self._processors = processors.spare(self._processors), processors
         for rank in self.running:
             done = activity(self._pids[rank]) if rank in self._pids else None
             if done is None:
@@ -179,9 +182,7 @@ class _Watch:
                 continue
             before = self._last.get(rank)
             self._last[rank] = done
-            used = 0 if before is None else done.ticks - before.ticks
-            moved = before is not None and done.transferred > before.transferred
-            active = active or used > 1 or moved or done.ready > 0
+            active = active or (before is not None and done.since(before, spare=spare))
         return active
 
     def _drop_busy(self, now: float) -> None:
