@@ -106,11 +106,9 @@ def masked(length: int) -> dict[str, Tensor]:
 
 
 Case = tuple[Callable[[], nn.Module], Callable[[int], Any]]
-VARIABLE: dict[str, Case] = {
-    "rnn": (lambda: Keyword("RNN", num_layers=2, bidirectional=True), tokens),
-    "attention": (Attending, masked),
-}
+VARIABLE: dict[str, Case] = {"attention": (Attending, masked)}
 FURTHER: dict[str, Case] = {
+    "rnn": (lambda: Keyword("RNN", num_layers=2, bidirectional=True), tokens),
     "one sequence alone": (Alone, lambda n: torch.randn(7, n, 16)),
     "lstm": (lambda: Recurrent("LSTM", bidirectional=True), tokens),
     "gru": (lambda: Recurrent("GRU", num_layers=2), tokens),

@@ -29,8 +29,7 @@ VERDICTS: dict[int, str] = {}
 
 def numbered(*, quick: bool) -> list[Any]:
     numbers = QUICK if quick else range(len(CASES))
-    thorough = {number: (pytest.mark.thorough,) for number in QUICK[1:] if quick}
-    return [pytest.param(n, id=f"{n}-{CASES[n]}", marks=thorough.get(n, ())) for n in numbers]
+    return [pytest.param(number, id=f"{number}-{CASES[number]}") for number in numbers]
 
 
 def check(case: Case, folder: Path) -> dict[str, Any]:
@@ -53,6 +52,7 @@ def check(case: Case, folder: Path) -> dict[str, Any]:
         pytest.fail(f"status {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", numbered(quick=True))
 def test_a_quick_healthy_script_is_the_same_network(number: int, tmp_path: Path) -> None:
     answer = check(CASES[number], tmp_path)

@@ -171,12 +171,12 @@ MISTAKES = [
     ),
 ]
 
-QUICK = ("16_resumed_momentum",)
+QUICK = "16_resumed_momentum"
 
 
-def cases(*quick: str) -> list[Any]:
-    marks = {True: (), False: (pytest.mark.slow,)}
-    return [pytest.param(each, id=each.script, marks=marks[each.script in quick]) for each in MISTAKES]
+def cases() -> list[Any]:
+    marks = {True: pytest.mark.thorough, False: pytest.mark.slow}
+    return [pytest.param(each, id=each.script, marks=marks[each.script == QUICK]) for each in MISTAKES]
 
 
 @lru_cache
@@ -231,20 +231,20 @@ def placed(mistake: Mistake, findings: list[dict[str, Any]]) -> bool:
     return any(part in text[number - 1] for part in mistake.lines for number in given if 0 < number <= len(text))
 
 
-@pytest.mark.parametrize("mistake", cases(*QUICK))
+@pytest.mark.parametrize("mistake", cases())
 def test_a_mistake_is_found_and_its_class_is_named(mistake: Mistake) -> None:
     answer = checked(mistake.script, mistake.workers)
     assert answer["returncode"] == 1, answer
     assert naming(mistake, answer), (mistake.what, answer["findings"], answer.get("reason"))
 
 
-@pytest.mark.parametrize("mistake", cases(*QUICK))
+@pytest.mark.parametrize("mistake", cases())
 def test_the_tensor_or_the_line_is_right(mistake: Mistake) -> None:
     answer = checked(mistake.script, mistake.workers)
     assert placed(mistake, naming(mistake, answer)), (mistake.tensors, mistake.lines, answer["findings"])
 
 
-@pytest.mark.parametrize("mistake", cases(QUICK[0]))
+@pytest.mark.parametrize("mistake", cases())
 def test_the_script_with_the_fix_has_no_finding(mistake: Mistake) -> None:
     answer = checked(f"{mistake.script}_fixed", mistake.workers)
     assert answer["returncode"] == 0, answer

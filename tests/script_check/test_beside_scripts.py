@@ -165,6 +165,7 @@ def _names(tmp_path: Path, script: str) -> dict[str, str]:
     return {finding.name: finding.severity for finding in answer.findings}
 
 
+@pytest.mark.thorough
 def test_the_same_noise_on_all_ranks(tmp_path: Path) -> None:
     assert _names(tmp_path, _NOISE) == {"same_draws": "warning"}
 

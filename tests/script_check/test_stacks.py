@@ -10,7 +10,6 @@ from apportion.script_check.driver import check_script
 from apportion.script_check.script import Script
 
 SCRIPTS = Path(__file__).parent / "stacks"
-FAST = ["reduced_by_hand.py"]
 THOROUGH = [
     "accelerate_loaders.py",
     "accelerate_loaders.py --dispatch",
@@ -51,6 +50,7 @@ THOROUGH = [
     "pipelines.py gpipe",
     "pipelines.py inter",
     "raw_tensors.py",
+    "reduced_by_hand.py",
     "spawned_ranks.py",
     "tensor_and_sequence_parallel.py",
     "two_optimizers.py",
@@ -78,7 +78,6 @@ SLOW = [
 @pytest.mark.parametrize(
     "call",
     [
-        *FAST,
         *(pytest.param(call, marks=pytest.mark.thorough) for call in THOROUGH),
         *(pytest.param(call, marks=pytest.mark.slow) for call in SLOW),
     ],

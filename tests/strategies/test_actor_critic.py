@@ -227,9 +227,8 @@ def test_what_was_trained_is_loaded_and_exported_as_what_acts(tmp_path: Path) ->
     assert [given["shape"] for given in exported.about["inputs"]] == [[None, played.NUMBERS]]
 
 
-@pytest.mark.parametrize(
-    "strategy", ['parameter_server(mode="ordered")', pytest.param("data_parallel", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("strategy", ['parameter_server(mode="ordered")', "data_parallel"])
+@pytest.mark.thorough
 def test_a_proof_of_many_actors_has_them_play(strategy: str) -> None:
     """A proof takes few rows of large batches; of these it takes few actors, and no rollouts that nobody has played."""
     workload = played.workload(actors=48, environments=1, steps=3)
