@@ -35,7 +35,7 @@ def test_the_table_is_about_every_network_and_every_exact_strategy() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.cases(2)
+@pytest.mark.thorough
 def test_a_network_of_a_model_library_is_trained_exactly_or_refused(model: str, strategy: str) -> None:
     assert answer(MODELS[model], strategy) == table()[model, strategy]
 

@@ -410,6 +410,7 @@ def refused(world: World) -> str:
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_ranks_that_meet_over_torch_distributed_are_refused() -> None:
     for told in on_ranks(refused, 2):
         assert "compress=int8 is for ranks on CPUs" in told

@@ -149,8 +149,12 @@ class Heavy(Rests):
 @pytest.mark.serial
 @pytest.mark.parametrize(
     ("steps", "priced", "tried"),
-    [(60, False, False), (400, False, False), (2_400, False, True), (100_000, True, True)],
-    ids=["one process", "no time for trials and a proof", "trials", "prices and trials"],
+    [
+        pytest.param(60, False, False, id="one process"),
+        pytest.param(400, False, False, id="no time for trials and a proof"),
+        pytest.param(2_400, False, True, id="trials"),
+        pytest.param(100_000, True, True, id="prices and trials", marks=pytest.mark.thorough),
+    ],
 )
 def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_proof(
     steps: int, priced: bool, tried: bool, monkeypatch: pytest.MonkeyPatch, within: Within

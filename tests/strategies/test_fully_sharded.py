@@ -521,6 +521,7 @@ def test_a_dead_worker_ends_the_run_with_its_own_cause_and_any_strategy_goes_on_
     policy = Policy(checkpoint_every="2 steps")
     mark = tmp_path / "mark"
     monkeypatch.setenv("FAULT_STEP", "8")
+    monkeypatch.setenv("FAULT_AFTER", str(tmp_path / "run" / "checkpoints" / "latest"))
     monkeypatch.setenv("FAULT_MARK", str(mark))
     with pytest.raises(WorkerFailed, match=cause) as told:
         trained(tmp_path / "run", name, EACH, 3, policy=policy, steps=12)
