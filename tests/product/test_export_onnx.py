@@ -100,6 +100,10 @@ def tokens(length: int, rows: int = 3) -> Tensor:
     return torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
 def masked(length: int) -> dict[str, Tensor]:
     ids = tokens(length)
     return {"ids": ids, "mask": torch.arange(length)[None] < torch.tensor([length, length // 2, 1])[:, None]}
@@ -416,7 +420,7 @@ class Mean(nn.Sequential):
     [
         (lambda: Recurrent("RNN", bidirectional=True), tokens(5, 60), []),
         (lambda: Recurrent("RNN", bidirectional=True, nonlinearity="relu"), tokens(5, 60), [tokens(4)]),
-        (lambda: Mean(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(60, 8), []),
+        (lambda: Mean(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), normal(60, 8), []),
     ],
     ids=["reversed", "rectified", "one number"],
 )
