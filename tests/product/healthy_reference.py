@@ -11,8 +11,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +50,10 @@ def weights_by_step(text: str, folder: Path, ranks: int, rows_of: int) -> list[l
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    temporary = tempfile.mkdtemp(prefix="healthy-")  # short, as loader processes make sockets in it
     context = multiprocessing.get_context("fork")
     results = [folder / f"weights{rank}.pt" for rank in range(ranks)]
-    arguments = [(path, rank, ranks, port, rows_of, results[rank]) for rank in range(ranks)]
+    arguments = [(path, rank, ranks, port, rows_of, temporary) for rank in range(ranks)]
     processes = [context.Process(target=_run, args=each, daemon=False) for each in arguments]
     for process in processes:
         process.start()
@@ -60,22 +63,23 @@ def weights_by_step(text: str, folder: Path, ranks: int, rows_of: int) -> list[l
     for process in hanging:
         process.kill()
         process.join()
+    shutil.rmtree(temporary, ignore_errors=True)
     if any(process.exitcode for process in processes if process not in hanging):
         log = "".join((folder / f"log{rank}.txt").read_text()[-1500:] for rank in range(ranks))
         raise RuntimeError(f"{len(hanging)} hang, exit codes {[process.exitcode for process in processes]}: {log}")
     return [torch.load(result) for result in results]
 
 
-def _run(path: Path, rank: int, ranks: int, port: int, rows_of: int, result: Path) -> None:
+def _run(path: Path, rank: int, ranks: int, port: int, rows_of: int, temporary: str) -> None:
     log = os.open(path.parent / f"log{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    os.environ["TMPDIR"] = str(path.parent)
+    os.environ["TMPDIR"] = tempfile.tempdir = temporary
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    _record_steps(result)
+    _record_steps(path.parent / f"weights{rank}.pt")
     if rows_of != ranks:
         _distribute_as_for(rows_of)
     sys.argv = [str(path)]
