@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,7 @@ def _run(path: Path, rank: int, ranks: int, port: int, rows_of: int, temporary: 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ["TMPDIR"] = tempfile.tempdir = temporary
+    warnings.simplefilter("default")  # those of torch about a script are no errors, as they are in tests
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     _record_steps(path.parent / f"weights{rank}.pt")
