@@ -28,7 +28,7 @@ def step(number: int, optimizer: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def iteration(loader: str, number: int) -> dict[str, Any]:
-    return {"kind": "iteration", "step": 0, "loader": loader, "number": number}
+    return {"kind": "iteration", "step": 0, "loader": loader, "number": number, "made": 0}
 
 
 def batch(loader: str, of: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def test_what_a_record_numbers_is_counted_on_in_the_second_run() -> None:
     at = next(number for number, event in enumerate(events) if event["kind"] == "restart")
     assert events[at]["step"] == 3
     found = {(event["kind"], event.get("loader")): event for event in events[at + 1 :]}
-    assert found["iteration", "a"]["number"] == 1
+    assert (found["iteration", "a"]["number"], found["iteration", "a"]["made"]) == (1, 3)
     assert found["iteration", "b"]["number"] == 0
     assert found["batch", "a"]["iteration"] == 1
     assert found["batch", "b"]["iteration"] == 0

@@ -35,6 +35,8 @@ THOROUGH = [
     "loaders.py stream --workers 2",
     "loaders_by_world.py",
     "loaders_by_world.py anew",
+    "loaders_by_world.py anew1",
+    "loaders_by_world.py anew2",
     "minimum_gpus.py",
     "modules.py ckpt",
     "modules.py complex",

@@ -37,7 +37,7 @@ def _events(first: RankRecord, second: RankRecord) -> Iterator[Event]:
         if kind in ("step", "contributions"):
             moved["number"] += made[event["optimizer"]]
         elif kind == "iteration":
-            moved["number"] += iterations[event["loader"]]
+            moved |= {"number": event["number"] + iterations[event["loader"]], "made": event["made"] + steps}
         elif "iteration" in event:
             moved["iteration"] += iterations[event["loader"]]
         if "call" in event:

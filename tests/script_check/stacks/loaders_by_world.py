@@ -1,4 +1,4 @@
-"""Loaders that other lines make where there is one process, once or anew for each epoch."""
+"""Loaders that other lines make where there is one process: once, or anew for each epoch on either side or on both."""
 
 import sys
 
@@ -31,7 +31,7 @@ net = DDP(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 training, evaluation = loaders(0)
 for epoch in range(3):
-    if "anew" in sys.argv:
+    if "anew" in sys.argv or f"anew{min(world, 2)}" in sys.argv:
         training, evaluation = loaders(epoch)
     elif world > 1:
         training.sampler.set_epoch(epoch)

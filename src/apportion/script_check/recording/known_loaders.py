@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -23,37 +23,65 @@ class Loaders:
     def __init__(self, recorder: Recorder, constants: Constants) -> None:
         self.recorder, self._constants = recorder, constants
         self._made = dict[str, int]()
+        self._names = set[str]()
+        self._begun = dict[str, int]()
+        self._claims = dict[str, str]()
+        """The line of this script whose loaders yield what a loader of the ranks has read."""
         self._data_sets = list[ref[Any]]()
-        self._fed = set[str]()
 
     def key(self, loader: Any) -> str:
-        """Returns by what name a loader, or a sampler that is used as one, is known."""
+        """Returns the name of a loader, or of a sampler that is used as one."""
         known = loader.__dict__.get("_apportion_key")
         if known is None:
             site = self.recorder.site()
             self._made[site] = number = self._made.get(site, 0) + 1
             known = site if number == 1 else f"{site} ({number})"
+            self._names.add(known)
             loader.__dict__["_apportion_key"] = known
-            loader.__dict__["_apportion_iterations"] = 0
+            loader.__dict__["_apportion_line"] = site
             loader.__dict__["_apportion_made"] = self.recorder.step
         return str(known)
 
-    def fed(self, loader: Any, rows: int | None) -> Sequence[FedIteration]:
-        """Returns what a loader, or a sampler that is used as one, yields in a fed pass. One that the script makes at
-        another line as one process, or that a framework makes there on ranks alone, is given what the ranks have read
-        of the first loader over as many ``rows`` that has no other to take its place."""
-        feed, key = self.recorder.feed, self.key(loader)
-        iterations: Mapping[str, Sequence[FedIteration]] = {} if feed is None else feed.iterations
-        if key not in iterations and key not in self._fed:
-            made = {f"{site} ({number})" if number > 1 else site for site, number in self._numbered()}
-            others = (k for k, each in iterations.items() if k not in self._fed | made and each[0].rows == rows)
-            key = loader.__dict__["_apportion_key"] = next(others, key)
-        self._fed.add(key)
-        return iterations.get(key, [])
+    def first_fed(self, loader: Any, rows: int | None) -> FedIteration | None:
+        """Returns what the first iteration over a loader yields in a fed pass; None where the loader reads by itself.
+        ``rows``: the length of its data set."""
+        return next(iter(self._iterations.get(self._claimed(loader, rows), ())), None)
 
-    def _numbered(self) -> Iterator[tuple[str, int]]:
-        """The lines of the loaders made so far, with the number of each among those of its line, from 1."""
-        return ((site, number) for site, count in self._made.items() for number in range(1, count + 1))
+    def next_fed(self, loader: Any, rows: int | None) -> FedIteration | None:
+        """Returns what the iteration over a loader that now begins yields in a fed pass; None where the loader reads by
+        itself. ``rows``: the length of its data set."""
+        key = self._claimed(loader, rows)
+        if not self._unread(key):
+            key = self._claim(loader, rows)
+        return self._iterations[key][self._begun.get(key, 0)] if self._unread(key) else None
+
+    @property
+    def _iterations(self) -> Mapping[str, Sequence[FedIteration]]:
+        return {} if self.recorder.feed is None else self.recorder.feed.iterations
+
+    def _unread(self, key: str) -> bool:
+        """Whether the ranks have made more iterations over a loader than have begun here."""
+        return self._begun.get(key, 0) < len(self._iterations.get(key, ()))
+
+    def _claimed(self, loader: Any, rows: int | None) -> str:
+        key = self.key(loader)
+        if key not in self._iterations:
+            return self._claim(loader, rows)
+        self._claims.setdefault(key, loader.__dict__["_apportion_line"])
+        return key
+
+    def _claim(self, loader: Any, rows: int | None) -> str:
+        """Gives a loader the name of one of the ranks' over as many rows, of which iterations are left: the first one
+        that no loader has here, or one whose place a loader of the same line has taken before. A script may make its
+        loaders at other lines as one process, or as one process once and on ranks anew for each epoch."""
+        key, line = self.key(loader), loader.__dict__["_apportion_line"]
+        left = [name for name, each in self._iterations.items() if self._unread(name) and each[0].rows == rows]
+        free = [name for name in left if name not in self._names and name not in self._claims]
+        own = [name for name in left if self._claims.get(name) == line]
+        key = next(iter((*free, *own)), key)
+        self._claims[key] = line
+        loader.__dict__["_apportion_key"] = key
+        return key
 
     def begin(
         self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
@@ -92,14 +120,14 @@ class Loaders:
     def _begin(self, loader: Any, **fields: Any) -> tuple[str, int]:
         self._constants.has_loader = True  # what the script computes with needs no other record
         key = self.key(loader)
-        number = loader.__dict__["_apportion_iterations"]
-        loader.__dict__["_apportion_iterations"] = number + 1
+        number = self._begun.get(key, 0)
+        self._begun[key] = loader.__dict__["_apportion_iterations"] = number + 1
         made = loader.__dict__["_apportion_made"]
         self.recorder.emit("iteration", loader=key, number=number, made=made, site=self.recorder.site(), **fields)
         return key, number
 
     def _data_set(self, dataset: Any) -> int | None:
-        """Returns by which number this object is known; None where it cannot be told from one that is made later."""
+        """Returns the number of a data set; None for one of a type without weak references, which is not numbered."""
         with suppress(TypeError):  # lists and tuples have no weak references
             number = next((at for at, known in enumerate(self._data_sets) if known() is dataset), None)
             if number is None:

@@ -189,17 +189,16 @@ def _feed(loaders: Loaders) -> None:
 
     @wraps(iterate)
     def fed(self: DataLoader[Any]) -> Any:
-        iterations = loaders.fed(self, length_of(self.dataset))
-        number = self.__dict__["_apportion_iterations"]
-        if number >= len(iterations):
+        given = loaders.next_fed(self, length_of(self.dataset))
+        if given is None:
             return iterate(self)
-        loaders.begin(self, iterations[number].length, iterations[number].length)
-        return _Fed(recorder, self, loaders.key(self), number, iterations[number])
+        key, number = loaders.begin(self, given.length, given.length)
+        return _Fed(recorder, self, key, number, given)
 
     @wraps(length)
     def fed_length(self: DataLoader[Any]) -> int:
-        iterations = loaders.fed(self, length_of(self.dataset))
-        found = iterations[0].length if iterations and not iterations[0].evaluation else None
+        given = loaders.first_fed(self, length_of(self.dataset))
+        found = None if given is None or given.evaluation else given.length
         return length(self) if found is None else found
 
     DataLoader.__iter__ = fed  # type: ignore[method-assign]

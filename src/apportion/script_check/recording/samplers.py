@@ -56,12 +56,11 @@ def _recorded(loaders: Loaders, sampler: BatchSampler, batches: Iterator[list[An
 
 
 def _fed(loaders: Loaders, sampler: BatchSampler, iterate: Any) -> Iterator[list[Any]]:
-    iterations = loaders.fed(sampler, None)
-    number = sampler.__dict__["_apportion_iterations"]
-    if number >= len(iterations):
+    given = loaders.next_fed(sampler, None)
+    if given is None:
         return _recorded(loaders, sampler, iterate(sampler))
-    rows = iterations[number].indices
-    if iterations[number].evaluation:
+    rows = given.indices
+    if given.evaluation:
         read = rows[0] or []
         rows = [read[start : start + sampler.batch_size] for start in range(0, len(read), sampler.batch_size)]
     return _recorded(loaders, sampler, iter([list(indices) for indices in rows if indices is not None]))
