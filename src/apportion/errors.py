@@ -72,7 +72,7 @@ class PeerLost(ApportionError):
 
 
 class MembershipChanged(ApportionError):
-    """A worker has died, or one has been seated: what this one waited for will not come. It rejoins, and goes on from
+    """A worker has died, or one has been replaced: what this one waited for will not come. It rejoins, and goes on from
     the last update."""
 
 

@@ -77,7 +77,7 @@ class Forgetful(Strategy):
 @dataclass(frozen=True, repr=False)
 class Mortal(Strategy):
     """data_parallel whose workers kill themselves, once at each of these places: "1 committed 25; 0 rejoined 0" are
-    seats, where, and the updates that are made by then (0: the first time)."""
+    slots, where, and the updates that are made by then (0: the first time)."""
 
     survives: ClassVar[bool] = True
     deaths: str = ""
@@ -89,8 +89,8 @@ class Mortal(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         step = DataParallel().build(workload, world)
         deaths: dict[tuple[str, int], Callable[[], None]] = {}
-        for seat, where, at in map(str.split, self.deaths.split(";")):
-            if int(seat) != world.seat:
+        for slot, where, at in map(str.split, self.deaths.split(";")):
+            if int(slot) != world.slot:
                 continue
             if where in ("rejoining", "rejoined"):
                 _die_around_rejoin(step, where)

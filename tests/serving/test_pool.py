@@ -88,7 +88,7 @@ def test_a_process_that_is_stopped_while_it_becomes_the_spare_is_given_up_soon(s
 
 
 def children_but(server: Server, *others: int) -> list[int]:
-    """Lists the server's processes that sit in no seat."""
+    """Lists the server's processes that sit in no slot."""
     seated = (server.pid("m1"), server.pid("m2"))
     return [pid for pid in children(server.process.pid) if pid not in (*others, *seated)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import networks
 import planted
 import pytest
-import seats
+import slots
 import torch
 from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
@@ -313,19 +313,19 @@ def surviving_run(world: World, progress: Any, strategy: ParameterServer, worklo
                 step.serve()
                 world.group().barrier()
             else:
-                seats._steps(step, world, progress, [])
+                slots._steps(step, world, progress, [])
             return step.state_dict(), step.log()[0]
-        except seats.MembershipChanged:
-            world, ready = seats._rejoined(world), False
+        except slots.MembershipChanged:
+            world, ready = slots._rejoined(world), False
 
 
 def killed(mode: str, many: int, *, workers: int, steps: int, replaced: bool = True, **options: Any) -> None:
     strategy = ParameterServer(mode=mode, **options)  # type: ignore[arg-type]
     workload = in_float32("large_parameters", steps=steps)
     with by_value(networks), by_value(sys.modules[__name__]):
-        outcome = seats.on_seats(
+        outcome = slots.on_slots(
             surviving_run, strategy.ranks(workers), strategy, workload,
-            killed=seats.kills(many, steps, strategy.ranks(workers), seed=many, seconds=0.01), replaced=replaced,
+            killed=slots.kills(many, steps, strategy.ranks(workers), seed=many, seconds=0.01), replaced=replaced,
         )  # fmt: skip
     state, log = next(r for r in outcome.results if r is not None)
     with by_value(networks):

@@ -29,7 +29,7 @@ from apportion.process import usable_cores
 _UNMET = "unmet"
 """The name of the world of a rank that meets no other."""
 REJOIN_SECONDS = 120.0
-"""The seconds that a supervisor has to seat a replacement."""
+"""The seconds that a supervisor has to slot a replacement."""
 LOOK_SECONDS = 1.0
 """The seconds between two looks at whether a generation is over, where nothing wakes who waits for that."""
 
@@ -47,10 +47,10 @@ class World:
     """The place that this process has in the membership of the run, where workers may be replaced."""
     channel: Channel | None = field(default=None, repr=False, compare=False)
     """The channel to this host's supervisor, where there is one."""
-    seat: int = 0
+    slot: int = 0
     """The line of this process in what the host's processes share, for as long as it lives; its rank may change."""
-    seats: int = 1
-    """The number of seats that there are."""
+    slots: int = 1
+    """The number of slots that there are."""
     members: Membership | None = field(default=None, repr=False, compare=False)
     """The membership of the run, where workers may be replaced."""
     insecure: bool = False
@@ -108,8 +108,8 @@ class World:
             local_size=local_size,
             device=launched_ranks.device(device, local_rank),
             channel=channel,
-            seat=local_rank,
-            seats=local_size,
+            slot=local_rank,
+            slots=local_size,
             insecure=insecure,
         )
         if not meets and size > 1:
@@ -117,8 +117,8 @@ class World:
         return world if local_size else world._found_out()
 
     def _by_itself(self) -> World:
-        whole = replace(self, local_size=max(1, self.local_size), seats=max(1, self.seats))
-        return replace(whole, size=1, local_size=1, seat=0, seats=1, outer=whole, name=_UNMET)
+        whole = replace(self, local_size=max(1, self.local_size), slots=max(1, self.slots))
+        return replace(whole, size=1, local_size=1, slot=0, slots=1, outer=whole, name=_UNMET)
 
     @property
     def unmet(self) -> World | None:
@@ -130,7 +130,7 @@ class World:
         flat = self._meet()
         told = gather_messages([host_key(), self.local_rank], flat, device=self.device)
         local_size = launched_ranks.count_ranks([(key, local_rank) for key, local_rank in told], self.rank)
-        found = replace(self, local_size=local_size, seats=local_size, _groups={}, _known_hosts=[])
+        found = replace(self, local_size=local_size, slots=local_size, _groups={}, _known_hosts=[])
         found._groups["world"] = found._fastest(flat)
         return found
 
@@ -155,11 +155,11 @@ class World:
         return None if self.place is None else self.place.meeting
 
     def join(self) -> World:
-        """Take this process's seat among workers that may be replaced, and return the world as it is when it may
+        """Take this process's slot among workers that may be replaced, and return the world as it is when it may
         begin."""
         assert self.channel is not None
-        members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats, self.size)
-        members.sit(self.seat)
+        members = Membership(self.shared("members", Membership.nbytes(self.slots)), self.slots, self.size)
+        members.occupy(self.slot)
         return replace(self, members=members).rejoin()
 
     def rejoin(self) -> World:
@@ -170,7 +170,7 @@ class World:
         if self.outer is not None:
             raise ValueError(f"{self.name} is a part of a world: rejoin() that, and split it again")
         self.close()
-        place = self.members.rejoin(self.seat, REJOIN_SECONDS)
+        place = self.members.rejoin(self.slot, REJOIN_SECONDS)
         world = replace(
             self,
             rank=place.rank,
@@ -246,8 +246,8 @@ class World:
             size=size,
             local_rank=here.index(self.rank),
             local_size=len(here),
-            seat=here.index(self.rank),
-            seats=len(here),
+            slot=here.index(self.rank),
+            slots=len(here),
             outer=self,
             name=name,
             _parts={},
@@ -331,7 +331,7 @@ class World:
         if self._is_supervised_memory():
             name = self.another("group") if self.outer is not None else "group/world"
             return SharedMemoryGroup(
-                self.shared(name, nbytes(self.seats)),
+                self.shared(name, nbytes(self.slots)),
                 self.rank,
                 self.size,
                 generation=self.generation,

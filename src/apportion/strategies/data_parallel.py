@@ -236,7 +236,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
         self.gradient_update: GradientUpdate
-        if world.seats > 1 and unsuited(self._replica, world) is None:
+        if world.slots > 1 and unsuited(self._replica, world) is None:
             self.gradient_update = SharedUpdate(self._replica, world)
         else:
             divides = self._divides or microbatches > 1

@@ -117,7 +117,7 @@ class HogwildStep(Step, Recoverable):
         self.source, self.data_shard = worker.source, WHOLE
         extent = extent_of(worker, world, lock_free=True)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self._store = Store(extent, memory, seat=world.seat, check=self._check)
+        self._store = Store(extent, memory, seat=world.slot, check=self._check)
         self._slots = [worker.layout.views(flat) for flat in self._store.memory.shards.slots[0].unbind(0)]
         self._before = torch.zeros(worker.buffer_numbers, dtype=torch.float64)
         self._world, self.rank = world, world.rank
@@ -141,9 +141,9 @@ class HogwildStep(Step, Recoverable):
         if not self._was_in:
             self._share()
         if world.under_way:
-            seated = world.members.seated() if world.members is not None else []
-            empty = [seat for seat in range(world.seats) if seat not in seated] if world.rank == 0 else []
-            for seat in [*empty, *([] if self._was_in else [world.seat])]:
+            taken = world.members.slots_by_rank() if world.members is not None else []
+            empty = [seat for seat in range(world.slots) if seat not in taken] if world.rank == 0 else []
+            for seat in [*empty, *([] if self._was_in else [world.slot])]:
                 store.finish(seat)
         self._entered = self._was_in = True
 

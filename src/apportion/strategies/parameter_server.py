@@ -252,9 +252,9 @@ class ParameterServer(Strategy):
             raise ValueError(f'servers={self.servers} go with mode="sharded" on one host: leave mode={self.mode!r} out')
         if self.copies:
             raise ValueError("copies=1 keeps a copy of each shard on another host, and there is one: leave copies out")
-        if self.servers >= world.seats:
-            raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
-        if world.seat >= world.seats - self.servers:
+        if self.servers >= world.slots:
+            raise ValueError(f"servers={self.servers} leaves no worker among {world.slots} processes: start more")
+        if world.slot >= world.slots - self.servers:
             return ServerStep(ruled, world, servers=self.servers)
         kind = OrderedStep if self.mode == "ordered" else DownpourStep
         return kind(ruled, world, self._rhythm, servers=self.servers)

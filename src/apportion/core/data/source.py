@@ -140,7 +140,7 @@ class BatchSource:
         if isinstance(self.dataset, ActedDataset):
             self.dataset.worker = worker
 
-    def sit(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Let this process have another rank."""
         self._fetcher.rank = rank
 

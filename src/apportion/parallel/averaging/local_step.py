@@ -97,8 +97,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         self._world, self.rank = world, world.rank
         place = (0, 1) if isinstance(self._exchange, OpenExchange) else (world.rank, world.size)  # it is dealt numbers
         self.data_shard = DataShard(*place, whole_batches=True)
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
+        self._replica.set_rank(world.rank)
+        self.source.set_rank(world.rank)
 
     @property
     def done(self) -> int:
@@ -310,7 +310,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         if not exchange.begun:
             raise StateLost("a worker was lost before the first round: there is nothing to go on from")
         self._sit(world)
-        exchange.sit(world)
+        exchange.join(world)
 
     def committed(self) -> State | None:
         with self._turning:

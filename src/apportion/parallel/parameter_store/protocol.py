@@ -57,7 +57,7 @@ class Sessions:
         self._ranges = [Range(memory.extent, number) for number in range(len(seats))]
         self._links: list[ShardLink] = []
         for number, seat in enumerate(seats):
-            self._links.append(self._connect(memory.servers[number], number, seat, world.seat))
+            self._links.append(self._connect(memory.servers[number], number, seat, world.slot))
 
     def _connect(self, server: ServerRecord, number: int, seat: int, own: int) -> ShardLink:
         """Connect to a server. Each try is short: a server may die before it has answered, and another one take its

@@ -33,11 +33,11 @@ class ServerStep(Step, Recoverable):
         self.device, self.rank, self._world = world.device, world.rank, world
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
         self.source, self.data_shard = worker.source, None
-        self._workers = range(world.seats - servers)
+        self._workers = range(world.slots - servers)
         extent = extent_of(worker, world, servers=servers)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self._store = Store(extent, memory, seat=world.seat, check=self._check)
-        number = world.seat - len(self._workers)
+        self._store = Store(extent, memory, seat=world.slot, check=self._check)
+        number = world.slot - len(self._workers)
         self._server = StoreServer(
             extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat, server=number))
         )
@@ -59,8 +59,10 @@ class ServerStep(Step, Recoverable):
         return self._store.done
 
     def serve(self) -> None:
-        seated = self._world.members.seated() if self._world.members is not None else list(range(self._world.size))
-        working = [seat for seat in seated if seat in self._workers]
+        taken = (
+            self._world.members.slots_by_rank() if self._world.members is not None else list(range(self._world.size))
+        )
+        working = [seat for seat in taken if seat in self._workers]
         if not working:
             raise StateLost("every worker is lost, and parameter servers take no batches")
         self._settled()

@@ -21,8 +21,8 @@ class StoreMembership:
         self._worker, self._lockstep = worker, lockstep
         extent = extent_of(worker, world, lock_free=lock_free, servers=servers)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self.store = Store(extent, memory, seat=world.seat, check=self.check)
-        self._servers = range(world.seats - servers, world.seats)
+        self.store = Store(extent, memory, seat=world.slot, check=self.check)
+        self._servers = range(world.slots - servers, world.slots)
         self.seats: list[int] = []
         """The seats of the workers, in the order of their ranks."""
         self._survivor = self._was_in = False
@@ -50,13 +50,13 @@ class StoreMembership:
         done. ``forget()`` is called where what this worker had begun is over; ``meet()`` before the first batch."""
         store, world = self.store, self.world
         store.settle(lambda: store.put(self._worker.initial(), done=0), first=world.rank == 0)
-        seated = world.members.seated() if world.members is not None else list(range(world.size))
-        self.seats = [seat for seat in seated if seat not in self._servers]
+        taken = world.members.slots_by_rank() if world.members is not None else list(range(world.size))
+        self.seats = [seat for seat in taken if seat not in self._servers]
         if world.under_way:
-            self._see_to(set(range(world.seats)) - set(seated) if world.rank == 0 else set(), forget)
+            self._see_to(set(range(world.slots)) - set(taken) if world.rank == 0 else set(), forget)
         # Not before: what lies there may have been needed to end what the last process on this seat had begun.
         self._worker.move(store.weights)
-        self._connect(all(seat in seated for seat in self._servers))
+        self._connect(all(seat in taken for seat in self._servers))
         meet()
         self.entered = self._was_in = True
 
@@ -77,10 +77,10 @@ class StoreMembership:
         """End, after a death, what was begun on the seats that no process has, and on one's own."""
         store = self.store
         if self._survivor and not self._lockstep:
-            if store.finish_push(self.world.seat):
+            if store.finish_push(self.world.slot):
                 forget()
         else:
-            store.finish(self.world.seat)
+            store.finish(self.world.slot)
             forget()
         for seat in sorted(empty):
             store.finish(seat)

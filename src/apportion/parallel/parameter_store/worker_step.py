@@ -33,7 +33,7 @@ class StoreStep(Step, Recoverable):
         self.device, self.rank = world.device, world.rank
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
         self.source, self.data_shard = worker.source, WHOLE
-        self.source.act_as(world.seat)
+        self.source.act_as(world.slot)
         self._member = StoreMembership(
             worker, world, lock_free=schedule.mode == "hogwild", servers=servers, lockstep=self.lockstep
         )

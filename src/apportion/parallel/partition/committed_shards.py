@@ -76,7 +76,7 @@ class CommittedShards:
     def __init__(self, world: World, within: World | None = None, replica: int = 0) -> None:
         self._world, self._within, self._replica = world, within or world, replica
         self._holder = world.rank - world.local_rank
-        self._heads = [self._words(seat) for seat in range(world.seats)]
+        self._heads = [self._words(seat) for seat in range(world.slots)]
         self._steps = [
             [CommitWord(ctypes.c_int64.from_buffer(head, 8 * (slot * _WORDS + _STEP))) for slot in range(2)]
             for head in self._heads
@@ -94,7 +94,7 @@ class CommittedShards:
     def write(self, state: State, pieces: Mapping[str, Any]) -> None:
         """Write this rank's part of the state; the version before it stays."""
         world, within, slot = self._world, self._within, 1 - self._slot
-        head, at, step = self._heads[world.seat], slot * _WORDS, self._steps[world.seat][slot]
+        head, at, step = self._heads[world.slot], slot * _WORDS, self._steps[world.slot][slot]
         step.withdraw()
         nbytes = self._pack(slot, state, pieces)
         head[at + _GENERATION : at + _WORDS] = [
@@ -110,7 +110,7 @@ class CommittedShards:
         if packed is None or not packed.is_of(state, pieces):
             packed, self._views = StateLayout(state, pieces), {}
             self._packed = packed
-        memory = self._memory(self._world.seat, slot, packed.nbytes)
+        memory = self._memory(self._world.slot, slot, packed.nbytes)
         if slot not in self._views:
             self._views[slot] = packed.begin(memory)
         packed.write(memory, self._views[slot], state)
@@ -136,7 +136,7 @@ class CommittedShards:
             raise StateLost("no update had been kept by all ranks")
         parts = []
         for v in found:
-            if (v.holder, v.seat) == (self._holder, self._world.seat):
+            if (v.holder, v.seat) == (self._holder, self._world.slot):
                 self._slot = v.slot
             parts.append(unpacked(self._part(v)))
         self._world.group().barrier()

@@ -116,8 +116,8 @@ class ReplicatedStep(Step, Recoverable):
             refuse_renormalising(self.model, "each replica would rescale what its own examples look up")
             self._use_whole_batch()
         # Ranks that draw the same numbers within a replica go on doing so; those of other replicas draw others.
-        inner.replica.sit(inner.replica.rank + place.replica * place.within.size)
-        self.source.sit(place.replica)
+        inner.replica.set_rank(inner.replica.rank + place.replica * place.within.size)
+        self.source.set_rank(place.replica)
         inner.python.shares = place.replicas
         inner.rows = shard.rows(self._workload.batch_size)
         inner.joined = self._joined

@@ -261,7 +261,7 @@ class Replica:
         step."""
         self._rng.decide(step)
 
-    def sit(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Give this process another rank."""
         self.rank = self._rng.rank = rank
 

@@ -165,5 +165,5 @@ class ReplicaStep(Step):
         self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
         self.data_shard = self._deal(world)
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
+        self._replica.set_rank(world.rank)
+        self.source.set_rank(world.rank)

@@ -49,7 +49,7 @@ class SharedUpdate(GradientUpdate):
     def __init__(self, replica: Replica, world: World) -> None:
         self._replica, self._forward = replica, replica.forward
         layers = _linear_layers(replica)
-        layout = _layout_of(replica, layers, world.seats)
+        layout = _layout_of(replica, layers, world.slots)
         memory = world.shared(world.another("weights"), layout.nbytes)
         self._memory = WeightsMemory(layout, memory, replica.trainable())
         self._optimizer = OptimizerView(replica, self._memory)

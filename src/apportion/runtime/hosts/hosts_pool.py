@@ -415,7 +415,7 @@ class HostsPool:
             cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"
             self._notices.append(Notice(ranks[0], cause, f"goes on with {self.ranks} workers"))
         self.history.note_change(losses, self.ranks, restarted=begins)
-        self._watch.sit([self._line(slot) for slot in self.leader.table])
+        self._watch.assign_slots([self._line(slot) for slot in self.leader.table])
         if self._stopping:
             self.send({"kind": "stop"})
 
@@ -424,7 +424,7 @@ class HostsPool:
         left = [slot for slot in self.leader.table if self.leader.lives(slot)]
         if left:
             self.tell(self.leader.close(left, ending=True))
-            self._watch.sit([self._line(slot) for slot in left])
+            self._watch.assign_slots([self._line(slot) for slot in left])
 
     def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
         """Ends every process, and begins again with others, on the hosts that are left. Yields what ranks still say.

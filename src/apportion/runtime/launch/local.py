@@ -99,16 +99,16 @@ class Local(Value):
             raise
         return started
 
-    def replace(self, payload: bytes, seat: int, seats: int, port: int, spare: Spare | None = None) -> Process:
-        """Starts a process that takes the seat of one that was lost: forked from the spare where that can be, else from
+    def replace(self, payload: bytes, slot: int, slots: int, port: int, spare: Spare | None = None) -> Process:
+        """Starts a process that takes the slot of one that was lost: forked from the spare where that can be, else from
         the template."""
-        place = (seat, seats, port)
+        place = (slot, slots, port)
         if spare is not None and spare.ready:
             try:
-                return self._spawned(seat, self._task(spare.target, b"", place), spare.spawn)
+                return self._spawned(slot, self._task(spare.target, b"", place), spare.spawn)
             except NotForked:  # it was lost too
                 spare.close()
-        return self._spawned(seat, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
+        return self._spawned(slot, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
 
     def spare(self, payload: bytes) -> Spare:
         """Starts the process that replacements are forked from; it takes a while until it is ready."""
@@ -169,7 +169,7 @@ def _threads(number: int) -> Mapping[str, str]:
 class Process:
     """A worker process on this machine."""
 
-    seat: int
+    slot: int
     channel: socket.socket
     _forked: ForkedProcess
 

@@ -73,7 +73,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Replace:
-    """Seat new workers in place of the lost ones; the others go on from the last update."""
+    """Slot new workers in place of the lost ones; the others go on from the last update."""
 
     losses: tuple[WorkerLost, ...]
 

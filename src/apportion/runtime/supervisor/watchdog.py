@@ -67,7 +67,7 @@ class Allowance:
 
 @final
 class Watchdog:
-    """Finds the ranks that the others wait for, from the progress line of each seat: what it got done, and whether it
+    """Finds the ranks that the others wait for, from the progress line of each slot: what it got done, and whether it
     waits."""
 
     def __init__(self, lines: Any) -> None:
@@ -77,31 +77,31 @@ class Watchdog:
         self._slowest = 0.0
         self._steps: deque[float] = deque(maxlen=50)
         self._notices: list[Notice] = []
-        self.sit(range(len(lines)))
+        self.assign_slots(range(len(lines)))
 
-    def sit(self, seats: Sequence[int]) -> None:
-        """Puts these seats into the run from now on, in the order of their ranks."""
-        self._seats = list(seats)
+    def assign_slots(self, slots: Sequence[int]) -> None:
+        """Puts these slots into the run from now on, in the order of their ranks."""
+        self._slots = list(slots)
         self._seen = self._lines[:, _DONE]
         self._still = self._waited = 0.0
         """The seconds since something moved, and the seconds of these while a rank waited."""
         self._alone = StillRanks(self._seen, LATE_SECONDS, LATE_STEPS, LATE_FIRST, FIRST_SECONDS)
-        self._stopped = np.zeros(len(self._seats))
+        self._stopped = np.zeros(len(self._slots))
         """The seconds that each rank's process has been stopped while another's ran."""
 
     @property
     def _lines(self) -> Any:
         """A copy of the progress lines, by rank."""
-        return self._all[self._seats]
+        return self._all[self._slots]
 
     @property
     def step(self) -> int:
         """The number of updates that have been made."""
         return int(self._lines[:, _STEP].max())
 
-    def step_of(self, seat: int) -> int:
-        """Returns the number of updates that the worker in this seat has seen made."""
-        return int(self._all[seat, _STEP])
+    def step_of(self, slot: int) -> int:
+        """Returns the number of updates that the worker in this slot has seen made."""
+        return int(self._all[slot, _STEP])
 
     @property
     def begun(self) -> bool:
@@ -113,9 +113,9 @@ class Watchdog:
         """The median of the last steps, in seconds; 0 before the first ones."""
         return float(np.median(self._steps)) if self._steps else 0.0
 
-    def reset(self, seat: int) -> None:
-        """Clears a seat's marks for another process, which takes the seat."""
-        self._all[seat, [_WAITING, _BEGUN]] = 0
+    def reset(self, slot: int) -> None:
+        """Clears a slot's marks for another process, which takes the slot."""
+        self._all[slot, [_WAITING, _BEGUN]] = 0
 
     def late(self, now: float, stopped: Collection[int] = (), excused: Collection[int] = ()) -> WorkerStalled | None:
         """Returns the ranks that have kept the others waiting for too long, or None. ``stopped``: the ranks whose

@@ -262,7 +262,7 @@ class WorkerPool:
     def _changed(self, losses: Sequence[WorkerLost], *, restarted: bool = False) -> None:
         self.history.note_change(losses, self.ranks, restarted=restarted)
         if self._shared is not None:
-            self._shared.watch.sit(self._channels.slots)
+            self._shared.watch.assign_slots(self._channels.slots)
 
     # Asking all ranks
 

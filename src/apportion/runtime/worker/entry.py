@@ -97,7 +97,7 @@ def supervise(control: RunControl, world: World) -> None:
 
 def progress(world: World) -> Progress:
     """Returns this rank's line of the progress that the supervisor reads; its group notes there when it waits."""
-    line = Progress.of_slot(world.shared("progress", NBYTES * world.seats), world.seat)
+    line = Progress.of_slot(world.shared("progress", NBYTES * world.slots), world.slot)
     world.group().waiting = line.waiting_word
     return line
 

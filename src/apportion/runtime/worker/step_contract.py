@@ -99,12 +99,12 @@ def _writes_alone(step: Step, rank: int, rows: Sequence[int], path: str) -> bool
     whole = step.source.at(0)
     if list(rows) in ([whole.rows.start, whole.rows.stop], [rows[0], rows[0]]):
         return False
-    step.source.sit(rank)  # which draws for itself
+    step.source.set_rank(rank)  # which draws for itself
     try:
         alone = step.source.rows(0, slice(*rows))
         return not _placed_alike(whole, alone) and bool(_write_predicted(step, alone, f"{path}{rank}"))
     finally:
-        step.source.sit(0)
+        step.source.set_rank(0)
 
 
 def _placed_alike(whole: Batch, alone: Batch) -> bool:

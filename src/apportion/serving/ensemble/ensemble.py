@@ -69,7 +69,7 @@ class Ensemble:
     _unanswered: dict[tuple[tuple[str, ...], tuple[str, ...]], QuorumState] = field(default_factory=dict)
 
     @property
-    def seats(self) -> list[Member]:
+    def slots(self) -> list[Member]:
         """The ``Member`` objects, each of them once."""
         return list(dict.fromkeys(self.members.values()))
 
@@ -121,8 +121,8 @@ class Ensemble:
             awaited.append(name)
             if name in probed:
                 probed.remove(name)
-        seats = {self.members[name] for name in awaited}  # who computes one of several has the others as well
-        awaited += [name for name in names if name not in awaited and self.members[name] in seats]
+        slots = {self.members[name] for name in awaited}  # who computes one of several has the others as well
+        awaited += [name for name in names if name not in awaited and self.members[name] in slots]
         return awaited, [name for name in probed if name not in awaited]
 
 
@@ -153,15 +153,15 @@ class PendingRequest:
         if now >= ends:  # it came too late: nobody is asked, nobody is to blame
             self._decide()
             return
-        seats: dict[Member, list[str]] = {}
+        slots: dict[Member, list[str]] = {}
         for name in [*awaited, *probed]:
-            seats.setdefault(self.ensemble.members[name], []).append(name)
-        for seat, names in seats.items():
+            slots.setdefault(self.ensemble.members[name], []).append(name)
+        for slot, names in slots.items():
             if self.over:
                 return
             if names[0] in probed:
-                seat.breaker = seat.breaker.probed()
-            self._ask(seat, names)
+                slot.breaker = slot.breaker.probed()
+            self._ask(slot, names)
         if self.full or not awaited:  # else there is nothing to decide before a member has answered
             self._decide()
 
@@ -178,50 +178,50 @@ class PendingRequest:
         it, and not only at Python's next garbage collection."""
         self.works, self.full, self.refused = {}, [], []
 
-    def _ask(self, seat: Member, names: list[str], *, first: bool = False) -> None:
+    def _ask(self, slot: Member, names: list[str], *, first: bool = False) -> None:
         asked = self.question
         work = MemberTask(
             asked.tensors,
             asked.rows,
             asked.deadline,
-            lambda outcome: self._settled(seat, names, outcome),
+            lambda outcome: self._settled(slot, names, outcome),
             held=asked.held,
         )
-        self.works[seat] = work
+        self.works[slot] = work
         try:
-            seat.batcher.submit(work, first=first)
+            slot.batcher.submit(work, first=first)
         except Overloaded as error:
             self.full.append(error)
-            seat.breaker = seat.breaker.refused()
+            slot.breaker = slot.breaker.refused()
             for name in names:
                 self.gathering = self.gathering.with_failure(name)
 
-    def _settled(self, seat: Member, names: list[str], outcome: Outcome) -> None:
+    def _settled(self, slot: Member, names: list[str], outcome: Outcome) -> None:
         now = asyncio.get_running_loop().time()
         if isinstance(outcome, list):
-            self._answered(seat, names, outcome, now)
+            self._answered(slot, names, outcome, now)
             return
-        if isinstance(outcome, Lost) and self._ask_again(seat, names, now):
+        if isinstance(outcome, Lost) and self._ask_again(slot, names, now):
             return
         if isinstance(outcome, Refused):
             self.refused.append(outcome)
-            seat.breaker = seat.breaker.in_time(now)
+            slot.breaker = slot.breaker.in_time(now)
         elif not isinstance(outcome, Lost):
-            self._late(seat, names, now)
+            self._late(slot, names, now)
         expired = isinstance(outcome, Expired)
         for name in names:
             state = self.gathering
             self.gathering = state.with_expired(name) if expired else state.with_failure(name)
         self._decide()
 
-    def _answered(self, seat: Member, names: list[str], outputs: list[Array], now: float) -> None:
-        every = [name for name, other in self.ensemble.members.items() if other is seat]
+    def _answered(self, slot: Member, names: list[str], outputs: list[Array], now: float) -> None:
+        every = [name for name, other in self.ensemble.members.items() if other is slot]
         each = len(outputs) // len(every)
         last = not self.gathering.open - {*names}
-        if now > self.deadline or (last and self._holds_up(seat)):
-            self._late(seat, names, now)
+        if now > self.deadline or (last and self._holds_up(slot)):
+            self._late(slot, names, now)
         else:
-            seat.breaker = seat.breaker.in_time(now)
+            slot.breaker = slot.breaker.in_time(now)
         if self.over:
             return
         for name in names:
@@ -230,35 +230,35 @@ class PendingRequest:
             self.gathering = self.gathering.with_answer(name)
         self._decide()
 
-    def _holds_up(self, seat: Member) -> bool:
+    def _holds_up(self, slot: Member) -> bool:
         """Return whether the member is slower than usual by far more than the others of this request are."""
-        others = [other.batcher.times.slowdown for other in self.works if other is not seat]
-        return bool(others) and seat.batcher.times.slowdown > SLOW * max(1.0, median(others))
+        others = [other.batcher.times.slowdown for other in self.works if other is not slot]
+        return bool(others) and slot.batcher.times.slowdown > SLOW * max(1.0, median(others))
 
-    def _ask_again(self, seat: Member, names: list[str], now: float) -> bool:
+    def _ask_again(self, slot: Member, names: list[str], now: float) -> bool:
         """Ask the member's next process once more where the last one died with the request and the quorum cannot be
         reached without it. Returns whether it was asked."""
         without = self.gathering
         for name in names:
             without = without.with_failure(name)
-        if self.over or seat in self.again or not isinstance(without.outcome(now), NoQuorum):
+        if self.over or slot in self.again or not isinstance(without.outcome(now), NoQuorum):
             return False
         if now >= self.gathering.deadline:
             return False
-        self.again.add(seat)
-        self._ask(seat, names, first=True)
+        self.again.add(slot)
+        self._ask(slot, names, first=True)
         self._decide()
         return True
 
-    def _late(self, seat: Member, names: Sequence[str], now: float) -> None:
+    def _late(self, slot: Member, names: Sequence[str], now: float) -> None:
         if (
             self.deadline - self.began
-            < 2 * seat.batcher.times.pace.expected(self.question.rows) + 2 * self.ensemble.reserve
+            < 2 * slot.batcher.times.pace.expected(self.question.rows) + 2 * self.ensemble.reserve
         ):
-            seat.breaker = seat.breaker.refused()  # nobody could have been in time
+            slot.breaker = slot.breaker.refused()  # nobody could have been in time
             return
-        if self.began >= seat.missed_at:  # of those that waited at the same time one counts
-            seat.breaker, seat.missed_at = seat.breaker.late(now), now
+        if self.began >= slot.missed_at:  # of those that waited at the same time one counts
+            slot.breaker, slot.missed_at = slot.breaker.late(now), now
         for name in names:
             self.ensemble.missed(name)
 
@@ -289,13 +289,13 @@ class PendingRequest:
         return outcome
 
     def _give_up_on_the_rest(self, now: float, *, timed_out: bool) -> None:
-        for seat, work in self.works.items():
-            names = [name for name in self.names if self.ensemble.members[name] is seat]
+        for slot, work in self.works.items():
+            names = [name for name in self.names if self.ensemble.members[name] is slot]
             if work.over or not self.gathering.awaited & {*names}:
                 continue  # a probe goes on until its own deadline
             work.over = True
             if timed_out:
-                self._late(seat, names, now)
+                self._late(slot, names, now)
 
     def _combined(self, answer: Answer) -> list[Array]:
         weights = self.ensemble.weights

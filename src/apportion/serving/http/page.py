@@ -36,23 +36,23 @@ def pages(
 def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -> dict[str, Any]:
     """Return the numbers that the page shows."""
     now, members = time.monotonic(), []
-    for name, seat in staffed.ensemble.members.items():
+    for name, slot in staffed.ensemble.members.items():
         members.append(
             {
                 "name": name,
-                "pid": None if seat.process is None else seat.process.pid,
-                "state": seat.state if seat.state != "up" else seat.breaker.state(now),
-                "proven": seat.batcher.proven,
-                "runtime": seat.runtime,
-                "batched": seat.batcher.batched,
-                "row_ms": round(seat.batcher.times.pace.expected(1) * 1e3, 3),
-                "waiting": seat.batcher.waiting,
-                "computing": sum(len(flight.works) for flight in seat.batcher.in_flight.values()),
-                "batches": seat.batcher.counts.batches,
-                "rows": seat.batcher.counts.rows,
-                "late": seat.batcher.counts.late,
-                "lost": seat.batcher.counts.lost,
-                "restarts": seat.restarts,
+                "pid": None if slot.process is None else slot.process.pid,
+                "state": slot.state if slot.state != "up" else slot.breaker.state(now),
+                "proven": slot.batcher.proven,
+                "runtime": slot.runtime,
+                "batched": slot.batcher.batched,
+                "row_ms": round(slot.batcher.times.pace.expected(1) * 1e3, 3),
+                "waiting": slot.batcher.waiting,
+                "computing": sum(len(flight.works) for flight in slot.batcher.in_flight.values()),
+                "batches": slot.batcher.counts.batches,
+                "rows": slot.batcher.counts.rows,
+                "late": slot.batcher.counts.late,
+                "lost": slot.batcher.counts.lost,
+                "restarts": slot.restarts,
             }
         )
     return {
@@ -67,14 +67,14 @@ def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -
 
 def _metrics(staffed: Staffed, metrics: Metrics) -> bytes:
     now = time.monotonic()
-    for name, seat in staffed.ensemble.members.items():
-        up = seat.state == "up" and seat.breaker.state(now) == "closed"
+    for name, slot in staffed.ensemble.members.items():
+        up = slot.state == "up" and slot.breaker.state(now) == "closed"
         for gauge, value in (
-            (metrics.restarts, seat.restarts),
-            (metrics.queued, seat.batcher.waiting),
+            (metrics.restarts, slot.restarts),
+            (metrics.queued, slot.batcher.waiting),
             (metrics.up, int(up)),
-            (metrics.batches, seat.batcher.counts.batches),
-            (metrics.rows, seat.batcher.counts.rows),
+            (metrics.batches, slot.batcher.counts.batches),
+            (metrics.rows, slot.batcher.counts.rows),
         ):
             metrics.of(gauge, name).set(value)
     return metrics.text()

@@ -3,7 +3,7 @@ those that die.
 
 ::
 
-    start        each seat's process loads its net, times it
+    start        each slot's process loads its net, times it
     keep_spare   then the spare loads them all
     one dies     the spare becomes it (its socket answers at once);  another spare is started
     two die      the second waits for the new spare
@@ -54,7 +54,7 @@ class MemberPool:
 
     def __init__(
         self,
-        seats: Sequence[Member],
+        slots: Sequence[Member],
         log: Log,
         *,
         inbox: Arena,
@@ -62,7 +62,7 @@ class MemberPool:
         load_seconds: float,
         timing_seconds: float,
     ) -> None:
-        self._seats, self._log = seats, log
+        self._slots, self._log = slots, log
         self._inbox, self._outbox_bytes = inbox, outbox_bytes
         self._load, self._timing = load_seconds, timing_seconds
         self._spare: WorkerHandle | None = None
@@ -79,25 +79,25 @@ class MemberPool:
     async def start(self) -> None:
         """Start the processes of all members, which load one after the other so that each is timed alone. Raises
         ApportionError with what the process says where a model cannot be loaded."""
-        for seat in self._seats:
-            told = await self._hire(seat)
+        for slot in self._slots:
+            told = await self._hire(slot)
             if told["what"] == "refused":
-                raise ApportionError(f"member {seat.name} ({seat.source.path}): {told['why']}")
+                raise ApportionError(f"member {slot.name} ({slot.source.path}): {told['why']}")
         self._go(self._look())
 
     def keep_spare(self) -> None:
         """Keep a spare process ready from now on."""
         self._go(self._keep_spare())
 
-    def process_died(self, seat: Member, child: WorkerHandle) -> None:
+    def process_died(self, slot: Member, child: WorkerHandle) -> None:
         """Replace the process of this member, which has died."""
         child.kill()  # its socket has ended; that it has is to be sure
         self._dead.append(child)
         now = asyncio.get_running_loop().time()
-        young = now - self._born.get(seat, now) < LEAST_LIFE
-        self._waits[seat] = min(LONGEST_WAIT, 2 * (self._waits.get(seat) or 0.125)) if young else 0.0
-        self._log("member died", level="warning", member=seat.name, restarts=seat.restarts)
-        self._go(self._replace(seat, self._waits[seat]))
+        young = now - self._born.get(slot, now) < LEAST_LIFE
+        self._waits[slot] = min(LONGEST_WAIT, 2 * (self._waits.get(slot) or 0.125)) if young else 0.0
+        self._log("member died", level="warning", member=slot.name, restarts=slot.restarts)
+        self._go(self._replace(slot, self._waits[slot]))
 
     async def close(self) -> None:
         """End all processes; none is left afterwards."""
@@ -105,10 +105,10 @@ class MemberPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # who was being hired is among the dead then
-        children = [seat.process for seat in self._seats if seat.process is not None]
+        children = [slot.process for slot in self._slots if slot.process is not None]
         children += [self._spare] if self._spare is not None else []
-        for seat in self._seats:
-            seat.close()
+        for slot in self._slots:
+            slot.close()
         if self._spare is not None:
             self._spare.close()
         every = [*children, *self._dead]
@@ -120,20 +120,20 @@ class MemberPool:
 
     # One process
 
-    async def _hire(self, seat: Member, child: WorkerHandle | None = None) -> dict[str, Any]:
+    async def _hire(self, slot: Member, child: WorkerHandle | None = None) -> dict[str, Any]:
         """Give the member a process: this one, which has its model loaded, or a new one. Returns what the process
         answers."""
-        hired = child or self._new(seat.source.threads)
-        known = bool(seat.batcher.times.pace.seconds)
+        hired = child or self._new(slot.source.threads)
+        known = bool(slot.batcher.times.pace.seconds)
         try:
             told = await self._ask(
                 hired,
                 "become",
                 self._load if child is None else BECOME_SECONDS,
-                source=seat.source.to_json(),
+                source=slot.source.to_json(),
                 seconds=0.0 if known else self._timing,
-                most_rows=seat.batcher.most_rows,
-                batched=seat.batcher.batched if known else None,
+                most_rows=slot.batcher.most_rows,
+                batched=slot.batcher.batched if known else None,
             )
         except BaseException:
             hired.kill()
@@ -142,14 +142,14 @@ class MemberPool:
         if told["what"] == "refused":
             hired.close()
             self._dead.append(hired)
-            seat.refusal, seat.state = told["why"], "down"
+            slot.refusal, slot.state = told["why"], "down"
             return told
-        seat.refusal = None
+        slot.refusal = None
         now = asyncio.get_running_loop().time()
-        self._born[seat] = now
-        seat.breaker = seat.breaker.fresh(now)
-        seat.process_started(hired, told)
-        self._log(f"member {seat.name} pid {hired.pid}", member=seat.name, pid=hired.pid, runtime=seat.runtime)
+        self._born[slot] = now
+        slot.breaker = slot.breaker.fresh(now)
+        slot.process_started(hired, told)
+        self._log(f"member {slot.name} pid {hired.pid}", member=slot.name, pid=hired.pid, runtime=slot.runtime)
         return told
 
     def _new(self, threads: int) -> WorkerHandle:
@@ -199,15 +199,15 @@ class MemberPool:
     async def _keep_spare(self, wait: float = 0.0) -> None:
         """Start spares until one is ready, with as many models as can be loaded."""
         await asyncio.sleep(wait)
-        sources = [seat.source.to_json() for seat in self._seats]
+        sources = [slot.source.to_json() for slot in self._slots]
         while not self._over and self._spare is None:
             spare = None
             try:
-                spare = self._spare = self._new(max(seat.source.threads for seat in self._seats))
+                spare = self._spare = self._new(max(slot.source.threads for slot in self._slots))
                 told = await self._ask(spare, "prepare", self._load, sources=sources)
                 for name, why in told["refused"].items():
                     self._log("no spare", level="warning", member=name, why=why)
-                has = frozenset(seat.name for seat in self._seats) - {*told["refused"]}
+                has = frozenset(slot.name for slot in self._slots) - {*told["refused"]}
                 if not has:
                     raise ApportionError("it could load no net")
             except (ApportionError, OSError) as error:
@@ -238,24 +238,24 @@ class MemberPool:
         self._spare, self._spare_has = None, frozenset()
         self._go(self._keep_spare(LEAST_LIFE))
 
-    async def _replace(self, seat: Member, wait: float) -> None:
+    async def _replace(self, slot: Member, wait: float) -> None:
         await asyncio.sleep(wait)
-        while not self._over and seat.state != "up":
+        while not self._over and slot.state != "up":
             child = None
-            if seat.name in self._spare_has:
+            if slot.name in self._spare_has:
                 child, self._spare, self._spare_has = self._spare, None, frozenset()
             try:
-                await self._hire(seat, child)
+                await self._hire(slot, child)
             except (ApportionError, OSError) as error:
                 level = "warning" if child else "error"  # a spare that is dead too: a new process is next, at once
-                self._log("member not replaced", level=level, member=seat.name, why=str(error))
+                self._log("member not replaced", level=level, member=slot.name, why=str(error))
                 if child is None:
                     await asyncio.sleep(LEAST_LIFE)
             finally:
                 if child is not None:
                     self._go(self._keep_spare())
-            if seat.refusal is not None:
-                self._log("member not replaced", level="error", member=seat.name, why=seat.refusal)
+            if slot.refusal is not None:
+                self._log("member not replaced", level="error", member=slot.name, why=slot.refusal)
                 await asyncio.sleep(LONGEST_WAIT)
 
     async def _look(self) -> None:
@@ -268,11 +268,11 @@ class MemberPool:
             if now - last > STALLED_SECONDS:
                 continue  # it was this program that stood still: what members have said has not been heard yet
             self._look_at_spare(now - last)
-            for seat in self._seats:
+            for slot in self._slots:
                 try:
-                    seat.check(now)
+                    slot.check(now)
                 except Exception as error:  # the others are to be looked after all the same
-                    self._log("defect", level="error", member=seat.name, why=repr(error))
+                    self._log("defect", level="error", member=slot.name, why=repr(error))
             self._dead = [child for child in self._dead if child.process.poll() is None]
 
     def _go(self, work: Any) -> None:

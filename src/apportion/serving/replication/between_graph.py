@@ -28,21 +28,21 @@ def staffed(
     sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
 ) -> tuple[list[Member], MemberPool]:
     """Return a member for each source, and the pool that gives out their processes; none is started."""
-    seats = [
+    slots = [
         Member(
             source=source,
             batcher=DynamicBatcher(source.name, serving.queue_length, serving.most_rows),
             breaker=Breaker(patience=serving.patience),
-            process_died=lambda seat, process: staff.process_died(seat, process),
+            process_died=lambda slot, process: staff.process_died(slot, process),
         )
         for source in sources
     ]
     staff = MemberPool(
-        seats,
+        slots,
         log,
         inbox=inbox,
         outbox_bytes=serving.outbox_bytes,
         load_seconds=serving.load_seconds,
         timing_seconds=timing_seconds,
     )
-    return seats, staff
+    return slots, staff

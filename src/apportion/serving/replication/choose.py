@@ -97,15 +97,15 @@ async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], 
 
 async def _started(kind: str, sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
     whole = [in_graph.merged(sources, means.folder)] if kind == "in_graph" else sources
-    seats, staff = between_graph.staffed(whole, serving, means.inbox, means.log, timing_seconds=TIMING_SECONDS)
+    slots, staff = between_graph.staffed(whole, serving, means.inbox, means.log, timing_seconds=TIMING_SECONDS)
     try:
         await staff.start()
         names = [source.name for source in sources]
-        members = dict.fromkeys(names, seats[0]) if kind == "in_graph" else dict(zip(names, seats, strict=True))
+        members = dict.fromkeys(names, slots[0]) if kind == "in_graph" else dict(zip(names, slots, strict=True))
         if len(sources) > 1:
             weights = None if serving.weights is None else [serving.weights[n] for n in names if n in serving.weights]
             check_aggregation(serving.aggregation, weights, len(names))
-            kinds = ["u" if s.datatype == "BF16" else DATATYPES[s.datatype].kind for s in seats[0].outputs]
+            kinds = ["u" if s.datatype == "BF16" else DATATYPES[s.datatype].kind for s in slots[0].outputs]
             check_outputs(serving.aggregation, kinds)
     except BaseException:
         await staff.close()
@@ -127,9 +127,9 @@ def _specs(source: Source) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
 
 async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:
     """Return (the seconds of a request by itself, the requests per second of many at once)."""
-    seat = ensemble.seats[0]
-    rows = seat.source.rows() or [spec.filled(1) for spec in seat.inputs]
-    tensors, held = placed([(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)], inbox)
+    slot = ensemble.slots[0]
+    rows = slot.source.rows() or [spec.filled(1) for spec in slot.inputs]
+    tensors, held = placed([(spec.datatype, row) for spec, row in zip(slot.inputs, rows, strict=True)], inbox)
     names = tuple(ensemble.members)
     loop = asyncio.get_running_loop()
 

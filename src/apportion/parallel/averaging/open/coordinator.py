@@ -216,8 +216,8 @@ class RoundCoordinator:
             return
         self._admitted.remove(admitted)
         admitted.connection.release()
-        seat = self._book.seats.get(admitted.rank)
-        if seat is not None and seat.life == admitted.life:
+        slot = self._book.slots.get(admitted.rank)
+        if slot is not None and slot.life == admitted.life:
             self._book.leave(admitted.rank)
             self._say(f"rank {admitted.rank} is gone: what it was dealt in round {self._book.number} is dealt again")
 
@@ -234,7 +234,7 @@ class RoundCoordinator:
         if not admitted.life:
             raise ConnectionError(f"{admitted.connection.name} has not said hello")
         number, made = int(message.told["round"]), int(message.told["made"])
-        dealt = self._book.seats[admitted.rank].batches
+        dealt = self._book.slots[admitted.rank].batches
         batches = dealt[:made]
         examples = float(message.told.get("examples", 0.0))
         counts = self._book.come_back(admitted.rank, number, made, time.monotonic())
@@ -332,7 +332,7 @@ class RoundCoordinator:
     def _tell(self, ranks: Sequence[int], kind: MessageKind) -> None:
         """Send a message of the round that is open, or was until now, to some ranks."""
         for admitted in self._admitted:
-            if admitted.rank in ranks and admitted.life == self._book.seats[admitted.rank].life:
+            if admitted.rank in ranks and admitted.life == self._book.slots[admitted.rank].life:
                 assert self._opened is not None, "a round that is told of was opened"
                 send_message(admitted.connection, kind, {"round": self._opened.number})
                 self._push(admitted)
@@ -369,8 +369,8 @@ class RoundCoordinator:
             return
         last = OpenedRound(self._book.number, self._book.done, 1, ())
         for admitted in self._admitted:
-            seat = self._book.seats.get(admitted.rank)
-            if seat is not None and seat.life == admitted.life:
+            slot = self._book.slots.get(admitted.rank)
+            if slot is not None and slot.life == admitted.life:
                 self._send_round(admitted, last, (), self._wire(admitted).write(self._averages[0]), ended=True)
 
     def _say_goodbye(self) -> None:

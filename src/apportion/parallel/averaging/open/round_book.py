@@ -38,7 +38,7 @@ class Standing(Enum):
 
 
 @dataclass
-class Seat:
+class Slot:
     """A replica that is there. ``life``: the number of its connection, which no other has had."""
 
     life: int
@@ -78,7 +78,7 @@ class RoundBook:
 
     def __init__(self, *, every: int, total: int, deadline: float, size: int) -> None:
         self._every, self._total, self._deadline, self._size = every, total, deadline, size
-        self.seats: dict[int, Seat] = {}
+        self.slots: dict[int, Slot] = {}
         """The replicas that are there, by rank."""
         self._lives = 0
         self._free: list[int] = []
@@ -114,28 +114,28 @@ class RoundBook:
     # Who is there
 
     def come(self, rank: int) -> int:
-        """Seat a replica, in the place of one with its rank that was there; returns the number of its life."""
+        """Slot a replica, in the place of one with its rank that was there; returns the number of its life."""
         self.leave(rank)
         self._lives += 1
-        self.seats[rank] = Seat(self._lives)
+        self.slots[rank] = Slot(self._lives)
         return self._lives
 
     def leave(self, rank: int) -> None:
         """Note that a replica is gone: what it was dealt, and has not given, is dealt again. What it has given stays in
         the round."""
-        seat = self.seats.pop(rank, None)
-        if seat is not None and seat.standing is Standing.WORKING:
-            self._give_back(seat)
+        slot = self.slots.pop(rank, None)
+        if slot is not None and slot.standing is Standing.WORKING:
+            self._give_back(slot)
 
-    def _give_back(self, seat: Seat, made: int = 0) -> None:
-        for batch in seat.batches[made:]:
+    def _give_back(self, slot: Slot, made: int = 0) -> None:
+        for batch in slot.batches[made:]:
             heapq.heappush(self._free, batch)
 
     # Rounds
 
     def open(self, now: float) -> OpenedRound | None:
         """Open the next round, where it is time for one; returns None where it is not."""
-        idle = sorted(rank for rank, seat in self.seats.items() if seat.standing is Standing.IDLE)
+        idle = sorted(rank for rank, slot in self.slots.items() if slot.standing is Standing.IDLE)
         if self.is_open or self.is_finished or not idle or self._gathers_until is None:
             return None
         if len(idle) < self._size and now < self._gathers_until:
@@ -143,9 +143,9 @@ class RoundBook:
         self._gathers_until = 0.0
         opened = OpenedRound(self.number, self.done, len(idle), tuple(sorted(self._free)))
         for rank, batches in self._dealt(idle).items():
-            seat = self.seats[rank]
-            seat.standing, seat.batches = Standing.WORKING, tuple(batches)
-            opened.deals[rank] = Deal(seat.life, seat.batches)
+            slot = self.slots[rank]
+            slot.standing, slot.batches = Standing.WORKING, tuple(batches)
+            opened.deals[rank] = Deal(slot.life, slot.batches)
         self._opened, self._came = now, []
         self._ask_at = now + self._deadline - min(GRACE_SECONDS, GRACE_PART * self._deadline)
         return opened
@@ -155,12 +155,12 @@ class RoundBook:
         if self._opened is None or self._ask_at is None or now < self._ask_at:
             return []
         self._ask_at = None
-        return [rank for rank, seat in self.seats.items() if seat.standing is Standing.WORKING]
+        return [rank for rank, slot in self.slots.items() if slot.standing is Standing.WORKING]
 
     def _dealt(self, idle: list[int]) -> dict[int, list[int]]:
         """Deal the next batches to the ranks in turn, those first that are dealt again."""
         dealt: dict[int, list[int]] = {}
-        most = {rank: min(self._every, self.seats[rank].many or self._every) for rank in idle}
+        most = {rank: min(self._every, self.slots[rank].many or self._every) for rank in idle}
         for turn in range(self._every):
             for rank in idle:
                 if turn >= most[rank]:
@@ -175,35 +175,35 @@ class RoundBook:
     def come_back(self, rank: int, number: int, made: int, now: float) -> bool:
         """Note that a replica has ended its part of a round, of which it has made so many batches; returns whether that
         counts. It is idle from here on."""
-        seat = self.seats[rank]
-        counts = seat.standing is Standing.WORKING and number == self.number and 0 < made <= len(seat.batches)
+        slot = self.slots[rank]
+        counts = slot.standing is Standing.WORKING and number == self.number and 0 < made <= len(slot.batches)
         if counts:
             self._came.append(rank)
-            self._measure(seat, made, now)
-            self._give_back(seat, made)
-        elif seat.standing is Standing.WORKING:
-            self._give_back(seat)
+            self._measure(slot, made, now)
+            self._give_back(slot, made)
+        elif slot.standing is Standing.WORKING:
+            self._give_back(slot)
         elif made:  # late: as many as it made by the deadline, or would have made
-            seat.many = max(1, int(MARGIN * min(made, len(seat.batches) - 1 or 1)))
-        seat.standing = Standing.IDLE
+            slot.many = max(1, int(MARGIN * min(made, len(slot.batches) - 1 or 1)))
+        slot.standing = Standing.IDLE
         return counts
 
-    def _measure(self, seat: Seat, made: int, now: float) -> None:
+    def _measure(self, slot: Slot, made: int, now: float) -> None:
         assert self._opened is not None
         seconds = max(1e-6, now - self._opened)
-        seat.many = max(1, min(self._every, int(MARGIN * self._deadline * made / seconds)))
+        slot.many = max(1, min(self._every, int(MARGIN * self._deadline * made / seconds)))
 
     def is_over(self, now: float) -> bool:
         """Return whether the open round is over."""
         if self._opened is None:
             return False
-        works = any(seat.standing is Standing.WORKING for seat in self.seats.values())
+        works = any(slot.standing is Standing.WORKING for slot in self.slots.values())
         return not works or (self._is_waited_for and now >= self._opened + self._deadline)
 
     @property
     def _is_waited_for(self) -> bool:
         """True where somebody waits for the open round to be over: one who has come, or who is new."""
-        return bool(self._came) or any(seat.standing is Standing.IDLE for seat in self.seats.values())
+        return bool(self._came) or any(slot.standing is Standing.IDLE for slot in self.slots.values())
 
     def due(self, now: float) -> float | None:
         """Return the seconds until something is to be decided that nobody says; None where there is nothing."""
@@ -211,7 +211,7 @@ class RoundBook:
             ends = self._opened + self._deadline if self._is_waited_for else None
             times = [time for time in (self._ask_at, ends) if time is not None]
             return max(0.0, min(times) - now) if times else None
-        if self._gathers_until and self.seats:
+        if self._gathers_until and self.slots:
             return max(0.0, self._gathers_until - now)
         return None
 
@@ -219,10 +219,10 @@ class RoundBook:
         """Close the round: returns the ranks whose parts are in its average, in rank order, those that are late, and
         the seconds that it was open."""
         assert self._opened is not None
-        late = sorted(rank for rank, seat in self.seats.items() if seat.standing is Standing.WORKING)
+        late = sorted(rank for rank, slot in self.slots.items() if slot.standing is Standing.WORKING)
         for rank in late:
-            self.seats[rank].standing = Standing.LATE
-            self._give_back(self.seats[rank])
+            self.slots[rank].standing = Standing.LATE
+            self._give_back(self.slots[rank])
         came, seconds = sorted(self._came), now - self._opened
         self._opened, self._came = None, []
         self.number += 1

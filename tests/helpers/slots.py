@@ -35,48 +35,48 @@ machine would otherwise kill one when the others are done, who could not be aske
 
 @dataclass(frozen=True)
 class Kill:
-    """When the run has come to this step, and so many seconds have passed: that seat's process gets the signal."""
+    """When the run has come to this step, and so many seconds have passed: that slot's process gets the signal."""
 
     step: int
     seconds: float
-    seat: int
+    slot: int
     signal: int = signal.SIGKILL
 
 
-def kills(many: int, steps: int, seats: int, *, seed: int, seconds: float = 0.004) -> list[Kill]:
+def kills(many: int, steps: int, slots: int, *, seed: int, seconds: float = 0.004) -> list[Kill]:
     """At random moments, in the order of the steps; none in the last tenth, where who is done could be asked back."""
     chosen = random.Random(seed)
     at = sorted(chosen.randrange(1, steps * 9 // 10) for _ in range(many))
-    return [Kill(step, chosen.uniform(0, seconds), chosen.randrange(seats)) for step in at]
+    return [Kill(step, chosen.uniform(0, seconds), chosen.randrange(slots)) for step in at]
 
 
 @dataclass
 class Outcome:
-    """What the seats gave, and what was done to them."""
+    """What the slots gave, and what was done to them."""
 
     results: list[Any]
     kills: int = 0
     changes: int = 0
 
 
-def on_seats(
-    function: Callable[..., Any], seats: int, *arguments: Any, killed: Sequence[Kill] = (), replaced: bool = True
+def on_slots(
+    function: Callable[..., Any], slots: int, *arguments: Any, killed: Sequence[Kill] = (), replaced: bool = True
 ) -> Outcome:
-    """``function(world, progress, *arguments)`` on so many seats; ``progress[seat]`` is how far it is, and the last
+    """``function(world, progress, *arguments)`` on so many slots; ``progress[slot]`` is how far it is, and the last
     word the step that none may pass yet. ``replaced``: the dead are; else the run goes on with those who are left."""
-    (outcome,) = ranks.on_ranks(_supervise, 1, function, seats, arguments, list(killed), replaced)
+    (outcome,) = ranks.on_ranks(_supervise, 1, function, slots, arguments, list(killed), replaced)
     return Outcome(**outcome)
 
 
 def _supervise(
     world: World,
     function: Callable[..., Any],
-    seats: int,
+    slots: int,
     arguments: tuple[Any, ...],
     killed: list[Kill],
     replaced: bool,
 ) -> dict[str, Any]:
-    supervisor = _Supervisor(function, seats, arguments, replaced)
+    supervisor = _Supervisor(function, slots, arguments, replaced)
     try:
         return vars(supervisor.run(killed))
     finally:
@@ -84,22 +84,22 @@ def _supervise(
 
 
 class _Supervisor:
-    def __init__(self, function: Callable[..., Any], seats: int, arguments: tuple[Any, ...], replaced: bool) -> None:
-        self._function, self._arguments, self._seats, self._replaced = function, arguments, seats, replaced
+    def __init__(self, function: Callable[..., Any], slots: int, arguments: tuple[Any, ...], replaced: bool) -> None:
+        self._function, self._arguments, self._slots, self._replaced = function, arguments, slots, replaced
         self._memory = SharedMemoryOwner()
-        self._members = Membership(self._memory.map("members", Membership.nbytes(seats)), seats)  # type: ignore[arg-type]
+        self._members = Membership(self._memory.map("members", Membership.nbytes(slots)), slots)  # type: ignore[arg-type]
         self._members.begin()
-        words = np.frombuffer(self._memory.map("test/progress", 8 * (seats + 1)), dtype=np.int64)
+        words = np.frombuffer(self._memory.map("test/progress", 8 * (slots + 1)), dtype=np.int64)
         self._progress, self._limit = words[:-1], words[-1:]
         self._selector = selectors.DefaultSelector()
         self._lines: dict[int, Lines] = {}
         self._pids: dict[int, int] = {}
-        self._outcome = Outcome([None] * seats)
+        self._outcome = Outcome([None] * slots)
         self._results = 0
-        for seat in range(seats):
-            self._fork(seat)
+        for slot in range(slots):
+            self._fork(slot)
 
-    def _fork(self, seat: int) -> None:
+    def _fork(self, slot: int) -> None:
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         pid = os.fork()
@@ -108,17 +108,17 @@ class _Supervisor:
             for lines in self._lines.values():
                 lines.socket.close()  # not shut down: the others go on
             ours.close()
-            self._sit(theirs, seat)
+            self._sit(theirs, slot)
         theirs.close()
-        self._pids[seat], self._lines[seat] = pid, Lines(ours)
-        self._selector.register(ours, selectors.EVENT_READ, seat)
+        self._pids[slot], self._lines[slot] = pid, Lines(ours)
+        self._selector.register(ours, selectors.EVENT_READ, slot)
 
-    def _sit(self, sock: socket.socket, seat: int) -> None:
+    def _sit(self, sock: socket.socket, slot: int) -> None:
         status = 1
         try:
             channel = Channel(sock)
-            n = self._seats
-            place = {"rank": seat, "size": n, "local_rank": seat, "local_size": n, "seat": seat, "seats": n}
+            n = self._slots
+            place = {"rank": slot, "size": n, "local_rank": slot, "local_size": n, "slot": slot, "slots": n}
             world = World(**place, device=torch.device("cpu"), channel=channel).join()  # type: ignore[arg-type]
             progress = np.frombuffer(world.shared("test/progress", 8 * (n + 1)), dtype=np.int64)
             result = pickle.dumps(self._function(world, progress, *self._arguments))
@@ -136,7 +136,7 @@ class _Supervisor:
     def run(self, killed: list[Kill]) -> Outcome:
         deadline = time.monotonic() + DEADLINE_SECONDS
         waiting, due = list(killed), 0.0
-        expected = self._seats
+        expected = self._slots
         while self._results < expected:
             assert time.monotonic() < deadline, f"it hangs at {self._progress.tolist()}, after {self._outcome}"
             self._limit[0] = waiting[0].step + AHEAD if waiting else np.iinfo(np.int64).max
@@ -149,12 +149,12 @@ class _Supervisor:
                     due = 0.0
             if self._dead():
                 self._change()
-                expected = self._seats if self._replaced else len(self._pids)
+                expected = self._slots if self._replaced else len(self._pids)
         return self._outcome
 
     def _kill(self, kill: Kill) -> None:
-        if kill.seat in self._pids:
-            os.kill(self._pids[kill.seat], kill.signal)
+        if kill.slot in self._pids:
+            os.kill(self._pids[kill.slot], kill.signal)
             self._outcome.kills += 1
 
     def _hear(self, seconds: float) -> None:
@@ -172,7 +172,7 @@ class _Supervisor:
                     self._results += 1
 
     def _dead(self) -> list[int]:
-        return [seat for seat, pid in self._pids.items() if os.waitid(os.P_PID, pid, _GONE) is not None]
+        return [slot for slot, pid in self._pids.items() if os.waitid(os.P_PID, pid, _GONE) is not None]
 
     def _change(self) -> None:
         """The order that the membership page asks for."""
@@ -189,13 +189,13 @@ class _Supervisor:
         self._members.close_change(sorted(self._pids))
 
     def _bury(self) -> None:
-        for seat in self._dead():
-            os.waitpid(self._pids.pop(seat), 0)
-            lines = self._lines.pop(seat)
+        for slot in self._dead():
+            os.waitpid(self._pids.pop(slot), 0)
+            lines = self._lines.pop(slot)
             self._selector.unregister(lines.socket)
             lines.close()
             if self._replaced:
-                self._fork(seat)
+                self._fork(slot)
 
     def close(self) -> None:
         for pid in self._pids.values():
@@ -231,7 +231,7 @@ def _steps(step: Step, world: World, progress: Any, made: list[int]) -> None:
         world.check()
         step(batch)
         made.append(world.size)
-        progress[world.seat] = step.done
+        progress[world.slot] = step.done
         while step.done >= progress[-1]:  # until the next kill
             world.check()
             time.sleep(0.0005)
