@@ -385,7 +385,7 @@ def test_stages_and_slices_are_placed_by_their_values() -> None:
     assert first["net.0.weight"] == Place("net.1.weight")
     assert second["net.0.weight"] == Place("net.0.weight", 0, 2)
     assert np.array_equal(
-        second["net.0.weight"].of(WEIGHTS["net.0.weight"], half["net.0.weight"]), half["net.0.weight"]
+        second["net.0.weight"].part_of(WEIGHTS["net.0.weight"], half["net.0.weight"]), half["net.0.weight"]
     )
 
 
@@ -478,8 +478,10 @@ def test_steps_after_those_that_a_rank_leaves_out_under_join_are_numbered_as_on_
         return RankRecord(len(counts), tuple(events))
 
     for record in aligned([epochs(3, 2, 1), epochs(2, 3, 1)]):
-        assert [event["number"] for event in record.of("contributions")] == [each["number"] for each in record.steps]
-        assert [event["step"] for event in record.of("join")] == [0, 3, 6]
+        assert [event["number"] for event in record.events_of("contributions")] == [
+            each["number"] for each in record.steps
+        ]
+        assert [event["step"] for event in record.events_of("join")] == [0, 3, 6]
     one, two = aligned([epochs(3, 2, 1), epochs(2, 3, 1)])
     assert [each["number"] for each in one.steps] == [1, 2, 3, 4, 5, 7]
     assert [(each["number"], each["step"]) for each in two.steps] == [(1, 1), (2, 2), (4, 4), (5, 5), (6, 6), (7, 7)]

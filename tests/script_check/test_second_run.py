@@ -1,4 +1,4 @@
-"""A script that is run twice: one record of both runs, what the second one has lost, and how its failures are told."""
+"""A script that is run twice: one record of both runs, what the second one has lost, and how its failures are sentences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from apportion.script_check import driver, failures
 from apportion.script_check.comparison import second_run
-from apportion.script_check.passes import Passed
+from apportion.script_check.passes import PassResult
 from apportion.script_check.record import RankRecord
 from apportion.script_check.restarted import joined_runs, runs
 from apportion.script_check.script import Script
@@ -118,11 +118,11 @@ def test_an_optimizer_without_state_to_lose_has_lost_none(before: dict[str, Any]
     assert names(first, record(step(1, **{"weights_before": "0 after 1", "stateful": False, **begun}))) == []
 
 
-def passed(second: RankRecord, how: str = "ended", then: tuple[str, ...] = THEN, output: str = "") -> Passed:
+def passed(second: RankRecord, how: str = "ended", then: tuple[str, ...] = THEN, output: str = "") -> PassResult:
     """A pass whose second run has left a record; records of both runs are joined where it ended."""
     first = record({"kind": "save", "step": 2, "path": "model.pt"}, step(1), step(2), ended())
     records = [joined(first, second) if how == "ended" else second]
-    return Passed(records, [output], WaitOutcome(how, (0,)), 60.0, then=then)
+    return PassResult(records, [output], WaitOutcome(how, (0,)), 60.0, then=then)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_ranks_that_wait_in_the_second_run_are_told_as_such() -> None:
         "pending": False, "site": "train.py:3", "line": "", "thread": 1, "time": 1.0,
     }  # fmt: skip
     waiting = [record(step(1), call), record(step(1), ended(), rank=1)]
-    found = Passed(waiting, ["", ""], WaitOutcome("hang", (0,)), 60.0, then=THEN)
+    found = PassResult(waiting, ["", ""], WaitOutcome("hang", (0,)), 60.0, then=THEN)
     assert driver._hanging(found, Script(__file__)) is not None
-    told = driver._again(found)
-    assert told == [
+    sentences = driver._second_run_sentence(found)
+    assert sentences == [
         "The script was run again, with --resume last.pt, to go on from what its first run had saved. Its ranks did "
         "not end in this second run, whose steps are counted from 1."
     ]
-    assert driver._again(passed(record(step(1), ended()))) == [told[0].split(" Its ranks")[0]]
+    assert driver._second_run_sentence(passed(record(step(1), ended()))) == [sentences[0].split(" Its ranks")[0]]

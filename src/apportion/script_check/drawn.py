@@ -16,7 +16,7 @@ def draws_of_ranks(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
     """Returns the numbers that each rank drew at each place, in order, but for those of rows."""
     found = dict[str, list[list[Any]]]()
     for position, record in enumerate(records):
-        for event in record.of("draw"):
+        for event in record.events_of("draw"):
             if not event["fetching"]:
                 ranks = found.setdefault(event["place"], [[] for _ in records])
                 ranks[position].append(event["values"])
@@ -26,15 +26,15 @@ def draws_of_ranks(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
 def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
     """Whether one process drew rows of its own no more often than each rank did, where the ranks drew different ones:
     its draws must then have the numbers of all ranks (see ``Feed``)."""
-    if any(record.of("iteration") for record in records):
+    if any(record.events_of("iteration") for record in records):
         return False
     found = draws_of_ranks(records)
     first, alone = records[0], defaultdict[str, int](int)
     at = min(1, len(first.steps) - 1)  # before the first of several steps a script draws other things as well
-    for event in union.of("draw"):
+    for event in union.events_of("draw"):
         alone[event["place"]] += event["step"] == at
     for place, ranks in found.items():
-        calls = [event for event in first.of("draw") if event["place"] == place and event["step"] == at]
+        calls = [event for event in first.events_of("draw") if event["place"] == place and event["step"] == at]
         different = any(
             a is not None and b is not None and a.ndim and not np.array_equal(a, b)
             for other in ranks[1:]
@@ -67,7 +67,7 @@ def draws_for_batches(records: Sequence[RankRecord]) -> bool:
     return False
 
 
-def draws_in_turn(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
+def draws_rank_by_rank(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
     """Returns the numbers of all ranks as those of one process that trains on their batches one after another: for each
     place those for the first batch of each rank, then those for the second ones. Of those before the first batch, which
     one process draws once, rank 0's."""
@@ -75,7 +75,7 @@ def draws_in_turn(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
     for rank, record in enumerate(records):
         trained = {(each.loader, each.number) for each in reading(record) if each.trained}
         batches = 0
-        for event in record.of("batch", "draw"):
+        for event in record.events_of("batch", "draw"):
             if event["kind"] == "batch":
                 batches += (event["loader"], event["iteration"]) in trained
             elif not event["fetching"] and (batches or not rank):

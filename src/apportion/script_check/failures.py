@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from apportion.script_check.hangs import report
-from apportion.script_check.hangs.sentences import ranks as written_ranks
-from apportion.script_check.passes import Passed
+from apportion.script_check.hangs.sentences import list_ranks
+from apportion.script_check.passes import PassResult
 from apportion.script_check.record import RankRecord
 
 _GPU = re.compile(r"cuda|\bgpus?\b|nccl|nvidia|accelerator|device_count", re.IGNORECASE)
@@ -24,11 +24,11 @@ _NETWORK = re.compile(
 _NETWORK_TYPES = {"URLError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError", "gaierror", "HTTPError"}
 
 
-def unusable(passed: Passed, ranks: int) -> str | None:
+def unusable(passed: PassResult, ranks: int) -> str | None:
     """Returns why a pass says nothing, and the remedy; None where it does."""
     again = _of_second_run(passed)
     if passed.waited.how == "limit":
-        late = written_ranks(passed.unfinished)
+        late = list_ranks(passed.unfinished)
         return (
             f"{late}{again} did not end within {passed.seconds:.0f} s: compare fewer steps (--steps), or give the "
             f"script arguments with which a step is shorter"
@@ -59,7 +59,7 @@ def unusable(passed: Passed, ranks: int) -> str | None:
     return None
 
 
-def _of_second_run(passed: Passed) -> str:
+def _of_second_run(passed: PassResult) -> str:
     """What a second run was, as a clause between commas; empty where the script was run once."""
     if passed.then is None:
         return ""
@@ -70,7 +70,7 @@ def _saved_late(record: RankRecord) -> str:
     """What a second run needs that does not find a file; empty where it failed for another reason."""
     if record.outcome is None or record.outcome.get("type") not in ("FileNotFoundError", "CheckpointException"):
         return ""
-    saved = list(dict.fromkeys(event["path"] for event in record.of("save") if event["path"]))
+    saved = list(dict.fromkeys(event["path"] for event in record.events_of("save") if event["path"]))
     steps = len(record.runs[0].steps)
     wrote = f"saved {', '.join(saved[:3])}" if saved else "saved nothing"
     return (
@@ -79,7 +79,7 @@ def _saved_late(record: RankRecord) -> str:
     )
 
 
-def lacks_gpu(passed: Passed) -> bool:
+def lacks_gpu(passed: PassResult) -> bool:
     """Whether a script failed, or ended before its first step, because there is no GPU, or fewer than ranks."""
     failed = next((record for record in passed.failed if record.outcome is not None), None)
     if failed is not None and failed.outcome is not None:
@@ -100,8 +100,8 @@ def needs_gpu(outcome: Mapping[str, Any], output: str) -> bool:
 
 
 def may_need_own_precision(outcome: Mapping[str, Any]) -> bool:
-    """Whether a failure may come from computing in float64: an error of torch or a check of the script, and none of
-    the others that have a remedy of their own."""
+    """Whether a failure may come from computing in float64: an error of torch or a check of the script, but not one of
+    the failures that have a remedy of their own."""
     if outcome["how"] != "raised":
         return False
     if outcome.get("type") == "TooLargeForFloat64":

@@ -77,7 +77,7 @@ def answer(
     """Returns the answer that findings amount to, of which those named in ``accept`` count as notes.
 
     ``undecided``: why a script whose numbers do not differ is not called the same network; empty where it can be. A
-    warning states that each step is right, and so it is none of an undecided script.
+    warning states that each step is right, so it does not decide about an undecided script.
     """
     judged = [replace(finding, accepted=finding.name in accept) for finding in findings]
     counting = [finding for finding in judged if not finding.accepted]

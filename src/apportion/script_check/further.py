@@ -18,8 +18,8 @@ from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 
 
-class Unstated(Exception):
-    """There are no gradients of a reference function, for the reason that the text gives."""
+class ReferenceUnavailable(Exception):
+    """The gradients of a reference function cannot be computed, for the reason that the text gives."""
 
 
 def further_passes(
@@ -41,33 +41,33 @@ def further_passes(
     return _rearranged(script, ranks, reference, conditions, found)
 
 
-def stated(
+def with_reference_gradients(
     script: Script, ranks: Sequence[RankRecord], reference: Reference, conditions: Conditions, found: Further
 ) -> Further:
     """Run one process in which the function that the conditions name computes its gradient before each step, at the
     weights of the ranks; returns what was recorded so far with that.
 
-    Raises Unstated where the function fails, or there is no step of which it can be given the rows.
+    Raises ReferenceUnavailable where the function fails, or cannot be given the rows of any step.
     """
     function = conditions.reference
     if function is None:
         return found
     rows = step_rows(reference.feed, reference.passed.records[0])
     if reference.replay or not rows:
-        raise Unstated(
+        raise ReferenceUnavailable(
             f"{function.address} cannot be given the rows of a step, which it takes as one batch: the script has to "
             "read them through one loader, in batches that can be joined"
         )
     feed = replace(reference.feed, step_rows=rows, weights_after=weights_after(ranks[0]))
     record = run_until_port_is_free("stated", script, 1, conditions, feed).records[0]
-    for failed in record.of("reference_failed"):
+    for failed in record.events_of("reference_failed"):
         line = f" ({failed['text']})" if failed["text"] else ""
-        raise Unstated(f"{function.address} fails at {failed['site']}{line}: {failed['message']}")
-    if not record.of("reference"):
-        raise Unstated(
+        raise ReferenceUnavailable(f"{function.address} fails at {failed['site']}{line}: {failed['message']}")
+    if not record.events_of("reference"):
+        raise ReferenceUnavailable(
             f"{function.address} was called at no step, as no optimizer of torch's kind made one on its rows"
         )
-    return replace(found, stated=record, function=function.address)
+    return replace(found, by_function=record, function=function.address)
 
 
 def _rearranged(

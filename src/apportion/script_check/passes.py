@@ -36,7 +36,7 @@ _OFF = {
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """One pass: what the ranks recorded, what they printed, how they were waited for, and how the user's files were
     protected, as a sentence. ``then``: where the script was run a second time, the arguments that it then had besides;
     ``outputs``, ``waited`` and ``seconds`` are those of that run."""
@@ -82,7 +82,7 @@ class Conditions:
     memory: int = field(default_factory=lambda: _available_memory())
 
 
-def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
+def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> PassResult:
     """Run a script once and return what was recorded; ``name`` names the pass's folder.
 
     Raises ApportionError where the folder takes no records, as on a full disk.
@@ -101,7 +101,9 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         ) from error
 
 
-def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None) -> Passed:
+def _run_in(
+    folder: Path, name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None
+) -> PassResult:
     if feed is not None:
         feed.save(folder / "feed.pkl")
     _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
@@ -122,7 +124,7 @@ def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Con
     return replace(resumed, records=joined_runs(passed.records, resumed.records), then=script.then)
 
 
-def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, conditions: Conditions) -> Passed:
+def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, conditions: Conditions) -> PassResult:
     """Runs a script in a sandbox with its ``arguments``. ``folder``: for what it records, and of the file of its feed,
     where there is one."""
     since = time.monotonic()
@@ -146,7 +148,7 @@ def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, condit
     if unwritable:
         raise OSError(errno.ENOSPC, f"rank {unwritable[0]} could not write its record")
     outputs = [_text(folder / f"rank{rank}.log") for rank in range(ranks)]
-    return Passed(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
+    return PassResult(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
 
 
 def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> PassPlan:

@@ -62,7 +62,7 @@ def _rearrange(iterations: dict[str, list[FedIteration]], window: AccumulationWi
         else:
             batches = _rolled(batches, window.moved)
     except ValueError:
-        return  # the rows cannot be told apart
+        return  # the rows cannot be separated
     for (fed, number), (tree, indices) in zip(places, batches, strict=True):
         fed.batches[number], fed.indices[number] = tree, indices
 

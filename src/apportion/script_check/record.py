@@ -25,21 +25,21 @@ class RankRecord:
     runs: tuple[RankRecord, ...] = field(default=(), compare=False)
     """The records of the runs that ``events`` joins, where there were two."""
 
-    def of(self, *kinds: str) -> list[Event]:
+    def events_of(self, *kinds: str) -> list[Event]:
         """Returns the events of some kinds, in order."""
         return [event for event in self.events if event["kind"] in kinds]
 
     @cached_property
     def steps(self) -> list[Event]:
         """The optimizer steps, in order."""
-        return self.of("step")
+        return self.events_of("step")
 
     @cached_property
     def outcome(self) -> Event | None:
         """How the script ended: the event ``end``; None where the process ended before it could write it. A process
         that dies, or does not go on, as it takes down the group of all ranks has done its work: gloo aborts or hangs
         there now and then."""
-        ends = self.of("end", "destroy", "destroyed")
+        ends = self.events_of("end", "destroy", "destroyed")
         if ends and ends[-1]["kind"] == "destroy":
             return {**ends[-1], "kind": "end", "how": "ended"}
         return ends[-1] if ends and ends[-1]["kind"] == "end" else None

@@ -27,7 +27,7 @@ def runs(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
 def _events(first: RankRecord, second: RankRecord) -> Iterator[Event]:
     steps = len(first.steps)
     made = Counter(step["optimizer"] for step in first.steps)
-    iterations = Counter(event["loader"] for event in first.of("iteration"))
+    iterations = Counter(event["loader"] for event in first.events_of("iteration"))
     calls = 1 + max((event["call"] for event in first.events if "call" in event), default=-1)
     yield from (event for event in first.events if event["kind"] not in _ENDS)
     yield {"kind": "restart", "step": steps}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from apportion.script_check.feed import Feed
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, PassResult, run_pass
 from apportion.script_check.script import Script
 
 ATTEMPTS = 3
@@ -11,7 +11,7 @@ ATTEMPTS = 3
 
 def run_until_port_is_free(
     name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None
-) -> Passed:
+) -> PassResult:
     """Run a pass as ``run_pass`` does, at most ``ATTEMPTS`` times."""
     passed = run_pass(name, script, ranks, conditions, feed)
     for attempt in range(2, ATTEMPTS + 1):
@@ -21,7 +21,7 @@ def run_until_port_is_free(
     return passed
 
 
-def port_was_taken(passed: Passed) -> bool:
+def port_was_taken(passed: PassResult) -> bool:
     """Whether a rank failed as it could not listen on the port of its group."""
     return any(
         record.outcome is not None

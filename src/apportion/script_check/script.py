@@ -20,7 +20,7 @@ class Script:
 
     @property
     def path(self) -> Path:
-        """The file that runs. Raises ValueError where there is none."""
+        """The file that runs. Raises ValueError where it does not exist."""
         if not self.module:
             path = Path(self.target).resolve()
             if not path.is_file():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from apportion.script_check.comparison.reading import Iteration, identified, reading, row_digests
 from apportion.script_check.comparison.row_values import random_values
-from apportion.script_check.drawn import draws_in_turn, draws_of_ranks
+from apportion.script_check.drawn import draws_of_ranks, draws_rank_by_rank
 from apportion.script_check.feed import FedIteration, Feed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.restarted import runs
@@ -39,11 +39,11 @@ def union_feed(
     return Feed(begun, rates, rows, draws_of_ranks(first), join_draws, momenta=momenta, again=again)
 
 
-def feed_in_turn(records: Sequence[RankRecord]) -> Feed:
+def feed_rank_by_rank(records: Sequence[RankRecord]) -> Feed:
     """Returns the feed of one process that reads the batches of the ranks one after another, each with the numbers that
     its rank drew for it, and takes the mean of the gradients of as many steps as there are ranks."""
     feed = union_feed(records, interleaved=True)
-    return replace(feed, draws=draws_in_turn(records), windows=len(records))
+    return replace(feed, draws=draws_rank_by_rank(records), windows=len(records))
 
 
 def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | None:
@@ -53,7 +53,7 @@ def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | N
     steps = min(len(record.steps) for record in records)
     windows = list[list[Any]]()
     for step in range(steps):
-        parts = [[e for e in record.of("constant") if e["step"] == step] for record in records]
+        parts = [[e for e in record.events_of("constant") if e["step"] == step] for record in records]
         if not all(parts) or any(event["values"] is None for part in parts for event in part):
             break
         sequences = [[(event["function"], event["values"]) for event in part] for part in parts]
@@ -66,10 +66,15 @@ def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | N
 
 
 def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
-    """The weights of the networks before the first step; none of those that the ranks do not all have, such as the
-    stages of a pipeline."""
+    """The weights of the networks before the first step; empty where the ranks hold different tensors, as the stages of
+    a pipeline do."""
     by_rank = [
-        {name: array for event in record.of("network") if not event["step"] for name, array in event["weights"].items()}
+        {
+            name: array
+            for event in record.events_of("network")
+            if not event["step"]
+            for name, array in event["weights"].items()
+        }
         for record in records
     ]
     common = set.intersection(*map(set, by_rank)) if by_rank else set()
@@ -92,7 +97,7 @@ def _iterations(records: Sequence[RankRecord], interleaved: bool) -> dict[str, l
     local = {each.loader for iterations in readings for each in iterations if each.local}
     random = _random(records, readings)
     for record in records:
-        for event in record.of("iteration"):
+        for event in record.events_of("iteration"):
             found[event["loader"]][event["number"]].append((record, event))
     return {
         loader: [
@@ -115,7 +120,7 @@ def _random(records: Sequence[RankRecord], readings: Sequence[Sequence[Iteration
     found = set[str]()
     for record, iterations in zip(records, readings, strict=True):
         drew = False
-        for event in record.of("draw", "batch"):
+        for event in record.events_of("draw", "batch"):
             if event["kind"] == "draw":
                 drew |= event["fetching"] and not event["given"]
             else:
@@ -138,9 +143,12 @@ def _iteration(
     loader: _Loader, number: int, begun: Sequence[tuple[RankRecord, Any]], evaluation: bool, interleaved: bool
 ) -> FedIteration:
     name, local, size = loader.name, loader.local, begun[0][1]["rows"]
-    read = [[e for e in record.of("batch") if e["loader"] == name and e["iteration"] == number] for record, _ in begun]
+    read = [
+        [e for e in record.events_of("batch") if e["loader"] == name and e["iteration"] == number]
+        for record, _ in begun
+    ]
     exhausted = any(
-        e["loader"] == name and e["iteration"] == number for record, _ in begun for e in record.of("exhausted")
+        e["loader"] == name and e["iteration"] == number for record, _ in begun for e in record.events_of("exhausted")
     )
     if evaluation and (local or not _indexed(read)) and begun[0][1]["batch_size"]:
         parts = _evaluated(read, local)
@@ -232,7 +240,7 @@ def _same_rows(read: Sequence[Sequence[Any]]) -> bool:
 
 def _distinct(read: Sequence[Sequence[Any]], local: bool) -> list[Sequence[Any]]:
     """The batches of those ranks whose rows are not those of an earlier rank: the ranks of a tensor-parallel group, and
-    the stages of a pipeline, read the same rows, which are no parts of a union. ``local``: whether each rank numbers
+    the stages of a pipeline, read the same rows, which count once. ``local``: whether each rank numbers
     rows of its own, so that their numbers do not identify them."""
     found = dict[bytes, Sequence[Any]]()
     for batches in read:

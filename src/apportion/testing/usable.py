@@ -63,8 +63,11 @@ def refuse_other_than_functions(given: Mapping[str, Any]) -> None:
 
 def refuse_nothing_compared(ranks: Sequence[RankRecord], union: RankRecord) -> None:
     """Raise ValueError where the step has shown nothing: no loss, no optimizer step, or no gradient."""
-    losses = [call["returned"] for record in ranks for call in record.of("call")]
-    for who, returned in (("on every rank", losses), ("in one process", [e["returned"] for e in union.of("call")])):
+    losses = [call["returned"] for record in ranks for call in record.events_of("call")]
+    for who, returned in (
+        ("on every rank", losses),
+        ("in one process", [e["returned"] for e in union.events_of("call")]),
+    ):
         if all(each == "None" for each in returned):
             raise ValueError(
                 f"step returned None {who}: it returns the loss, a tensor with one element or a number; end it with "
@@ -73,8 +76,8 @@ def refuse_nothing_compared(ranks: Sequence[RankRecord], union: RankRecord) -> N
     for who, records in (("on the ranks", ranks), ("in one process", [union])):
         if not any(record.steps for record in records):
             raise ValueError(
-                f"step made no optimizer step {who} in {len(union.of('call'))} calls: it ends with optimizer.step() "
-                "of the optimizer that it is given"
+                f"step made no optimizer step {who} in {len(union.events_of('call'))} calls: it ends with "
+                "optimizer.step() of the optimizer that it is given"
             )
     gradients = [array for step in union.steps for array in step["gradients"].values() if array is not None]
     if not any(np.any(array) for array in gradients):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.script_check.comparison.table import Parting, parting
+from apportion.script_check.comparison.table import FirstDifference, first_difference
 from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
 from apportion.testing.explanation import Circumstances, Explanation, explained
@@ -55,7 +55,7 @@ def disagreement(
     for look in (_beginning, _counts, _nothing_moves):
         if (found := look(ranks, union)) is not None:
             return found
-    parted, _ = parting(ranks, union)
+    parted, _ = first_difference(ranks, union)
     if parted is not None:
         return _parted(parted, ranks, union, shares)
     found = _rates(ranks, union)
@@ -83,7 +83,7 @@ def _beginning(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement |
 
 
 def _counts(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
-    calls = [[call["made"] for call in record.of("call")] for record in [union, *ranks]]
+    calls = [[call["made"] for call in record.events_of("call")] for record in [union, *ranks]]
     for number, made in enumerate(zip(*calls, strict=True), 1):
         if len(set(made)) > 1:
             by_rank = ", ".join(f"rank {rank} made {steps}" for rank, steps in enumerate(made[1:]))
@@ -119,7 +119,9 @@ def _nothing_moves(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreeme
     return None
 
 
-def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]) -> Disagreement:
+def _parted(
+    parted: FirstDifference, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]
+) -> Disagreement:
     compared = parted.compared
     named = tuple(
         TensorDifference(shown(each.name, compared), each.rank, each.relative, each.ratio, each.cosine)
@@ -133,7 +135,7 @@ def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, sha
 
 
 def _update(
-    parted: Parting,
+    parted: FirstDifference,
     ranks: Sequence[RankRecord],
     union: RankRecord,
     named: tuple[TensorDifference, ...],
@@ -158,7 +160,7 @@ def _update(
     )
 
 
-def _unmoved(parted: Parting, ranks: Sequence[RankRecord]) -> int:
+def _unmoved(parted: FirstDifference, ranks: Sequence[RankRecord]) -> int:
     before = initial(ranks[0])
     weights: Mapping[str, Array] = ranks[0].steps[0]["weights"]
     return sum(
@@ -169,7 +171,7 @@ def _unmoved(parted: Parting, ranks: Sequence[RankRecord]) -> int:
 
 
 def _statistics(record: RankRecord) -> tuple[str, ...]:
-    modules: Mapping[str, str] = {k: v for event in record.of("network") for k, v in event["modules"].items()}
+    modules: Mapping[str, str] = {k: v for event in record.events_of("network") for k, v in event["modules"].items()}
     return tuple(
         f"{name.partition('.')[2] or name} ({kind})"
         for name, kind in modules.items()
@@ -178,7 +180,7 @@ def _statistics(record: RankRecord) -> tuple[str, ...]:
 
 
 def _notes(step: int, ranks: Sequence[RankRecord], union: RankRecord) -> Iterator[str]:
-    calls = [record.of("call") for record in [union, *ranks]]
+    calls = [record.events_of("call") for record in [union, *ranks]]
     if all(calls) and any(call["drew"] for call in calls[0]):
         drew = sorted({name for call in calls[0] for name in call["drew"]})
         yield (

@@ -1,7 +1,7 @@
 """The ranks against a function of the user's: the gradient of its loss over all rows of a step.
 
 A function returns a loss, and what a script does to gradients between backward and the step is not in it. Clipping is
-undone where the norms that it was made by are known on all ranks, and else made with the function's gradient, too.
+undone where the norms that it used are known on all ranks, and is otherwise applied to the function's gradient, too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from apportion.script_check.comparison.table import Parting, parting
+from apportion.script_check.comparison.table import FirstDifference, first_difference
 from apportion.script_check.comparison.tensors import Array, StepBounds, scale_of, shown, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
@@ -20,19 +20,19 @@ _UNKNOWN = ("LBFGS",)
 
 
 def findings(
-    ranks: Sequence[RankRecord], union: RankRecord, stated: RankRecord, function: str, bounds: StepBounds = None
+    ranks: Sequence[RankRecord], union: RankRecord, by_function: RankRecord, function: str, bounds: StepBounds = None
 ) -> list[Finding]:
-    """Returns how the gradients of the ranks differ from those of a function. ``union``: of one process; ``stated``: of
-    the pass that computed the function's gradients."""
-    undone = all(event["norm"] is not None for record in ranks for event in record.of("clip"))
+    """Returns how the gradients of the ranks differ from those of a function. ``union``: the record of one process;
+    ``by_function``: that of the pass that computed the function's gradients."""
+    undone = all(event["norm"] is not None for record in ranks for event in record.events_of("clip"))
     own = [_unclipped(record) for record in ranks] if undone else ranks
-    found, _ = parting(own, _with_gradients(union, stated, None if undone else ranks[0]), bounds)
+    found, _ = first_difference(own, _with_gradients(union, by_function, None if undone else ranks[0]), bounds)
     return [] if found is None else [_finding(found, union, function)]
 
 
-def _finding(found: Parting, union: RankRecord, function: str) -> Finding:
+def _finding(found: FirstDifference, union: RankRecord, function: str) -> Finding:
     names = tuple(shown(name, found.compared) for name in found.names)
-    first, ratio = found.of(found.names[0])[0], found.differences[0].ratio
+    first, ratio = found.differences_of(found.names[0])[0], found.differences[0].ratio
     alike = all(each.scaled and np.isclose(each.ratio, ratio, rtol=1e-6) for each in found.differences)
     if alike and len(names) == len(found.compared):
         what = f"every gradient is {ratio:.6g} times that of {function}"
@@ -46,16 +46,16 @@ def _finding(found: Parting, union: RankRecord, function: str) -> Finding:
         "Look for what the script does otherwise than the function: by what the loss of each micro-batch is divided, "
         "how the ranks are averaged, and what is done to gradients before the step."
     )
-    site = next((str(event["site"]) for event in union.of("backward") if event["site"]), found.site)
+    site = next((str(event["site"]) for event in union.events_of("backward") if event["site"]), found.site)
     return Finding(
         "reference_differs", "difference", sentence, remedy, names, (), found.shown, site, ratio if alike else None
     )
 
 
-def _with_gradients(union: RankRecord, stated: RankRecord, clipping: RankRecord | None) -> RankRecord:
+def _with_gradients(union: RankRecord, by_function: RankRecord, clipping: RankRecord | None) -> RankRecord:
     """The record of one process with the gradients of the function in place of its own, at the steps that have them.
     ``clipping``: of a rank whose clipping is made with them, too."""
-    gradients = {event["step"] + 1: event["gradients"] for event in stated.of("reference")}
+    gradients = {event["step"] + 1: event["gradients"] for event in by_function.events_of("reference")}
     events = list[Event]()
     last: Mapping[str, Array | None] = {}
     for event in union.events:
@@ -100,11 +100,11 @@ def _clipped(record: RankRecord, event: Event, gradients: Mapping[str, Array | N
 
 
 def _clip(record: RankRecord, step: Event) -> Event | None:
-    """The one call that clipped the gradients of a step; None where there is none, or several."""
+    """The call that clipped the gradients of a step; None where nothing or more than one call clipped them."""
     before = step_of(record, step["optimizer"], step["number"] - 1)
     first = 0 if before is None else before["step"]
     own = set(step["gradients"])
-    clips = [event for event in record.of("clip") if first <= event["step"] < step["step"]]
+    clips = [event for event in record.events_of("clip") if first <= event["step"] < step["step"]]
     clips = [event for event in clips if not all(event["names"]) or own & set(event["names"])]
     return clips[0] if len(clips) == 1 else None
 

@@ -15,9 +15,9 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     """Returns that the ranks begin, or after a load go on, with different weights. Networks of which each rank holds a
     part of its own, such as the stages of a pipeline, are not compared: their tensors are not those of one process
     under their names, or are those of others."""
-    networks = [record.of("network") for record in ranks]
-    values = {_value(array) for event in union.of("network") for array in event["weights"].values()}
-    for events in zip(*networks, union.of("network"), strict=False):
+    networks = [record.events_of("network") for record in ranks]
+    values = {_value(array) for event in union.events_of("network") for array in event["weights"].values()}
+    for events in zip(*networks, union.events_of("network"), strict=False):
         *begun, one = events
         if one["step"] >= len(union.steps) or any(
             event["label"] != one["label"] or _held_in_parts(event, one) for event in begun

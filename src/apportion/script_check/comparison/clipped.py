@@ -42,7 +42,9 @@ def _clips(record: RankRecord, optimizer: int, number: int) -> list[Event]:
     """The calls between two steps of an optimizer that clip what it is given."""
     step, before = step_of(record, optimizer, number), step_of(record, optimizer, number - 1)
     first = 0 if before is None else before["step"]
-    found = [] if step is None else [event for event in record.of("clip") if first <= event["step"] < step["step"]]
+    found = (
+        [] if step is None else [event for event in record.events_of("clip") if first <= event["step"] < step["step"]]
+    )
     return [event for event in found if step is not None and set(event["names"]) & set(step["gradients"])]
 
 

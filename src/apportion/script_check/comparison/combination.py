@@ -76,8 +76,8 @@ def _flat(part: Array | None, like: Array) -> Array:
 
 
 def proportional(a: Array, b: Array, rounding: float = 0.0) -> float | None:
-    """Returns the factor c with a = c b; None where there is none, or b is zero. ``rounding``: what it may change,
-    relative to the norm."""
+    """Returns the factor c with a = c b; None where a is not a multiple of b, or b is zero. ``rounding``: what it may
+    change, relative to the norm."""
     if a.shape != b.shape:
         return None
     x, y = a.ravel().astype(np.float64), b.ravel().astype(np.float64)

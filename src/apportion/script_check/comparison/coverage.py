@@ -95,8 +95,8 @@ def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> boo
     A script that reads from a loader has them, as one process is fed with what the ranks have read, unless it reads
     from loaders that the ranks do not have; so has one of which no rows were recorded.
     """
-    if any(event["step"] < steps for record in ranks for event in record.of("batch")):
-        return any(event["step"] < steps for event in union.of("batch"))
+    if any(event["step"] < steps for record in ranks for event in record.events_of("batch")):
+        return any(event["step"] < steps for event in union.events_of("batch"))
     for step in range(steps):
         wanted, found = set[Any](), set[Any]()
         for record in ranks:
@@ -120,10 +120,10 @@ def gradients_alike(ranks: Sequence[RankRecord], number: int) -> bool:
 
 def _rows(record: RankRecord, step: int) -> set[Any]:
     """The rows of a step: those of the networks' inputs, or where these have none, of all that was brought into it."""
-    calls = [e["rows"] for e in record.of("forward") if e["step"] == step and e["rows"]]
+    calls = [e["rows"] for e in record.events_of("forward") if e["step"] == step and e["rows"]]
     if calls:
         return {row for rows in calls for row in rows}
-    brought = [e["values"] or () for e in record.of("constant") if e["step"] == step]
+    brought = [e["values"] or () for e in record.events_of("constant") if e["step"] == step]
     return {
         row.tobytes()
         for values in brought

@@ -41,7 +41,7 @@ def _same_rows(readings: Sequence[Sequence[Iteration]]) -> bool:
 
 def _same_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
     for record in ranks[1:]:
-        for one, two in zip(ranks[0].of("mask"), record.of("mask"), strict=False):
+        for one, two in zip(ranks[0].events_of("mask"), record.events_of("mask"), strict=False):
             same_call = one["function"] == two["function"] and one["shape"] == two["shape"]
             if same_call and one["state"] == two["state"] and one["rows"] != two["rows"] and not one["sharded"]:
                 return [
@@ -61,7 +61,7 @@ def _same_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
 
 def _unlike_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
     for record in ranks[1:]:
-        for one, two in zip(ranks[0].of("mask"), record.of("mask"), strict=False):
+        for one, two in zip(ranks[0].events_of("mask"), record.events_of("mask"), strict=False):
             same_call = one["function"] == two["function"] and one["site"] == two["site"]
             if same_call and one["rows"] == two["rows"] and one["state"] != two["state"] and not one["sharded"]:
                 return [
@@ -133,9 +133,9 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
 def _per_row(record: RankRecord, iterations: Sequence[Iteration]) -> dict[str, list[Event]]:
     """The draws of each place that are made for single rows, or have an entry for each row of the network's batch, at
     places where the script draws again after its first step."""
-    sizes = {event["rows"] for event in record.of("computed")}
+    sizes = {event["rows"] for event in record.events_of("computed")}
     found = defaultdict[str, list[Event]](list)
-    for event in record.of("draw"):
+    for event in record.events_of("draw"):
         entries = event["shape"][0] if event["shape"] else None
         if event["function"] == "randperm" or not event["gradients"]:
             continue

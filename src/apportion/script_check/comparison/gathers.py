@@ -6,7 +6,7 @@ depends on what was gathered, and the script loses that part of the gradient.
 
 from __future__ import annotations
 
-from apportion.script_check.comparison.table import parting
+from apportion.script_check.comparison.table import first_difference
 from apportion.script_check.comparison.tensors import StepBounds, shown
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
@@ -14,17 +14,17 @@ from apportion.script_check.record import RankRecord
 
 def suspected(union: RankRecord) -> bool:
     """Whether a pass that joins the graphs can show more: a collective had an input with a graph and none behind it."""
-    return bool(union.of("cut"))
+    return bool(union.events_of("cut"))
 
 
 def findings(union: RankRecord, joined: RankRecord | None, bounds: StepBounds = None) -> list[Finding]:
     """Returns that a part of the gradient is lost. ``joined``: the record of the pass that joins the graphs."""
     if joined is None or not joined.steps:
         return []
-    found, _ = parting([union], joined, bounds)
+    found, _ = first_difference([union], joined, bounds)
     if found is None or found.what != "gradients":
         return []
-    first, cut = found.of(found.names[0])[0], union.of("cut")[0]
+    first, cut = found.differences_of(found.names[0])[0], union.events_of("cut")[0]
     names = tuple(shown(name, found.compared) for name in found.names)
     return [
         Finding(

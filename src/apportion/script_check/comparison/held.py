@@ -11,7 +11,7 @@ from apportion.script_check.record import RankRecord
 
 
 def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
-    """Returns that optimizers hold tensors which are no network's parameters, while parameters of the same shapes are
+    """Returns that optimizers hold tensors which do not belong to any network, while parameters of the same shapes are
     held by no optimizer."""
     record = ranks[0]
     if not record.steps:
@@ -19,7 +19,7 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     if found := _flattened(record):
         return [found]
     weights = initial(record)
-    trainable = {name for event in record.of("network") for name in event["trainable"]}
+    trainable = {name for event in record.events_of("network") for name in event["trainable"]}
     held = {name for step in record.steps for name in step["weights"]}
     left = [name for name in weights if name in trainable and name not in held]
     orphans = _orphans(record, set(weights))

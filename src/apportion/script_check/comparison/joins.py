@@ -1,4 +1,5 @@
-"""The steps of ranks that torch's ``Join`` lets have unequally many batches, numbered as the steps of all ranks."""
+"""The steps of ranks that torch's ``Join`` lets have different numbers of batches, numbered as the steps of all
+ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ def aligned(ranks: Sequence[RankRecord]) -> Sequence[RankRecord]:
     """Returns the records with the numbers that their steps have on a rank that makes all of them.
 
     The ranks begin each use of ``Join`` together. A rank that has no more batches leaves out the last steps in it, and
-    the first one after it has the number of the others' first one. Records without ``Join``, or with unequally many
-    uses of it, are returned as they are.
+    the first one after it has the number of the others' first one. Records without ``Join``, or with
+    different numbers of uses of it, are returned as they are.
     """
     counts = [_steps_by_use(record) for record in ranks]
-    uses = {len(record.of("join")) for record in ranks}
+    uses = {len(record.events_of("join")) for record in ranks}
     if len(uses) != 1 or 0 in uses or all(each == counts[0] for each in counts):
         return ranks
     return [_numbered(record, own, counts) for record, own in zip(ranks, counts, strict=True)]
@@ -26,7 +27,7 @@ def aligned(ranks: Sequence[RankRecord]) -> Sequence[RankRecord]:
 def _steps_by_use(record: RankRecord) -> list[Counter[int]]:
     """The number of steps of each optimizer before the first use of ``Join``, and from each use to the next."""
     found = [Counter[int]()]
-    for event in record.of("join", "step"):
+    for event in record.events_of("join", "step"):
         if event["kind"] == "join":
             found.append(Counter())
         else:

@@ -8,7 +8,7 @@ from apportion.script_check.comparison.tensors import Array, Bounds, places, sca
 from apportion.script_check.record import RankRecord
 
 FACTOR = 8.0
-"""How far a difference exceeds the measured noise where it is none of it."""
+"""The multiple of the measured noise that rounding alone does not reach."""
 LEAST = {"float64": 1e-9, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """The relative rounding of gradients in each element type, below which no measurement of a single order goes: one
 process rounds a sum over all rows once, and each rank the sum over its own."""
@@ -20,7 +20,7 @@ def measured_bounds(union: RankRecord, reordered: RankRecord) -> dict[tuple[int,
     """Returns the bounds of the steps that can be compared, by optimizer and number, from two runs of one process that
     differ by the order of the rows in each batch."""
     found = dict[tuple[int, int], Bounds]()
-    least = max((LEAST.get(event["type"], 0.0) for event in union.of("precision")), default=LEAST["float32"])
+    least = max((LEAST.get(event["type"], 0.0) for event in union.events_of("precision")), default=LEAST["float32"])
     for optimizer, number in places(union):
         first, second = step_of(union, optimizer, number), step_of(reordered, optimizer, number)
         if first is None or second is None:

@@ -1,5 +1,4 @@
-"""All that gradients, weights and their scales tell about a script: the findings of each file, and which further passes
-can change the answer."""
+"""The findings from gradients, weights and their scales, and the further passes that can change the answer."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ class Further:
     """The records of further passes of one process, where they were run. ``split``: rows are split in each module;
     ``joined``: the graphs of collectives are joined; ``by_rank``: modules that mix rows run on each rank's rows;
     ``rearranged``: the steps whose rows were distributed differently over their micro-batches.
-    ``stated``: the gradients of the function of the user's that ``function`` names.
+    ``by_function``: the gradients of the user's function that ``function`` names.
     ``bounds``: what rounding may change in all of them."""
 
     split: RankRecord | None = None
     joined: RankRecord | None = None
     by_rank: RankRecord | None = None
     rearranged: Sequence[Rearranged] = ()
-    stated: RankRecord | None = None
+    by_function: RankRecord | None = None
     function: str = ""
     bounds: StepBounds = None
 
@@ -50,7 +49,7 @@ class Further:
             f"Compared also with one process in which the same rows are distributed differently over the micro-batches "
             f"of a step, at {len(self.rearranged)} steps."
         )
-        steps = 0 if self.stated is None else len(self.stated.of("reference"))
+        steps = 0 if self.by_function is None else len(self.by_function.events_of("reference"))
         stated = (
             f"Compared also with {self.function}: the gradient of its loss over all rows of a step, at {steps} steps."
         )
@@ -65,12 +64,12 @@ class Further:
 
 
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Further = Further()) -> list[Finding]:
-    """Returns what the ranks' numbers show, compared with each other and with one process. ``union``: of the pass of
-    one process; None where there is none."""
+    """Returns what the ranks' numbers show, compared with each other and with one process. ``union``: the record of
+    one process; None where the script does not run as one."""
     own = [*held.findings(ranks), *restart.findings(ranks)]
     if union is None:
         return [*own, *accumulation.findings(ranks[0])]
-    whole = all(event["length"] == event["full"] for record in ranks for event in record.of("iteration"))
+    whole = all(event["length"] == event["full"] for record in ranks for event in record.events_of("iteration"))
     if with_union.evidence_of(ranks, union) is not None:  # weights that are broadcast after a first forward agree
         own += beginnings.findings(ranks, union)
     own += [*gathers.findings(union, further.joined, further.bounds), *accumulation.findings(union, whole)]
@@ -79,9 +78,9 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Fur
     until = min((finding.step for finding in first if finding.step is not None), default=None)
     compared = with_union.findings(ranks, union, further.split, until, further.bounds)
     if further.by_rank is not None and any(finding.name == "batch_statistics" for finding in compared):
-        compared += with_union.beside_statistics(ranks, further.by_rank, further.bounds)
-    if further.stated is not None:
-        compared += against_reference.findings(ranks, union, further.stated, further.function, further.bounds)
+        compared += with_union.findings_by_rank(ranks, further.by_rank, further.bounds)
+    if further.by_function is not None:
+        compared += against_reference.findings(ranks, union, further.by_function, further.function, further.bounds)
     if not own and not compared:
         own = clipped.findings(ranks, union)
     return [*own, *compared, *rearrangement.findings(ranks, further.rearranged, further.split)]

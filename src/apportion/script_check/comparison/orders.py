@@ -29,8 +29,8 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
 
 
 def _epochs(record: RankRecord, iterations: Sequence[Iteration]) -> list[tuple[Iteration, Iteration]]:
-    """The pairs of one epoch and the next of the same loader, or of one that the same line has made anew; none where a
-    run that was resumed reads an epoch anew."""
+    """The pairs of one epoch and the next of the same loader, or of a loader that the same line has made anew; an epoch
+    that a resumed run reads again makes no pair."""
     found = list[tuple[Iteration, Iteration]]()
     last = dict[str, Iteration]()
     for iteration in iterations:
@@ -135,11 +135,11 @@ def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
 
 def _permutations(ranks: Sequence[RankRecord]) -> list[Finding]:
     """The same for scripts without loaders: a permutation that a line draws again after steps."""
-    if any(record.of("iteration") for record in ranks):
+    if any(record.events_of("iteration") for record in ranks):
         return []
     for record in ranks:
         last = dict[str, Event]()
-        for event in record.of("draw", "permutation", "restart"):
+        for event in record.events_of("draw", "permutation", "restart"):
             if event["kind"] == "restart":
                 last.clear()
                 continue

@@ -18,9 +18,9 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     counts = [len(record.steps) for record in ranks]
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
     if min(counts) == max(counts):
-        return _elsewhere(ranks)
-    step = _first_other(_read(ranks[fewest]), _read(ranks[most]))
-    if step is None and all(record.of("join") for record in ranks):
+        return _after_other_batches(ranks)
+    step = _first_unlike_step(_batches_before_steps(ranks[fewest]), _batches_before_steps(ranks[most]))
+    if step is None and all(record.events_of("join") for record in ranks):
         return []
     step = step or min(counts) + 1
     sentence = (
@@ -30,13 +30,13 @@ def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     return [_finding(sentence, fewest, step, ranks[most])]
 
 
-def _elsewhere(ranks: Sequence[RankRecord]) -> list[Finding]:
+def _after_other_batches(ranks: Sequence[RankRecord]) -> list[Finding]:
     """Ranks that make as many steps, but after other numbers of batches: one has left out a step."""
-    first = _read(ranks[0])
+    first = _batches_before_steps(ranks[0])
     for rank, record in enumerate(ranks[1:], 1):
-        own = _read(record)
+        own = _batches_before_steps(record)
         same = sum(b - a == d - c for (a, b), (c, d) in zip(pairwise(first), pairwise(own), strict=True))
-        step = _first_other(first, own)
+        step = _first_unlike_step(first, own)
         if step is not None and same * 2 > len(first):
             late, other = (rank, 0) if own[step - 1] > first[step - 1] else (0, rank)
             read = sorted((own[step - 1], first[step - 1]))
@@ -48,12 +48,12 @@ def _elsewhere(ranks: Sequence[RankRecord]) -> list[Finding]:
     return []
 
 
-def _read(record: RankRecord) -> list[int]:
+def _batches_before_steps(record: RankRecord) -> list[int]:
     """The batches to train on that the rank had read at each step, as one rank alone may read others, to evaluate; the
     forwards with gradients where it reads no loader."""
     places = {(each.loader, each.number) for each in reading(record) if each.trained}
     read, found = 0, list[int]()
-    for event in record.of("batch", "step"):
+    for event in record.events_of("batch", "step"):
         if event["kind"] == "step":
             found.append(read)
         elif (event["loader"], event["iteration"]) in places:
@@ -61,7 +61,7 @@ def _read(record: RankRecord) -> list[int]:
     return found if read else [step["forwards"] for step in record.steps]
 
 
-def _first_other(some: Sequence[int], others: Sequence[int]) -> int | None:
+def _first_unlike_step(some: Sequence[int], others: Sequence[int]) -> int | None:
     """The first step, from 1, that the two have made after different numbers of batches."""
     return next((at for at, (a, b) in enumerate(zip(some, others, strict=False), 1) if a != b), None)
 

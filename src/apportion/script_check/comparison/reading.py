@@ -21,7 +21,7 @@ _SHARED = 0.1
 class ReadBatch:
     """One batch. ``rows``: what identifies its rows, indices where there are any and digests of their values elsewhere.
     ``values``: the batch as a tree, None where it was not recorded. ``contents``: the digests of the values of its
-    rows, none where the batch does not have one value for each index. ``step``: the optimizer step for which it was
+    rows, empty where the batch does not have one value for each index. ``step``: the optimizer step for which it was
     read, from 1. ``position``: of its event in the record. ``trained``: whether a forward with gradients followed
     before the next batch was read."""
 
@@ -81,7 +81,7 @@ class _BatchRun:
 
 def reading(record: RankRecord) -> list[Iteration]:
     """Returns the iterations of a rank over its loaders, in order."""
-    return _Passage(record).iterations
+    return _EventReader(record).iterations
 
 
 def identified(readings: Sequence[Sequence[Iteration]]) -> Sequence[Sequence[Iteration]]:
@@ -147,8 +147,8 @@ def _are_local(of_loader: Sequence[Sequence[Iteration]]) -> bool:
     return 2 * sum(one != two for one, two in pairs) > len(pairs)
 
 
-class _Passage:
-    """Goes through the events of a rank once."""
+class _EventReader:
+    """Builds the iterations of a rank in one pass over its events."""
 
     def __init__(self, record: RankRecord) -> None:
         self.iterations = list[Iteration]()
@@ -156,37 +156,37 @@ class _Passage:
         self._runs = dict[str, _BatchRun]()
         self._closed = dict[int, list[_BatchRun]]()
         self._last = ""
-        self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
+        self._ahead = {(e["loader"], e["iteration"]) for e in record.events_of("taken")}
         self._fetched = dict[tuple[str, int, int], ReadBatch]()
         for position, event in enumerate(record.events):
-            self._see(position, event)
+            self._process_event(position, event)
         for run in list(self._runs.values()):
             self._close(run)
         for iteration in self.iterations:
             _attribute(self._closed.get(id(iteration), []))
 
-    def _see(self, position: int, event: Event) -> None:
+    def _process_event(self, position: int, event: Event) -> None:
         kind = event["kind"]
         if kind == "iteration":
             iteration = Iteration(event["loader"], event["number"], position, event)
             self.iterations.append(iteration)
             self._places[event["loader"], event["number"]] = iteration
         elif kind == "batch":
-            self._read(position, event)
+            self._add_batch(position, event)
         elif kind == "taken":
             batch = self._fetched.get((event["loader"], event["iteration"], event["number"]))
             if batch is not None:
                 batch.step, batch.position = event["step"] + 1, position
-                self._take(self._places[event["loader"], event["iteration"]], batch)
+                self._add_to_run(self._places[event["loader"], event["iteration"]], batch)
         elif kind == "exhausted" and (event["loader"], event["iteration"]) in self._places:
             self._places[event["loader"], event["iteration"]].exhausted = True
             run = self._runs.get(event["loader"])
             if run is not None and (run.with_gradients or run.without):
                 self._close(run)
         elif kind == "forward":
-            self._count(bool(event["gradients"]))
+            self._count_forward(bool(event["gradients"]))
 
-    def _read(self, position: int, event: Event) -> None:
+    def _add_batch(self, position: int, event: Event) -> None:
         place = (event["loader"], event["iteration"])
         iteration = self._places.get(place)
         if iteration is None:
@@ -202,9 +202,9 @@ class _Passage:
         if place in self._ahead:
             self._fetched[(*place, event["number"])] = batch
         else:
-            self._take(iteration, batch)
+            self._add_to_run(iteration, batch)
 
-    def _take(self, iteration: Iteration, batch: ReadBatch) -> None:
+    def _add_to_run(self, iteration: Iteration, batch: ReadBatch) -> None:
         for loader, other in list(self._runs.items()):
             if (other.with_gradients or other.without) and loader != iteration.loader:
                 self._close(other)
@@ -221,7 +221,7 @@ class _Passage:
         self._closed.setdefault(id(run.iteration), []).append(run)
         del self._runs[run.iteration.loader]
 
-    def _count(self, gradients: bool) -> None:
+    def _count_forward(self, gradients: bool) -> None:
         for loader, run in self._runs.items():
             if gradients:
                 run.with_gradients += 1

@@ -86,7 +86,7 @@ def _draws(record: RankRecord, step: Event) -> bool:
     if before is not None and before["generators"] != step["generators"]:
         return True
     first, computes = 0 if before is None else before["step"], before is not None
-    for event in record.of("draw", "forward"):
+    for event in record.events_of("draw", "forward"):
         if first <= event["step"] < step["step"]:
             computes = computes or (event["kind"] == "forward" and event["gradients"])
             if event["kind"] == "draw" and computes:
@@ -102,14 +102,14 @@ def _judged(union: RankRecord, other: RankRecord, found: Rearranged, again: Even
     differences = tuple(d for name, a, b in pairs if (d := difference(name, 0, a, b, scale)) is not None)
     if not differences:
         return found
-    for site, first, second in _own(union, other, step, len(window.sizes)):
+    for site, first, second in _contributions_by_line(union, other, step, len(window.sizes)):
         kind, weights = _kind(window, first, second, _counted(union, step), _counted(other, again))
         if kind != "unknown":
             return Rearranged(window, step, differences, kind, weights, site)
     return Rearranged(window, step, differences)
 
 
-def _own(
+def _contributions_by_line(
     union: RankRecord, other: RankRecord, step: Event, parts: int
 ) -> Iterator[tuple[str, list[Array], list[Array]]]:
     """Yields for each line that calls backward once for each micro-batch what each of them has added in both
@@ -118,7 +118,7 @@ def _own(
     events = [
         event
         for record in (union, other)
-        for event in record.of("contributions")
+        for event in record.events_of("contributions")
         if (event["optimizer"], event["number"]) == place
     ]
     if len(events) != 2:
@@ -142,7 +142,7 @@ def _counted(record: RankRecord, step: Event) -> list[float] | None:
     """The targets that count in each micro-batch of a step, where a loss function of torch was called for each."""
     before = step_of(record, step["optimizer"], step["number"] - 1)
     first = 0 if before is None else before["step"]
-    events = [event for event in record.of("criterion") if first <= event["step"] < step["step"]]
+    events = [event for event in record.events_of("criterion") if first <= event["step"] < step["step"]]
     if any(event["counted"] is None or event["reduction"] != "mean" for event in events):
         return None
     return [float(event["counted"]) for event in events]
@@ -232,7 +232,7 @@ def _unknown(steps: Sequence[Rearranged], split: RankRecord | None) -> Finding:
     first, count = steps[0], len(steps[0].window.sizes)
     layers = statistics.modules(split) if split is not None else ()
     if split is not None and layers:
-        kind = next(event["type"] for event in split.of("mixes_rows") if event["module"] == layers[0])
+        kind = next(event["type"] for event in split.events_of("mixes_rows") if event["module"] == layers[0])
         layer = shown(layers[0], list(first.step["gradients"]))
         why = f"Layer {layer} ({kind}) takes statistics of the rows of one micro-batch"
     else:

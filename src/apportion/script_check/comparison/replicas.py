@@ -16,7 +16,7 @@ def are_replicas(ranks: Sequence[RankRecord]) -> bool:
     if len(ranks) < 2:
         return False
     for record in ranks:
-        for network in record.of("network"):
+        for network in record.events_of("network"):
             if network["placements"] and not network["sharded"]:
                 return False
     first, *others = (initial(record) for record in ranks)
@@ -32,14 +32,14 @@ def are_replicas(ranks: Sequence[RankRecord]) -> bool:
 
 def average_gradients(ranks: Sequence[RankRecord]) -> bool:
     """Returns whether a wrapper averages the gradients of all ranks: DistributedDataParallel or fully_shard."""
-    return all(any(event["averaged"] or event["sharded"] for event in record.of("network")) for record in ranks)
+    return all(any(event["averaged"] or event["sharded"] for event in record.events_of("network")) for record in ranks)
 
 
 def compute_the_same(one: RankRecord, other: RankRecord) -> bool:
     """Returns whether two ranks compute the same values in all modules for their first step. Later ones may differ by
     accident, as where one rank draws more random numbers than the other."""
     first, second = (
-        [(event["inputs"], event["outputs"]) for event in record.of("computed") if not event["step"]]
+        [(event["inputs"], event["outputs"]) for event in record.events_of("computed") if not event["step"]]
         for record in (one, other)
     )
     return bool(first) and first == second

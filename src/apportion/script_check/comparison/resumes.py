@@ -82,7 +82,7 @@ def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _Resum
     finished = len(read) == len(order) if order else whole and read[-1] is before.batches[-1]
     if after is None or finished or _begins_another(before, after, resume):
         return None
-    again = _again(read, after, resume)
+    again = _read_again(read, after, resume)
     return again if again is not None else _left_out(read, order, before, after, resume)
 
 
@@ -94,7 +94,7 @@ def _begins_another(before: Iteration, after: Iteration, resume: _ResumePoint) -
 
 
 def _order(record: RankRecord, iteration: Iteration) -> list[tuple[Hashable, ...]]:
-    for event in record.of("order"):
+    for event in record.events_of("order"):
         if (event["loader"], event["iteration"]) == (iteration.loader, iteration.number):
             return [tuple(batch) for batch in event["batches"]]
     return []
@@ -104,7 +104,7 @@ def _trained_after(after: Iteration, resume: _ResumePoint) -> list[ReadBatch]:
     return [batch for batch in after.trained if resume.loaded < batch.position < resume.until]
 
 
-def _again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoint) -> Finding | None:
+def _read_again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoint) -> Finding | None:
     old = {row for batch in read for row in batch.rows}
     batches = _trained_after(after, resume)
     if after.exhausted and len(batches) > 1 and batches[-1] is after.batches[-1]:

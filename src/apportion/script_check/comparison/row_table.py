@@ -21,12 +21,12 @@ def row_table(ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
     loaders = dict[str, dict[str, Any]]()
     iterations = dict[str, dict[int, list[list[list[int] | int]]]]()
     for rank, record in enumerate(ranks):
-        for event in record.of("iteration"):
+        for event in record.events_of("iteration"):
             about = {"name": event["loader"], "rows": event["rows"], "sampler": event["sampler"]}
             loaders.setdefault(event["loader"], about)
             found = iterations.setdefault(event["loader"], {})
             found.setdefault(event["number"], [[] for _ in ranks])
-        for event in record.of("batch"):
+        for event in record.events_of("batch"):
             batches = iterations.get(event["loader"], {}).get(event["iteration"], [[] for _ in ranks])[rank]
             if len(batches) < MOST_BATCHES:
                 batches.append(_batch(event["indices"], event["rows"]))

@@ -32,7 +32,7 @@ def random_values(iterations: Sequence[Iteration]) -> bool:
 def columns(tree: Any, rows: int) -> dict[str, Column]:
     """Returns, by their place in a batch of ``rows`` rows, its parts that have one value for each row: tensors of which
     the first dimension is that of the rows, and lists with an entry for each row. Parts that are made of the rows in
-    another way, such as the nodes of all graphs in one tensor, are none."""
+    another way, such as the nodes of all graphs in one tensor, are left out."""
     return dict(_columns(tree, rows, ""))
 
 

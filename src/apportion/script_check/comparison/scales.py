@@ -14,13 +14,13 @@ from apportion.script_check.record import Event, RankRecord
 
 def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     """Returns the first step at which the scales of two ranks differ, and the first clipping of scaled gradients."""
-    return [*_unlike(ranks), *_clipped(ranks[0])]
+    return [*_scales_differ(ranks), *_clipped_scaled(ranks[0])]
 
 
-def _unlike(ranks: Sequence[RankRecord]) -> list[Finding]:
-    first = ranks[0].of("scaler")
+def _scales_differ(ranks: Sequence[RankRecord]) -> list[Finding]:
+    first = ranks[0].events_of("scaler")
     for record in ranks[1:]:
-        for one, two in zip(first, record.of("scaler"), strict=False):
+        for one, two in zip(first, record.events_of("scaler"), strict=False):
             if one["scale"] != two["scale"]:
                 return [
                     Finding(
@@ -37,11 +37,11 @@ def _unlike(ranks: Sequence[RankRecord]) -> list[Finding]:
     return []
 
 
-def _clipped(record: RankRecord) -> list[Finding]:
+def _clipped_scaled(record: RankRecord) -> list[Finding]:
     """A clipping that takes effect between a scaled loss and the division of the same gradients by the scale."""
     scale: float | None = None
     clips = list[Event]()
-    for event in record.of("scaled", "clip", "unscaled"):
+    for event in record.events_of("scaled", "clip", "unscaled"):
         if event["kind"] == "scaled":
             scale = event["scale"]
         elif event["kind"] == "clip":

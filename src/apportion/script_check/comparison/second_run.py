@@ -31,7 +31,7 @@ def _first_steps(record: RankRecord) -> Iterator[Event]:
 
 def _not_resumed(record: RankRecord) -> Finding:
     first, second = record.runs
-    loads = second.of("load", "load_state", "restore")
+    loads = second.events_of("load", "load_state", "restore")
     how = "loads nothing and " if not loads else ""
     return Finding(
         "not_resumed",

@@ -42,7 +42,7 @@ class Divisors:
 
 
 def divisors(first: Sequence[Array], second: Sequence[Array]) -> Divisors | None:
-    """Returns the numbers with which two lists of gradients add up to the same; None where there are none, or several.
+    """Returns the numbers with which two lists of gradients add up to the same; None where they are not unique.
     ``first``, ``second``: what each micro-batch adds, as vectors of equal length."""
     columns = [*first, *(-each for each in second)]
     norms = [float(np.linalg.norm(each)) for each in columns]

@@ -16,7 +16,9 @@ _SHOWN = 4
 def findings(ranks: Sequence[RankRecord]) -> list[Finding]:
     """Returns the first step at which each kind of setting differs between the ranks."""
     found = list[Finding]()
-    common = set.intersection(*({name for e in record.of("network") for name in e["modules"]} for record in ranks))
+    common = set.intersection(
+        *({name for e in record.events_of("network") for name in e["modules"]} for record in ranks)
+    )
     for compare in (partial(_flags, common), _rates, _decays, _trainable):
         finding = _first(ranks, compare)
         if finding is not None:

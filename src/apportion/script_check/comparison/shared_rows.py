@@ -22,7 +22,9 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     found = list[Finding]()
     replicas = are_replicas(ranks)
     seen = set[tuple[str, str]]()
-    joining = all(record.of("join") for record in ranks)  # a rank that has ended takes part in the steps of the others
+    joining = all(
+        record.events_of("join") for record in ranks
+    )  # a rank that has ended takes part in the steps of the others
     for epoch in _epochs(readings):
         each = [None if joining else _uneven(epoch)]
         if replicas:
@@ -31,7 +33,7 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
             if finding is not None and (finding.name, finding.site) not in seen:
                 seen.add((finding.name, finding.site))
                 found.append(finding)
-    if replicas and not any(record.of("iteration") for record in ranks):
+    if replicas and not any(record.events_of("iteration") for record in ranks):
         found += _without_loader(ranks)
     return found
 
@@ -74,7 +76,7 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
         or (not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers)))
     ):
         return None
-    alone = not any(record.of("collective", "recorder_collective", "ddp") for record in ranks)
+    alone = not any(record.events_of("collective", "recorder_collective", "ddp") for record in ranks)
     return _shared_finding(first, sharing, twice, len(readers), alone)
 
 
@@ -214,7 +216,7 @@ def _uneven(epoch: dict[int, Iteration]) -> Finding | None:
 def _without_loader(ranks: Sequence[RankRecord]) -> list[Finding]:
     if not average_gradients(ranks) or not all(compute_the_same(ranks[0], record) for record in ranks[1:]):
         return []
-    site = next((event["site"] for event in ranks[0].of("forward")), "")
+    site = next((event["site"] for event in ranks[0].events_of("forward")), "")
     return [
         Finding(
             "shared_rows",

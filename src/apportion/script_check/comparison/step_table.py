@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from apportion.script_check.comparison.places import placed
-from apportion.script_check.comparison.table import beside
+from apportion.script_check.comparison.table import compared_pairs
 from apportion.script_check.comparison.tensors import (
     IN_FLOAT64,
     Array,
@@ -42,7 +42,7 @@ def step_table(
     """
     steps = [place for place in places(union) if bounds is None or place in bounds][:MOST_STEPS]
     names = placed(ranks, union)
-    begun, zeros = [initial(record) for record in ranks], ZeroGradients(ranks, union)
+    initial_weights, zeros = [initial(record) for record in ranks], ZeroGradients(ranks, union)
     rows = [_norms(ranks, union, place) for place in steps]
     tensors = dict[str, dict[str, Any]]()
     for at, (optimizer, number) in enumerate(steps):
@@ -54,7 +54,7 @@ def step_table(
             bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
             for rank, step in enumerate(made):
                 arrays: dict[str, Array | None] = {} if step is None else step[kind]
-                for pair in beside(arrays, reference[kind], names[rank], begun[rank]):
+                for pair in compared_pairs(arrays, reference[kind], names[rank], initial_weights[rank]):
                     name = pair.place.name
                     row = tensors.setdefault(name, _empty(name, len(ranks), len(steps)))
                     row[kind][rank][at] = 0.0

@@ -1,4 +1,4 @@
-"""Where the ranks and one process part: the first step at which a gradient or a weight differs, tensor by tensor."""
+"""Where the ranks and one process diverge: the first step at which a gradient or a weight differs, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from apportion.script_check.record import RankRecord
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first step at which something differs. ``what``: gradients before the step, or weights after it.
     ``differences``: of each rank's tensors from those of one process, under the names of the latter. ``compared``: the
     names of all tensors compared at that step. ``shown``: the step as it is printed, after those of optimizers that had
@@ -38,7 +38,7 @@ class Parting:
     site: str
     shown: int
 
-    def of(self, name: str) -> list[TensorDifference]:
+    def differences_of(self, name: str) -> list[TensorDifference]:
         """Returns the differences of one tensor, by rank."""
         return [each for each in self.differences if each.name == name]
 
@@ -48,11 +48,13 @@ class Parting:
         return list(dict.fromkeys(each.name for each in self.differences))
 
 
-def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds = None) -> tuple[Parting | None, int]:
-    """Returns where the ranks part from one process, None where they do not, and the number of steps compared.
+def first_difference(
+    ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds = None
+) -> tuple[FirstDifference | None, int]:
+    """Returns where the ranks first differ from one process, None where they do not, and the number of steps compared.
     ``bounds``: of each step to compare, by optimizer and number; without them, those of float64."""
     names = placed(ranks, union)
-    begun, zeros = [initial(record) for record in ranks], ZeroGradients(ranks, union)
+    initial_weights, zeros = [initial(record) for record in ranks], ZeroGradients(ranks, union)
     compared = 0
     for optimizer, number in places(union):
         reference = step_of(union, optimizer, number)
@@ -65,12 +67,12 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
             for rank, step in enumerate(steps):
                 arrays: dict[str, Array | None] = {} if step is None else step[what]
                 bound = IN_FLOAT64 if bounds is None else bounds[optimizer, number]
-                for pair in beside(arrays, reference[what], names[rank], begun[rank]):
+                for pair in compared_pairs(arrays, reference[what], names[rank], initial_weights[rank]):
                     differs = pair.difference(rank, scale, bound, zeros if what == "weights" else None)
                     found += [differs] if differs is not None else []
             if found:
                 kind: Literal["gradients", "weights"] = "gradients" if what == "gradients" else "weights"
-                return Parting(
+                return FirstDifference(
                     optimizer,
                     number,
                     kind,
@@ -84,7 +86,7 @@ def parting(ranks: Sequence[RankRecord], union: RankRecord, bounds: StepBounds =
 
 
 class ComparedPair(NamedTuple):
-    """A rank's array and what is in its place in one process. ``own``: the rank's name of it."""
+    """A rank's array and its counterpart in one process. ``own``: the rank's name of the array."""
 
     own: str
     place: Place
@@ -100,23 +102,28 @@ class ComparedPair(NamedTuple):
         found = difference(name, rank, array, part, scale, bounds)
         if found is None or zeros is None or array is None or part is None:
             return found
-        return difference(name, rank, *zeros.without(rank, self.own, self.place, array, part), scale, bounds)
+        return difference(name, rank, *zeros.masked(rank, self.own, self.place, array, part), scale, bounds)
 
 
-def beside(
-    arrays: Mapping[str, Array | None], reference: Mapping[str, Array | None], names: Places, begun: Mapping[str, Array]
+def compared_pairs(
+    arrays: Mapping[str, Array | None],
+    reference: Mapping[str, Array | None],
+    names: Places,
+    initial_weights: Mapping[str, Array],
 ) -> Iterator[ComparedPair]:
-    """Yields each array of a rank with what is in its place in one process. ``names``: the rank's places; ``begun``:
-    what its tensors began with."""
+    """Yields each array of a rank with its counterpart in one process. ``names``: the rank's places;
+    ``initial_weights``: the values that its tensors had before the first step."""
     for name, array in arrays.items():
-        place = names.get(name) or (None if name in begun else Place(name))
+        place = names.get(name) or (None if name in initial_weights else Place(name))
         if place is not None and place.name in reference:
             whole = reference[place.name]
-            yield ComparedPair(name, place, array, None if whole is None else place.of(whole, begun.get(name)))
+            yield ComparedPair(
+                name, place, array, None if whole is None else place.part_of(whole, initial_weights.get(name))
+            )
 
 
 def _before(record: RankRecord, optimizer: int) -> int:
-    """The steps of the optimizers that had made their last one before an optimizer made its first."""
+    """The number of steps of all optimizers that had made their last step before this one made its first."""
     first = min(step["step"] for step in record.steps if step["optimizer"] == optimizer)
     others = {step["optimizer"]: step for step in record.steps if step["optimizer"] != optimizer}
     return sum(last["number"] for last in others.values() if last["step"] < first)

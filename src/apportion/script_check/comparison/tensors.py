@@ -86,7 +86,10 @@ def scale_of(arrays: Mapping[str, Array | None]) -> float:
 def initial(record: RankRecord) -> dict[str, Array]:
     """Returns the parameters and buffers of a rank before its first step, by name."""
     return {
-        name: array for event in record.of("network") if not event["step"] for name, array in event["weights"].items()
+        name: array
+        for event in record.events_of("network")
+        if not event["step"]
+        for name, array in event["weights"].items()
     }
 
 

@@ -68,8 +68,8 @@ def _parts(record: RankRecord) -> Mapping[int, int]:
     """The number of equal parts of its rows in which each step computes its loss, where it reads one batch and each row
     counts once."""
     read, losses = defaultdict[int, list[int | None]](list), defaultdict[int, list[int]](list)
-    for event in record.of("batch"):
+    for event in record.events_of("batch"):
         read[event["step"] + 1].append(count(event["rows"]) or len(event["indices"] or ()))
-    for event in record.of("criterion"):
+    for event in record.events_of("criterion"):
         losses[event["step"] + 1].append(event["rows"] or 0)
     return {step: len(rows) for step, rows in losses.items() if len(set(rows)) == 1 and [sum(rows)] == read.get(step)}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from apportion.script_check.comparison.causes import statistics
 from apportion.script_check.comparison.causes.explain import explained
 from apportion.script_check.comparison.evidence import Evidence
-from apportion.script_check.comparison.table import parting
+from apportion.script_check.comparison.table import first_difference
 from apportion.script_check.comparison.tensors import IN_FLOAT64, StepBounds, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
@@ -16,21 +16,21 @@ from apportion.script_check.record import RankRecord
 def evidence_of(
     ranks: Sequence[RankRecord], union: RankRecord, split: RankRecord | None = None, bounds: StepBounds = None
 ) -> Evidence | None:
-    """Returns what is known of the step at which the ranks and one process part, by more than ``bounds`` (see
-    ``table.parting``); None where they do not."""
-    found, _ = parting(ranks, union, bounds)
+    """Returns what is known of the step at which the ranks and one process diverge, by more than ``bounds`` (see
+    ``table.first_difference``); None where they do not."""
+    found, _ = first_difference(ranks, union, bounds)
     if found is None:
         return None
     return Evidence(found, ranks, union, split, IN_FLOAT64 if bounds is None else bounds[found.optimizer, found.step])
 
 
 def wants_split(ranks: Sequence[RankRecord], union: RankRecord) -> bool:
-    """Whether a pass that splits the rows in each module can tell why they part."""
+    """Whether a pass that splits the rows in each module can show why they differ."""
     evidence = evidence_of(ranks, union)
     return evidence is not None and explained(evidence).name == "differs" and statistics.suspected(evidence)
 
 
-def beside_statistics(ranks: Sequence[RankRecord], by_rank: RankRecord, bounds: StepBounds = None) -> list[Finding]:
+def findings_by_rank(ranks: Sequence[RankRecord], by_rank: RankRecord, bounds: StepBounds = None) -> list[Finding]:
     """Returns what else differs, beside modules that take statistics of each rank's rows. ``by_rank``: the record of
     one process whose modules do so, too. Only a cause that is known counts: what such modules do to rows that a script
     has rearranged may differ still."""

@@ -29,14 +29,14 @@ class ZeroGradients:
     ranks: Sequence[RankRecord]
     union: RankRecord
 
-    def without(self, rank: int, own: str, place: Place, weight: Array, part: Array) -> tuple[Array, Array]:
-        """Returns a rank's weight and what is in its place in one process with zeros at the elements whose gradients
-        are zero but for rounding on both. ``own``: the rank's name of it. A gradient that is exactly zero at all steps
-        is no such gradient."""
+    def masked(self, rank: int, own: str, place: Place, weight: Array, part: Array) -> tuple[Array, Array]:
+        """Returns a rank's weight and its counterpart in one process with zeros at the elements whose gradients are
+        zero but for rounding on both. ``own``: the rank's name of the weight. A gradient that is exactly zero at all
+        steps is left as it is, as rounding has left nothing in it."""
         small, other = self._small(rank, own), self._small(-1, place.name)
         if small is None or other is None:
             return weight, part
-        (found, some), (here, there) = small, (place.of(mask, weight) for mask in other)
+        (found, some), (here, there) = small, (place.part_of(mask, weight) for mask in other)
         if not found.shape == here.shape == weight.shape == part.shape:
             return weight, part
         noise = found & here & (some | there)
@@ -49,7 +49,7 @@ class ZeroGradients:
 
     def _small(self, at: int, name: str) -> tuple[Mask, Mask] | None:
         """Where the gradients of a tensor are at all steps below what rounding may change, and where one is not zero.
-        ``at``: the rank, or -1 for one process. None of a tensor without a gradient."""
+        ``at``: the rank, or -1 for one process. Returns None for a tensor without a gradient."""
         found = [
             (gradient, self._scales.get((step["optimizer"], step["number"]), 0.0))
             for step in (*self.ranks, self.union)[at].steps

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from apportion.script_check.findings import Finding
 from apportion.script_check.hangs import sentences
-from apportion.script_check.hangs.batches import uneven
+from apportion.script_check.hangs.batches import uneven_batches
 from apportion.script_check.hangs.divergence import SILENT, Divergence, conflicts, drift
-from apportion.script_check.hangs.messages import Channel, traffic, unlike, unmatched
+from apportion.script_check.hangs.messages import Channel, first_unlike_message, traffic, unmatched_channel
 from apportion.script_check.hangs.mismatches import diverging, mismatch, unlike_message
 from apportion.script_check.hangs.sequences import Sequences, sequences
 from apportion.script_check.hangs.states import RankState
@@ -41,21 +41,21 @@ def cause(records: Sequence[RankRecord], states: Sequence[RankState]) -> Cause |
     if (skipped := _skipped_step(calls)) is not None:
         return Cause(skipped)
     if hard:
-        finding = mismatch(hard[0], uneven(records), _EVEN)
+        finding = mismatch(hard[0], uneven_batches(records), _EVEN)
         return Cause(replace(finding, sentence=finding.sentence + _drift(calls, hard[0])), hard[0])
     messages = traffic(records)
-    if (pair := unlike(messages)) is not None:
+    if (pair := first_unlike_message(messages)) is not None:
         return Cause(unlike_message(*pair))
     absence = _absence(calls, waiting)
     raised = [state for state in states if state.how == "raised"]
     if raised:
         return Cause(_raised(raised, waiting, records), absence)
     if left and any(_needs(state, {each.rank for each in left}) for state in waiting):
-        return Cause(_gone(left, waiting, records, _drift(calls, absence)), absence)
+        return Cause(_left_early(left, waiting, records, _drift(calls, absence)), absence)
     for state in waiting:
         call = None if state.waiting is None else state.waiting.call
         if call is not None and call["op"].startswith(("send", "recv")):
-            channel = unmatched(messages, state.rank, call)
+            channel = unmatched_channel(messages, state.rank, call)
             if channel is not None or call["root"] is None:
                 return Cause(_unmatched(state, call, channel, states))
     return Cause(_waiting(states, absence, _drift(calls, absence)), absence)
@@ -117,9 +117,9 @@ def _absence(calls: Sequences, waiting: Sequence[RankState]) -> Divergence | Non
 def _raised(raised: Sequence[RankState], waiting: Sequence[RankState], records: Sequence[RankRecord]) -> Finding:
     first = min(raised, key=lambda state: state.outcome["time"] if state.outcome else 0.0)
     assert first.outcome is not None
-    others = "".join(f"; {sentences.state(state)}" for state in waiting)
+    others = "".join(f"; {sentences.describe_state(state)}" for state in waiting)
     line = f" (`{first.outcome['line']}`)" if first.outcome.get("line") else ""
-    sentence = f"{sentences.capital(sentences.state(first))}{line}{others}."
+    sentence = f"{sentences.capitalized(sentences.describe_state(first))}{line}{others}."
     names = _without_gradient(first, records)
     if names:
         sentence += f" Its backward reached no gradient of {', '.join(names)}."
@@ -138,25 +138,25 @@ def _without_gradient(state: RankState, records: Sequence[RankRecord]) -> tuple[
     """The parameters that DistributedDataParallel's error names by number."""
     assert state.outcome is not None
     match = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", state.outcome["message"])
-    made = next(record for record in records if record.rank == state.rank).of("ddp")
+    made = next(record for record in records if record.rank == state.rank).events_of("ddp")
     if match is None or not made:
         return ()
     names = [name for name, _, _ in made[-1]["parameters"]]
     return tuple(names[number] for number in map(int, re.findall(r"\d+", match[1])) if number < len(names))
 
 
-def _gone(
-    left: Sequence[RankState], waiting: Sequence[RankState], records: Sequence[RankRecord], parting: str
+def _left_early(
+    left: Sequence[RankState], waiting: Sequence[RankState], records: Sequence[RankRecord], drift_sentence: str
 ) -> Finding:
     died = [state for state in left if state.how == "died"]
     first = (died or list(left))[0]
     ranks = tuple(state.rank for state in (died or left))
-    others = "; ".join(sentences.state(state) for state in waiting)
-    sentence = f"{sentences.capital(sentences.state(first))} while {others}.{parting}"
+    others = "; ".join(sentences.describe_state(state) for state in waiting)
+    sentence = f"{sentences.capitalized(sentences.describe_state(first))} while {others}.{drift_sentence}"
     if died:
         remedy = f"Find out why the process of rank {first.rank} ended: its output may say so."
         return Finding("rank_died", "difference", sentence, remedy, (), ranks, _step(first), first.site)
-    unequal = uneven(records)
+    unequal = uneven_batches(records)
     remedy = "Have all ranks reach the same collectives before one of them leaves the script."
     if unequal:
         sentence, remedy = f"{sentence} {unequal}", _EVEN
@@ -166,7 +166,7 @@ def _gone(
 
 def _unmatched(state: RankState, call: Event, channel: Channel | None, states: Sequence[RankState]) -> Finding:
     sends = call["op"].startswith("send")
-    others = "; ".join(sentences.state(each) for each in states if each.rank != state.rank)
+    others = "; ".join(sentences.describe_state(each) for each in states if each.rank != state.rank)
     peer = call["root"]
     lacks = "receives" if sends else "sends"
     who = "no rank" if peer is None else f"rank {peer}"
@@ -176,27 +176,27 @@ def _unmatched(state: RankState, call: Event, channel: Channel | None, states: S
         if peer is None
         else (f"{who} has made no {'receive' if sends else 'send'} that belongs to it{tag}")
     )
-    sentence = f"{sentences.capital(sentences.state(state))}, and {counterpart}; {others}."
+    sentence = f"{sentences.capitalized(sentences.describe_state(state))}, and {counterpart}; {others}."
     remedy = "Pair each receive with a send of the same tag by the other rank, in the same order on both sides."
     ranks = (state.rank,) if peer is None else (state.rank, peer)
     name = "unmatched_send" if sends else "unmatched_receive"
     return Finding(name, "difference", sentence, remedy, (), ranks, _step(state), state.site)
 
 
-def _waiting(states: Sequence[RankState], absence: Divergence | None, parting: str) -> Finding:
-    """Ranks that wait in calls of which none contradicts another: some have not arrived, and are not gone."""
+def _waiting(states: Sequence[RankState], absence: Divergence | None, drift_sentence: str) -> Finding:
+    """Ranks wait in calls that do not contradict each other: other ranks are still running and have not arrived."""
     waiting = [state for state in states if state.how == "waits"]
     others = [state for state in states if state.how in ("loading", "elsewhere")]
-    clauses = "; ".join(sentences.state(state) for state in states)
+    clauses = "; ".join(sentences.describe_state(state) for state in states)
     if absence is not None:
         absent = [rank for rank, call in absence.calls.items() if call is None]
-        clauses = "; ".join(sentences.state(state) for state in states if state.rank in absent)
+        clauses = "; ".join(sentences.describe_state(state) for state in states if state.rank in absent)
     begin = "The ranks do not go on: " if absence is None else f"{diverging(absence)}; "
-    sentence = f"{begin}{clauses}.{parting}"
+    sentence = f"{begin}{clauses}.{drift_sentence}"
     first = (others or waiting)[0]
     if others:
         name = "hang"
-        remedy = f"Find out what rank {first.rank} waits for{sentences.at(first.site)}."
+        remedy = f"Find out what rank {first.rank} waits for{sentences.at_site(first.site)}."
         if first.how == "loading":
             remedy = f"Find out why the loader processes of rank {first.rank} yield no batch; try num_workers=0."
     else:
@@ -208,7 +208,7 @@ def _waiting(states: Sequence[RankState], absence: Divergence | None, parting: s
 
 
 def _drift(calls: Sequences, divergence: Divergence | None) -> str:
-    """Where two ranks first made calls from different places of the script, if that is before they diverge."""
+    """The sentence on where two ranks first made calls from different lines of the script; empty if only at the end."""
     if divergence is None:
         return ""
     one, other = divergence.ranks
@@ -218,8 +218,8 @@ def _drift(calls: Sequences, divergence: Divergence | None) -> str:
         return ""
     first, second = own[one][start], own[other][start]
     return (
-        f" They part at call {start + 1}, which is {sentences.call(first)} in step {first['step'] + 1} on rank {one} "
-        f"and {sentences.call(second)} in step {second['step'] + 1} on rank {other}."
+        f" They part at call {start + 1}, which is {sentences.describe_call(first)} in step {first['step'] + 1} on "
+        f"rank {one} and {sentences.describe_call(second)} in step {second['step'] + 1} on rank {other}."
     )
 
 

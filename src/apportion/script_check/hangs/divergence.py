@@ -163,7 +163,7 @@ def _other_parameters(one: Event, other: Event, first: Mapping[str, Any], second
 
 def _values(record: RankRecord) -> dict[str, Any]:
     """The values of each parameter before the first step, by name."""
-    return {name: array for event in record.of("network") for name, array in event["weights"].items()}
+    return {name: array for event in record.events_of("network") for name, array in event["weights"].items()}
 
 
 def _swapped(calls: Mapping[int, Sequence[Event]], position: int, first: int, second: int) -> bool:

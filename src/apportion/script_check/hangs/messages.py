@@ -25,7 +25,7 @@ def traffic(records: Sequence[RankRecord]) -> Mapping[Channel, Traffic]:
     sent = defaultdict[Channel, list[Event]](list)
     received = defaultdict[Channel, list[Event]](list)
     for record in records:
-        for event in record.of("collective"):
+        for event in record.events_of("collective"):
             if event["sequence"] is None and event["root"] is not None:
                 tag = int(event.get("tag") or 0)
                 if event["op"].startswith("send"):
@@ -35,7 +35,7 @@ def traffic(records: Sequence[RankRecord]) -> Mapping[Channel, Traffic]:
     return {channel: Traffic(sent[channel], received[channel]) for channel in {*sent, *received}}
 
 
-def unlike(traffics: Mapping[Channel, Traffic]) -> tuple[Channel, Event, Event] | None:
+def first_unlike_message(traffics: Mapping[Channel, Traffic]) -> tuple[Channel, Event, Event] | None:
     """Returns the first message that is sent with another number of elements, or type, than it is received with."""
     found = list[tuple[Channel, Event, Event]]()
     for channel, each in traffics.items():
@@ -47,7 +47,7 @@ def unlike(traffics: Mapping[Channel, Traffic]) -> tuple[Channel, Event, Event] 
     return min(found, key=lambda each: each[1]["time"], default=None)
 
 
-def unmatched(traffics: Mapping[Channel, Traffic], rank: int, event: Event) -> Channel | None:
+def unmatched_channel(traffics: Mapping[Channel, Traffic], rank: int, event: Event) -> Channel | None:
     """Returns the channel of a message that a rank waits for and whose counterpart no rank has begun; None where it is
     there, or for a receive from any rank."""
     for channel, each in traffics.items():

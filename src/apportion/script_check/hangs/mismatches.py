@@ -27,9 +27,9 @@ def diverging(divergence: Divergence) -> str:
     group = "the group of all ranks" if divergence.group == "world" else f"the group of {divergence.group}"
     by_text = dict[str, list[int]]()
     for rank, call in divergence.calls.items():
-        by_text.setdefault("" if call is None else sentences.call(call), []).append(rank)
+        by_text.setdefault("" if call is None else sentences.describe_call(call), []).append(rank)
     calls = "; ".join(
-        f"on {sentences.ranks(ranks)} it is {text}" if text else f"{sentences.ranks(ranks)} made no such call"
+        f"on {sentences.list_ranks(ranks)} it is {text}" if text else f"{sentences.list_ranks(ranks)} made no such call"
         for text, ranks in by_text.items()
     )
     return f"The collectives of the ranks diverge at call {divergence.position + 1} of {group}: {calls}"
@@ -58,8 +58,8 @@ def unlike_message(channel: Channel, send: Event, receive: Event) -> Finding:
     """Returns the finding about a message that does not fit into what it is received with."""
     sender, receiver = channel[1:3]
     sentence = (
-        f"Rank {sender} sends {sentences.tensors(send)}{sentences.at(send['site'])} to rank {receiver}, which receives "
-        f"{sentences.tensors(receive)}{sentences.at(receive['site'])}."
+        f"Rank {sender} sends {sentences.describe_tensors(send)}{sentences.at_site(send['site'])} to rank {receiver}, "
+        f"which receives {sentences.describe_tensors(receive)}{sentences.at_site(receive['site'])}."
     )
     return Finding(
         "shape_mismatch",

@@ -28,7 +28,7 @@ def sequences(records: Sequence[RankRecord]) -> Sequences:
     """Returns the calls in each group, by rank; also for a rank of the group that has made none."""
     found = defaultdict[str, dict[int, list[Event]]](dict)
     for record in records:
-        for event in record.of(*KINDS):
+        for event in record.events_of(*KINDS):
             if event["sequence"] is not None:
                 for rank in event["ranks"]:
                     found[event["group"]].setdefault(rank, [])
@@ -41,10 +41,10 @@ def begun_call(record: RankRecord) -> Waiting | None:
     rank is in code of its own, or has ended."""
     if record.outcome is not None:
         return None
-    calls = {event["call"]: event for event in record.of(*KINDS)}
-    ended = {event["call"] for event in record.of("collective_end")}
+    calls = {event["call"]: event for event in record.events_of(*KINDS)}
+    ended = {event["call"] for event in record.events_of("collective_end")}
     open_waits = list[Event]()
-    for event in record.of("wait", "wait_end"):
+    for event in record.events_of("wait", "wait_end"):
         if event["kind"] == "wait":
             open_waits.append(event)
         elif open_waits:
@@ -61,9 +61,11 @@ def begun_call(record: RankRecord) -> Waiting | None:
 
 def messages(record: RankRecord, op: str) -> list[Event]:
     """Returns the messages that a rank has begun to send, or to receive (``op``: "send" or "recv"), in order."""
-    return [event for event in record.of("collective") if event["sequence"] is None and event["op"].startswith(op)]
+    return [
+        event for event in record.events_of("collective") if event["sequence"] is None and event["op"].startswith(op)
+    ]
 
 
 def gone_past(record: RankRecord, event: Event) -> bool:
     """Returns whether a rank has completed a call."""
-    return any(end["call"] == event["call"] and "error" not in end for end in record.of("collective_end"))
+    return any(end["call"] == event["call"] and "error" not in end for end in record.events_of("collective_end"))

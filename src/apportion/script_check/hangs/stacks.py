@@ -39,27 +39,27 @@ def stacks(text: str) -> list[Stack]:
     return [Stack(thread, tuple(frames)) for thread, frames in found]
 
 
-def own(file: str, folder: str) -> bool:
+def is_user_file(file: str, folder: str) -> bool:
     """Returns whether a file is the user's: in the folder of the script and not of an installed package."""
     return file.startswith(folder.rstrip(os.sep) + os.sep) and "site-packages" not in file
 
 
 def place(frame: StackFrame, folder: str) -> str:
     """Returns file and line of a frame, as ``train.py:31``; the file as it is outside of the script's folder."""
-    file = os.path.relpath(frame.file, folder) if own(frame.file, folder) else frame.file
+    file = os.path.relpath(frame.file, folder) if is_user_file(frame.file, folder) else frame.file
     return f"{file}:{frame.line}"
 
 
 def user_frames(stack: Stack, folder: str) -> list[StackFrame]:
     """Returns the frames of the user's code, the innermost first."""
-    return [frame for frame in stack.frames if own(frame.file, folder)]
+    return [frame for frame in stack.frames if is_user_file(frame.file, folder)]
 
 
 def innermost_call(stack: Stack, folder: str) -> StackFrame | None:
     """Returns the frame of torch, or of another installed package, that the thread is in; None where it is in the
     user's code, or in the standard library called from there."""
     for frame in stack.frames:
-        if own(frame.file, folder):
+        if is_user_file(frame.file, folder):
             return None
         if "site-packages" in frame.file:
             return frame

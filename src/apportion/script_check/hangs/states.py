@@ -48,7 +48,7 @@ def states(
 
 
 def _state(record: RankRecord, dump: str, died: bool, folder: str) -> RankState:
-    calls = record.of(*KINDS)
+    calls = record.events_of(*KINDS)
     last, steps = (calls[-1] if calls else None), len(record.steps)
     outcome = record.outcome
     if outcome is not None:
@@ -75,15 +75,15 @@ def _state(record: RankRecord, dump: str, died: bool, folder: str) -> RankState:
 def _failed_call(record: RankRecord) -> Event | None:
     """The call by whose error about other ranks a rank has ended."""
     outcome = record.outcome
-    ends = record.of("collective_end")
+    ends = record.events_of("collective_end")
     if outcome is None or not ends or "error" not in ends[-1] or not _OF_THE_OTHERS.search(outcome["message"]):
         return None
     if not ends[-1]["error"].endswith(outcome["message"]):
         return None
-    return next(event for event in record.of(*KINDS) if event["call"] == ends[-1]["call"])
+    return next(event for event in record.events_of(*KINDS) if event["call"] == ends[-1]["call"])
 
 
 def _main_first(found: Sequence[Stack], record: RankRecord) -> tuple[Stack, ...]:
-    start = record.of("start")
+    start = record.events_of("start")
     main = start[0].get("thread") if start else None
     return tuple(sorted(found, key=lambda stack: stack.thread != main))

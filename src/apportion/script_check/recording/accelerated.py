@@ -10,7 +10,7 @@ from typing import Any
 from apportion.script_check.recording.recorder import Recorder
 
 
-def watch(recorder: Recorder) -> None:
+def install(recorder: Recorder) -> None:
     """Records which batch the script has where accelerate's loader has read the next one already, and the gathers that
     drop the rows by which the last batches were filled."""
     module = sys.modules.get("accelerate.data_loader")

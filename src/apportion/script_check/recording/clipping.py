@@ -1,4 +1,4 @@
-"""Records each call of torch's functions that clip gradients, so that one can see whether it comes before or after the
+"""Records each call of torch's functions that clip gradients, which shows whether it comes before or after the
 collectives that average them."""
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ def install(collectives: Collectives) -> None:
     for name, limit in _LIMITS.items():
         function = getattr(torch.nn.utils, name, None)
         if function is not None:
-            replace_everywhere(function, _wrapper(collectives, function, limit, under_way), ("torch.nn.utils",))
+            replace_everywhere(
+                function, _recording_function(collectives, function, limit, under_way), ("torch.nn.utils",)
+            )
 
 
-def _wrapper(collectives: Collectives, function: Any, limit: str, under_way: list[str]) -> Any:
+def _recording_function(collectives: Collectives, function: Any, limit: str, under_way: list[str]) -> Any:
     bind = inspect.signature(function).bind
 
     @wraps(function)

@@ -70,7 +70,7 @@ class Collectives:
         """Whether this thread is inside of a call that is recorded already, or this is not the rank's process."""
         return getattr(self._thread, "inside", False) or not self.recorder.active
 
-    def begin(self, op: str, group: str, ranks: tuple[int, ...], *, numbered: bool = True, **fields: Any) -> int:
+    def record_begin(self, op: str, group: str, ranks: tuple[int, ...], *, numbered: bool = True, **fields: Any) -> int:
         """Record that a call begins; returns its number."""
         call = self._calls
         self._calls += 1
@@ -106,18 +106,18 @@ class Collectives:
         )
         return call
 
-    def end(self, call: int, error: BaseException | None = None) -> None:
+    def record_end(self, call: int, error: BaseException | None = None) -> None:
         """Record that a call is complete, or has raised."""
         failure = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
         self.recorder.emit("collective_end", call=call, time=time.monotonic(), **failure)
 
-    def recorded(self, call: int, function: Callable[[], Any], *, pending: bool = False) -> Any:
+    def run(self, call: int, function: Callable[[], Any], *, pending: bool = False) -> Any:
         """Run the function of a call that has begun, and return its result."""
         self._thread.inside = True
         try:
             result = function()
         except BaseException as error:
-            self.end(call, error)
+            self.record_end(call, error)
             raise
         finally:
             self._thread.inside = False
@@ -125,10 +125,10 @@ class Collectives:
         if handle is not None and (pending or not isinstance(result, dist.Work)):
             self._pending[handle] = call
         else:
-            self.end(call)
+            self.record_end(call)
         return result
 
-    def waited(self, handle: Any, wait: Callable[[], Any]) -> Any:
+    def wait_for(self, handle: Any, wait: Callable[[], Any]) -> Any:
         """Wait for a work handle, or for the tensor of a functional collective, and record that."""
         call = self._pending.pop(handle, None)
         site, line = self._place()
@@ -137,14 +137,14 @@ class Collectives:
             result = wait()
         except BaseException as error:
             if call is not None:
-                self.end(call, error)
+                self.record_end(call, error)
             raise
         if call is not None:
-            self.end(call)
+            self.record_end(call)
         self.recorder.emit("wait_end", call=call)
         return result
 
-    def described(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
+    def describe(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
         """Returns what is recorded of the tensors of a call."""
         named = [self.names.find(tensor) or ("", False) for tensor in (inputs or outputs)[:_LISTED]]
         return {
@@ -174,7 +174,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
-def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, differentiable: bool = False) -> Any:
+def _recording_function(
+    collectives: Collectives, function: Any, operation: Operation, *, differentiable: bool = False
+) -> Any:
     """Returns a function of torch that records its calls."""
     bind = inspect.signature(function).bind
 
@@ -194,7 +196,7 @@ def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, d
         outputs = [tensor for name in operation.outputs for tensor in tensors_in(given.get(name))]
         pending = (operation.to_one and function.__name__ in ("isend", "irecv")) or bool(given.get("async_op"))
         reduces = given.get("op", given.get("reduceOp", "sum" if "reduce" in operation.name else None))
-        call = collectives.begin(
+        call = collectives.record_begin(
             operation.name,
             label,
             ranks,
@@ -205,9 +207,9 @@ def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, d
             pending=pending,
             differentiable=differentiable,
             by=sys._getframe(1).f_globals.get("__name__", ""),
-            **{**collectives.described(inputs, outputs), **_sharded_names(collectives)},
+            **{**collectives.describe(inputs, outputs), **_sharded_names(collectives)},
         )
-        return collectives.recorded(call, lambda: function(*args, **kwargs), pending=pending)
+        return collectives.run(call, lambda: function(*args, **kwargs), pending=pending)
 
     return recorded
 
@@ -260,7 +262,7 @@ def install(recorder: Recorder, networks: Networks) -> Collectives:
         for name, operation in operations.items():
             function = getattr(module, name, None)
             if function is not None:
-                wrapper = _wrapper(collectives, function, operation, differentiable=differentiable)
+                wrapper = _recording_function(collectives, function, operation, differentiable=differentiable)
                 replace_everywhere(function, wrapper, ("torch.distributed",))
     dist.Work.wait = _waiting(collectives, dist.Work.wait)  # type: ignore[method-assign]
     if functional is not None:
@@ -275,6 +277,6 @@ def _waiting(collectives: Collectives, wait: Any) -> Any:
     def waited(handle: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or collectives.inside:
             return wait(handle, *args, **kwargs)
-        return collectives.waited(handle, lambda: wait(handle, *args, **kwargs))
+        return collectives.wait_for(handle, lambda: wait(handle, *args, **kwargs))
 
     return waited

@@ -25,12 +25,12 @@ class ForwardDigests:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._open = False
+        self._recording = False
 
-    def begin(self, module: Any, inputs: Any) -> None:
+    def begin_forward(self, module: Any, inputs: Any) -> None:
         """Before the forward of an outermost module."""
-        self._open = self._recorder.step < STEPS and torch.is_grad_enabled()
-        if not self._open:
+        self._recording = self._recorder.step < STEPS and torch.is_grad_enabled()
+        if not self._recording:
             return
         self._hash = hashlib.blake2b(digest_size=8)
         found = list(tensors(inputs))
@@ -39,14 +39,14 @@ class ForwardDigests:
             self._inputs.update(local_bytes(tensor))
         self._rows = len(found[0]) if found and found[0].dim() else None
 
-    def add(self, output: Any, outermost: bool) -> None:
+    def add_output(self, output: Any, outermost: bool) -> None:
         """After the forward of a module."""
-        if not self._open or torch.compiler.is_compiling():
+        if not self._recording or torch.compiler.is_compiling():
             return
         for tensor in tensors(output):
             self._hash.update(local_bytes(tensor))
         if outermost:
-            self._open = False
+            self._recording = False
             self._recorder.emit(
                 "computed", inputs=self._inputs.hexdigest(), outputs=self._hash.hexdigest(), rows=self._rows
             )

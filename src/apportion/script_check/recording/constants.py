@@ -42,8 +42,11 @@ class Constants:
         """Whether constants are replaced."""
         return bool(self._windows)
 
-    def seen(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a function of torch: returns the arguments to call it with."""
+    def exchange(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a function of torch: records the constants among its arguments, or, in a pass that is fed with them,
+        puts those of a rank in their place. Returns the arguments to call it with."""
         if name in (
             "__set__",
             "__deepcopy__",
@@ -60,7 +63,7 @@ class Constants:
             return args, kwargs
         if self.replaying:
             replaced = {id(a): b for a, b in zip(constants, self._next(name, len(constants)), strict=True)}
-            return _with(args, replaced), _with(kwargs, replaced)
+            return _replaced(args, replaced), _replaced(kwargs, replaced)
         self._record(name, constants)
         return args, kwargs
 
@@ -164,11 +167,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _with(tree: Any, replaced: dict[int, Tensor]) -> Any:
+def _replaced(tree: Any, replaced: dict[int, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return replaced.get(id(tree), tree)
     if type(tree) is dict:
-        return {key: _with(value, replaced) for key, value in tree.items()}
+        return {key: _replaced(value, replaced) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_with(value, replaced) for value in tree)
+        return type(tree)(_replaced(value, replaced) for value in tree)
     return tree

@@ -71,12 +71,12 @@ class Contributions:
         self._elements += array.size
         found.append((self._recorder.chain(), array))
 
-    def _taken(self, key: str | int) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    def _pop_contributions(self, key: str | int) -> list[tuple[str, np.ndarray[Any, Any]]]:
         return self._found.pop(key) if key in self._found else []
 
     def before_step(self, optimizer: int, number: int, parameters: dict[str, Tensor]) -> None:
         """Write down what was added to the parameters of an optimizer since its last step."""
-        own = {name: self._taken(id(p)) or self._taken(name) for name, p in parameters.items()}
+        own = {name: self._pop_contributions(id(p)) or self._pop_contributions(name) for name, p in parameters.items()}
         self._recorder.emit(
             "contributions",
             optimizer=optimizer,

@@ -30,7 +30,7 @@ def install(loaders: Loaders) -> None:
         base = self.base_dataloader
         base.__dict__["_apportion_dispatched"] = True
         length = len(self) if hasattr(base.dataset, "__len__") else None
-        key, iteration = loaders.begin(base, length, length)
+        key, iteration = loaders.begin_iteration(base, length, length)
         for number, batch in enumerate(iterate(self)):
             loaders.recorder.emit(
                 "batch",

@@ -55,11 +55,11 @@ class WatchedDraws:
         self._numbers = defaultdict[str, int](int)
         self._handed = dict[tuple[str, str], np.ndarray[Any, Any]]()
 
-    def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw with torch as the script asks, and record the result; in a pass that is fed, with the ranks' numbers.
         A checkpoint that computes a forward again gets the numbers that it had, and is not recorded."""
         self._recorder.draws += 1
-        if not self._counts():
+        if not self._is_of_script():
             return function(*args, **kwargs)
         generator = kwargs.get("generator")
         state = digest((generator if isinstance(generator, torch.Generator) else torch.default_generator).get_state())
@@ -79,10 +79,12 @@ class WatchedDraws:
                     del self._handed[next(iter(self._handed))]
         return result if fed is None else _replaced(result, fed, name.endswith("_"))
 
-    def call_numpy(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw_outside_torch(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The same for functions of numpy and Python that draw from their global generators."""
         self._recorder.draws += 1
-        if not self._counts():
+        if not self._is_of_script():
             return function(*args, **kwargs)
         result = function(*args, **kwargs)
         values = np.asarray(result)
@@ -93,9 +95,9 @@ class WatchedDraws:
             return result
         return fed.astype(values.dtype) if values.ndim else type(result)(fed)
 
-    def ordered(self, name: str, order: str, rows: int) -> None:
+    def record_order(self, name: str, order: str, rows: int) -> None:
         """Record an order of rows that the script itself has drawn, by a digest of it."""
-        if not self._counts():
+        if not self._is_of_script():
             return
         recorder = self._recorder
         place = f"{recorder.site()} {name}"
@@ -138,7 +140,7 @@ class WatchedDraws:
         )
         return fed
 
-    def _counts(self) -> bool:
+    def _is_of_script(self) -> bool:
         """Whether a draw is the script's own: not one by which a sampler makes an order."""
         recorder = self._recorder
         if recorder.drawing == "order" or not recorder.active or torch.compiler.is_compiling():
@@ -147,8 +149,8 @@ class WatchedDraws:
 
     def _is_setup(self) -> bool:
         """Whether torch itself draws: initial weights, the seed of loader processes."""
-        frame, own = sys._getframe(3), self._recorder.own
-        while frame is not None and not own(frame.f_code.co_filename):
+        frame, is_user_file = sys._getframe(3), self._recorder.is_user_file
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
             if any(part in frame.f_code.co_filename for part in _SETUP[:1]) or frame.f_code.co_name == "_next_seed":
                 return True
             if not self._recorder.drawing and any(part in frame.f_code.co_filename for part in _SETUP[1:]):
@@ -182,7 +184,7 @@ def install(recorder: Recorder, drawing: WatchedDraws) -> None:
     def watching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            return drawing.call_numpy(name, function, args, kwargs)
+            return drawing.draw_outside_torch(name, function, args, kwargs)
 
         return watched
 

@@ -16,7 +16,7 @@ LARGEST = 1 << 12
 """The most numbers that are recorded of one tensor."""
 
 
-def figure(recorder: Recorder, name: str, args: tuple[Any, ...], reduced: bool) -> None:
+def record_figure(recorder: Recorder, name: str, args: tuple[Any, ...], reduced: bool) -> None:
     """Record the numbers of a tensor that the script's own code, or a library on its behalf, reads as numbers.
     ``reduced``: whether they are results of a collective, or computed from such."""
     tensor = args[0] if args else None

@@ -28,7 +28,7 @@ class Flattening:
         self._stale = weakref.WeakKeyDictionary[Optimizer, dict[int, list[Any]]]()
         self._sites = weakref.WeakKeyDictionary[Optimizer, str]()
 
-    def given(self, optimizer: Optimizer) -> None:
+    def record_group(self, optimizer: Optimizer) -> None:
         """After an optimizer was given a group of parameters: it holds those of now."""
         self._optimizers.add(optimizer)
         self._sites.setdefault(optimizer, self._recorder.site())
@@ -36,7 +36,7 @@ class Flattening:
         for parameter in optimizer.param_groups[-1]["params"]:
             held.pop(id(parameter), None)
 
-    def flattened(self, parameters: Iterable[Tensor]) -> None:
+    def record_flattened(self, parameters: Iterable[Tensor]) -> None:
         """After parameters were made parts of flat ones."""
         flat = {id(parameter) for parameter in parameters}
         for optimizer in list(self._optimizers):
@@ -44,7 +44,7 @@ class Flattening:
                 held = self._stale.setdefault(optimizer, {})
                 held.update({id(p): group["params"] for p in group["params"] if id(p) in flat})
 
-    def stale(self, optimizer: Any, parameter: Tensor) -> bool:
+    def is_stale(self, optimizer: Any, parameter: Tensor) -> bool:
         """Whether an optimizer holds a parameter since before it was flattened; not where the list of its group has
         been replaced since, as ``param_groups[0]["params"] = list(model.parameters())`` does."""
         if not isinstance(optimizer, Optimizer):
@@ -65,7 +65,7 @@ def install(recorder: Recorder) -> Flattening:
     @wraps(add)
     def added(self: Optimizer, param_group: dict[str, Any]) -> None:
         add(self, param_group)
-        flattening.given(self)
+        flattening.record_group(self)
 
     @wraps(begin)
     def wrapped(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ def install(recorder: Recorder) -> Flattening:
         left = {id(each) for each in _ignored(kwargs)} if flat else set[int]()
         begin(self, module, *args, **kwargs)
         if flat:
-            flattening.flattened(p for p in self.parameters() if id(p) not in left)
+            flattening.record_flattened(p for p in self.parameters() if id(p) not in left)
 
     Optimizer.add_param_group = added  # type: ignore[method-assign]
     FullyShardedDataParallel.__init__ = wrapped  # type: ignore[method-assign]

@@ -49,17 +49,17 @@ class Functions(TorchFunctionMode):
         if done:
             return result
         if self._plain is not None and args:
-            self._plain.change(name, args[0])
+            self._plain.before_change(name, args[0])
         args, kwargs = self._rewriting.arguments(name, args, kwargs)
         if self._constants is not None:
-            args, kwargs = self._constants.seen(name, args, kwargs)
+            args, kwargs = self._constants.exchange(name, args, kwargs)
         if self._recorder.plan["no_dropout"]:
             done, result = randomness.dropout(self._recorder, name, args, kwargs)
             if done:
                 return result
             args, kwargs = randomness.attention(self._recorder, name, args, kwargs)
         if name in draws.NAMES:
-            return self._draws.call(name, function, args, kwargs)
+            return self._draws.draw(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
         self._record(name, args, kwargs, result)
         return result
@@ -68,13 +68,13 @@ class Functions(TorchFunctionMode):
         if in_backward():  # a checkpoint computes again what is recorded already
             return
         if self._splits is not None:
-            self._splits.function(name, args, kwargs, result)
+            self._splits.record_statistic(name, args, kwargs, result)
         if name in figures.NAMES:
-            figures.figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
+            figures.record_figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
         else:
             self._reductions.follow(args, result)
         if name in losses.CRITERIA and isinstance(result, Tensor):
-            losses.criterion(self._recorder, name, args, kwargs, result)
+            losses.record_criterion(self._recorder, name, args, kwargs, result)
 
 
 def install(recorder: Recorder, splits: Splits | None, plain: PlainOptimizers, constants: Constants) -> None:

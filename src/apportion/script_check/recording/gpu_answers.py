@@ -147,7 +147,7 @@ class _Event:
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds, of which none are counted."""
+        """Zero milliseconds, as nothing runs on a GPU."""
         return 0.0
 
 

@@ -22,12 +22,12 @@ def install(collectives: Collectives) -> None:
     for name in _MAKERS:
         function = getattr(dist, name, None)
         if function is not None:
-            replace_everywhere(function, _wrapper(collectives, function), ("torch.distributed",))
+            replace_everywhere(function, _recording_function(collectives, function), ("torch.distributed",))
     destroy = dist.destroy_process_group
-    replace_everywhere(destroy, _ending(collectives.recorder, destroy), ("torch.distributed",))
+    replace_everywhere(destroy, _recording_end(collectives.recorder, destroy), ("torch.distributed",))
 
 
-def _wrapper(collectives: Collectives, function: Any) -> Any:
+def _recording_function(collectives: Collectives, function: Any) -> Any:
     """Returns a function that makes groups, and records its calls."""
     bind = inspect.signature(function).bind
 
@@ -49,10 +49,10 @@ def _wrapper(collectives: Collectives, function: Any) -> Any:
         if collectives.recorder.rank not in members:
             return function(*args, **kwargs)
         by = sys._getframe(1).f_globals.get("__name__", "")
-        call = collectives.begin(function.__name__, label, members, makes=_listed(wanted or members), by=by)
-        made = collectives.recorded(call, lambda: function(*args, **kwargs))
+        call = collectives.record_begin(function.__name__, label, members, makes=_listed(wanted or members), by=by)
+        made = collectives.run(call, lambda: function(*args, **kwargs))
         if isinstance(made, dist.ProcessGroup):
-            collectives.groups.made(made, tuple(dist.get_process_group_ranks(made)))
+            collectives.groups.label_new(made, tuple(dist.get_process_group_ranks(made)))
         return made
 
     return recorded
@@ -62,7 +62,7 @@ def _listed(ranks: Any) -> Any:
     return [_listed(each) for each in ranks] if isinstance(ranks, list | tuple) else ranks
 
 
-def _ending(recorder: Recorder, destroy: Any) -> Any:
+def _recording_end(recorder: Recorder, destroy: Any) -> Any:
     @wraps(destroy)
     def destroyed(group: Any = None) -> None:
         if group is None:

@@ -83,12 +83,12 @@ class Loaders:
         loader.__dict__["_apportion_key"] = key
         return key
 
-    def begin(
+    def begin_iteration(
         self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
     ) -> tuple[str, int]:
         """Record that an iteration begins; returns the loader's name and the iteration's number, from 0. ``seed``: that
         of its loader processes."""
-        return self._begin(
+        return self._record_iteration(
             loader,
             length=length,
             full=full,
@@ -101,10 +101,10 @@ class Loaders:
             **order_of(loader),
         )
 
-    def begin_sampler(self, sampler: Any) -> tuple[str, int]:
+    def begin_sampler_iteration(self, sampler: Any) -> tuple[str, int]:
         """The same for a batch sampler that the script reads by itself, a loader whose batches are lists of indices."""
         length = len(sampler)
-        return self._begin(
+        return self._record_iteration(
             sampler,
             length=length,
             full=length,
@@ -117,7 +117,7 @@ class Loaders:
             **order_of(sampler),
         )
 
-    def _begin(self, loader: Any, **fields: Any) -> tuple[str, int]:
+    def _record_iteration(self, loader: Any, **fields: Any) -> tuple[str, int]:
         self._constants.has_loader = True  # what the script computes with needs no other record
         key = self.key(loader)
         number = self._begun.get(key, 0)
@@ -145,7 +145,7 @@ def whole(dataset: Any) -> Any:
 
 
 def _selection(dataset: Any) -> str | None:
-    """A digest of the rows that a Subset selects, in their order; None where the data set is none."""
+    """A digest of the rows that a Subset selects, in their order; None for other data sets."""
     if type(dataset) is not Subset:
         return None
     found = hashlib.blake2b(digest_size=8)

@@ -46,7 +46,7 @@ def install(recorder: Recorder, constants: Constants) -> None:
         begin(self, *args, **kwargs)
         if recorder.active:
             loaders.key(self)
-            accelerated.watch(recorder)
+            accelerated.install(recorder)
             if recorder.feed is None:
                 dispatching.install(loaders)
 
@@ -80,7 +80,7 @@ def _start(loaders: Loaders, iterator: Any, loader: DataLoader[Any]) -> None:
     length = length_of(sampler)
     full = sampler.full if isinstance(sampler, Shortened) else length
     seed = int(iterator._base_seed) if iterator._num_workers else None
-    iterator._apportion_place = loaders.begin(loader, length, full, seed)
+    iterator._apportion_place = loaders.begin_iteration(loader, length, full, seed)
     iterator._apportion_batch = 0
 
 
@@ -192,7 +192,7 @@ def _feed(loaders: Loaders) -> None:
         given = loaders.next_fed(self, length_of(self.dataset))
         if given is None:
             return iterate(self)
-        key, number = loaders.begin(self, given.length, given.length)
+        key, number = loaders.begin_iteration(self, given.length, given.length)
         return _Fed(recorder, self, key, number, given)
 
     @wraps(length)

@@ -21,7 +21,7 @@ CRITERIA = {
 """The loss functions of torch.nn.functional that reduce over rows."""
 
 
-def criterion(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def record_criterion(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Record one call of a loss function: its value, how it reduces, and over how many rows."""
     if not isinstance(result, Tensor) or result.numel() != 1 or not torch.is_grad_enabled():
         return

@@ -152,7 +152,7 @@ def _run(plan: dict[str, Any]) -> None:
 
 def _failure(recorder: Recorder, error: BaseException) -> dict[str, Any]:
     everything = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in everything if recorder.own(frame.filename)]
+    frames = [frame for frame in everything if recorder.is_user_file(frame.filename)]
     return {
         "how": "raised",
         "type": type(error).__name__,

@@ -90,11 +90,11 @@ class Networks:
         if any(map(is_lazy, module.parameters())):
             return  # it has no weights before its first forward
         if known is None or known() is not module:
-            self._meet(module)
+            self._add_network(module)
             self._outermost[id(module)] = weakref.ref(module)
         if torch.is_grad_enabled():
             self.forwards += 1
-            self._note_flags(module)
+            self._record_flags(module)
         self._recorder.emit(
             "forward",
             gradients=torch.is_grad_enabled(),
@@ -103,13 +103,13 @@ class Networks:
             caller=self._caller(module),
             inputs=[digest(each) for each in inputs if _comparable(each)],
         )
-        self._computed.begin(module, inputs)
+        self._computed.begin_forward(module, inputs)
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """After each forward of each module, also one that raised."""
         self._depth -= 1
         if self._recorder.active:
-            self._computed.add(output, self._depth == 0)
+            self._computed.add_output(output, self._depth == 0)
 
     def name(self, parameter: Tensor) -> str | None:
         """Returns the name of a parameter; None for one of no network met so far."""
@@ -131,7 +131,7 @@ class Networks:
             found = self._modules.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
-    def registered(self, module: nn.Module, name: str, value: Any) -> None:
+    def record_site(self, module: nn.Module, name: str, value: Any) -> None:
         """Where something is registered in a module: the line that makes the module, and those of what it holds."""
         for each in (module, value) if isinstance(value, nn.Module) else (module,):
             if each not in self._sites:
@@ -145,8 +145,8 @@ class Networks:
         """Returns the networks that still exist."""
         return [root for reference, root in self._roots if reference() is not None]
 
-    def _meet(self, module: nn.Module) -> None:
-        root = root_of(module, self._recorder.frame(), self._recorder.own)
+    def _add_network(self, module: nn.Module) -> None:
+        root = root_of(module, self._recorder.frame(), self._recorder.is_user_file)
         if self._is_known(root):
             return
         labels = {label for label, step in self._labels.items() if step == self._recorder.step}
@@ -240,7 +240,7 @@ class Networks:
         }
         self._modules = {id(each): (weakref.ref(each), name) for root in self.roots() for name, each in root.modules()}
 
-    def _note_flags(self, module: nn.Module) -> None:
+    def _record_flags(self, module: nn.Module) -> None:
         inner = unwrapped(module)
         for root in self.roots():
             self.evaluating[root.label] = tuple(name for name, each in root.modules() if not each.training)
@@ -255,9 +255,9 @@ def _comparable(value: Any) -> bool:
 def install(recorder: Recorder) -> Networks:
     """Watch every module's forward; returns what is known of the networks."""
     networks = Networks(recorder)
-    register_module_parameter_registration_hook(networks.registered)
-    register_module_buffer_registration_hook(networks.registered)
-    register_module_module_registration_hook(networks.registered)
+    register_module_parameter_registration_hook(networks.record_site)
+    register_module_buffer_registration_hook(networks.record_site)
+    register_module_module_registration_hook(networks.record_site)
     register_module_forward_pre_hook(networks.before)
     register_module_forward_hook(networks.after, always_call=True)
     return networks

@@ -64,15 +64,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def root_of(module: nn.Module, frame: FrameType | None, own: Any) -> Root:
+def root_of(module: nn.Module, frame: FrameType | None, is_user_file: Any) -> Root:
     """Returns the largest module that a variable of the script's frames holds and that contains ``module``; where
-    there is none, ``module`` itself, named after its class."""
+    no variable does, ``module`` itself, named after its class."""
     inner = unwrapped(module)
     best: Root | None = None
     size = 0
     seen = set[int]()
     while frame is not None:
-        if own(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             for label, value in _variables(frame):
                 if id(value) in seen:
                     continue
@@ -84,22 +84,22 @@ def root_of(module: nn.Module, frame: FrameType | None, own: Any) -> Root:
     return best or Root(type(inner).__name__, inner)
 
 
-def modules_held(frame: FrameType | None, own: Any) -> Iterator[tuple[str, nn.Module]]:
+def modules_held(frame: FrameType | None, is_user_file: Any) -> Iterator[tuple[str, nn.Module]]:
     """The modules that variables of the script's frames hold, from ``frame`` outwards, wrappers taken off."""
     while frame is not None:
-        if own(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             for label, module in _variables(frame):
                 yield label, unwrapped(module)
         frame = frame.f_back
 
 
-def variable_of(tensor: Tensor, frame: FrameType | None, own: Any) -> str | None:
+def variable_of(tensor: Tensor, frame: FrameType | None, is_user_file: Any) -> str | None:
     """Returns the variable of the script's frames that holds a tensor: as an entry of a list or dict, such as
     ``weights[0]``, rather than by itself, as a loop's variable holds another one in each turn; None where there is
     none."""
     alone: str | None = None
     while frame is not None:
-        if own(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             for variables in (frame.f_locals, frame.f_globals):
                 for label, value in list(variables.items()):
                     if value is tensor:

@@ -82,9 +82,9 @@ class OptimizerSteps:
         if self._ignored:
             return None
         self.begun += 1
-        given = _with_closure(args, kwargs or {}, lambda closure: self._recording(optimizer, closure))
+        given = _with_closure(args, kwargs or {}, lambda closure: self._closure_recorder(optimizer, closure))
         if given is None:
-            self._begin(optimizer)
+            self._record_gradients(optimizer)
             made = not self._ignored
         else:
             made = self._replay is None or self._replay.last
@@ -94,7 +94,7 @@ class OptimizerSteps:
             self._feed_rates(optimizer, self._number(optimizer))
         return given
 
-    def _begin(self, optimizer: Any, known: Mapping[str, Any] | None = None) -> None:
+    def _record_gradients(self, optimizer: Any, known: Mapping[str, Any] | None = None) -> None:
         """Record what an optimizer is given, once its gradients are computed. ``known``: what was observed before."""
         self._ignored = self._replay is not None and not self._replay.step(optimizer)
         if self._ignored:
@@ -103,8 +103,8 @@ class OptimizerSteps:
         number = self._number(optimizer)
         self._wrappers.before_step(number)
         with gathered(self._networks.roots(), gradients=True):
-            self._before = {**self.observed(optimizer), **(known or {})}
-            self._note_contributions(optimizer, number)
+            self._before = {**self.state_before(optimizer), **(known or {})}
+            self._record_contributions(optimizer, number)
         self._contributions.stepping = True
 
     def _check_last(self, optimizer: Any) -> None:
@@ -112,9 +112,9 @@ class OptimizerSteps:
         if self._made.get(self._number(optimizer), 0) >= self._recorder.plan["steps"]:
             raise Finished
 
-    def _recording(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _closure_recorder(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure after whose first call the gradients are recorded; later ones belong to a line search."""
-        self._before = self.observed(optimizer)  # in case that the closure is not called
+        self._before = self.state_before(optimizer)  # in case that the closure is not called
         known = {key: self._before[key] for key in _BEFORE_CLOSURE}
         begun = False
 
@@ -124,7 +124,7 @@ class OptimizerSteps:
             loss = closure(*args, **kwargs)
             if not begun:
                 begun = True
-                self._begin(optimizer, known)
+                self._record_gradients(optimizer, known)
             return loss
 
         return recorded
@@ -132,10 +132,10 @@ class OptimizerSteps:
     def before_plain(self, optimizer: Any) -> None:
         """Before a step of an optimizer that torch's hooks do not see. Raises Finished after the last one."""
         self._check_last(optimizer)
-        self._note_contributions(optimizer, self._number(optimizer))
+        self._record_contributions(optimizer, self._number(optimizer))
         self._rates = []
 
-    def observed(self, optimizer: Any) -> dict[str, Any]:
+    def state_before(self, optimizer: Any) -> dict[str, Any]:
         """Returns what is recorded of an optimizer before a step."""
         number = self._numbers.get(id(optimizer), len(self._numbers))
         parameters = dict(self._parameters(optimizer, number))
@@ -144,7 +144,7 @@ class OptimizerSteps:
             "optimizer": number,
             "type": getattr(optimizer, "kind", type(optimizer).__name__),
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "schedule_steps": self._schedules.of(optimizer),
+            "schedule_steps": self._schedules.count(optimizer),
             "momenta": [{key: group[key] for key in MOMENTA if key in group} for group in optimizer.param_groups],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
@@ -155,7 +155,7 @@ class OptimizerSteps:
             "forwards": self._networks.forwards,
             "weights_before": fingerprint(optimizer),
             "stateful": any(optimizer.state.get(parameter) for parameter in parameters.values()),
-            "flattened": [name for name, p in parameters.items() if self._flattening.stale(optimizer, p)],
+            "flattened": [name for name, p in parameters.items() if self._flattening.is_stale(optimizer, p)],
             "made_at": self._flattening.made_at(optimizer),
             "generators": generators(),
             "site": self._recorder.site(),
@@ -168,11 +168,11 @@ class OptimizerSteps:
             return
         self._contributions.stepping = False
         with gathered(self._networks.roots(), gradients=True):
-            self.completed(optimizer, self._before)
+            self.record_step(optimizer, self._before)
         self._feed_weights(optimizer)
 
-    def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
-        """Record a step, ``before`` as ``observed`` has returned it."""
+    def record_step(self, optimizer: Any, before: dict[str, Any]) -> None:
+        """Record a step, ``before``: what ``state_before`` returned."""
         number = self._number(optimizer)
         for group, own in zip(optimizer.param_groups, self._rates, strict=False):
             group.update(own)  # as a schedule may compute the next rate from this one
@@ -191,7 +191,7 @@ class OptimizerSteps:
             state=_state(dict(self._parameters(optimizer, number)), optimizer),
         )
 
-    def _note_contributions(self, optimizer: Any, number: int) -> None:
+    def _record_contributions(self, optimizer: Any, number: int) -> None:
         parameters = dict(self._parameters(optimizer, number))
         self._contributions.before_step(number, self._made.get(number, 0) + 1, parameters)
 
@@ -212,7 +212,7 @@ class OptimizerSteps:
     def _variable(self, parameter: Tensor) -> str | None:
         known = self._variables.get(id(parameter))
         if known is None or known[0] is not parameter:
-            name = variable_of(parameter, self._recorder.frame(), self._recorder.own)
+            name = variable_of(parameter, self._recorder.frame(), self._recorder.is_user_file)
             known = self._variables[id(parameter)] = (parameter, name)  # held, so that no other gets its id
         return known[1]
 
@@ -272,7 +272,7 @@ def _with_closure(
 def _makes_state(recorder: Recorder) -> bool:
     """Whether torch makes a step of its own, with zero gradients and rates, that an optimizer has a state to load."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not recorder.own(frame.f_code.co_filename):
+    while frame is not None and not recorder.is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.endswith(os.path.join("distributed", "checkpoint", "state_dict.py")):
             return True
         frame = frame.f_back

@@ -23,13 +23,13 @@ from apportion.script_check.recording.recorder import Recorder
 _CHANGES = {"__isub__", "__iadd__", "__imul__", "sub_", "add_", "mul_", "copy_", "addcdiv_", "addcmul_", "lerp_"}
 
 
-class _Plain:
+class _PlainOptimizer:
     """What ``OptimizerSteps`` asks of an optimizer, for an object of another class. ``kind``: the name of that."""
 
-    def __init__(self, kind: str, parameters: list[Tensor], of: Any) -> None:
-        self.kind, self.of = kind, of
-        groups = getattr(of, "param_groups", None)
-        rate = getattr(of, "lr", None)
+    def __init__(self, kind: str, parameters: list[Tensor], optimizer: Any) -> None:
+        self.kind, self.optimizer = kind, optimizer
+        groups = getattr(optimizer, "param_groups", None)
+        rate = getattr(optimizer, "lr", None)
         held: dict[str, Any] = {"params": parameters} | ({"lr": rate} if isinstance(rate, float) else {})
         self.param_groups = groups if isinstance(groups, list) else [held]
         self.state: dict[Any, Any] = {}
@@ -40,10 +40,10 @@ class PlainOptimizers:
 
     def __init__(self, recorder: Recorder, networks: Networks, steps: OptimizerSteps) -> None:
         self._recorder, self._networks, self._steps = recorder, networks, steps
-        self._known = dict[int, _Plain]()
+        self._known = dict[int, _PlainOptimizer]()
         self._wrappers = list[Any]()
         self._depth = 0
-        self._written: _Plain | None = None
+        self._written: _PlainOptimizer | None = None
         self._open: dict[str, Any] | None = None
         self.exist = False
         """Whether the script has made an optimizer of any class."""
@@ -58,7 +58,7 @@ class PlainOptimizers:
             if plain is None:
                 return step(optimizer, *args, **kwargs)
             self.exist = True
-            begun, before = self._steps.begun, self._steps.observed(plain)
+            begun, before = self._steps.begun, self._steps.state_before(plain)
             self._depth += 1
             try:
                 result = step(optimizer, *args, **kwargs)
@@ -68,12 +68,12 @@ class PlainOptimizers:
                 self._wrappers.append(optimizer)  # the optimizer that it holds has recorded the step
                 return result
             self._steps.before_plain(plain)
-            self._steps.completed(plain, before)
+            self._steps.record_step(plain, before)
             return result
 
         return recorded
 
-    def change(self, name: str, target: Any) -> None:
+    def before_change(self, name: str, target: Any) -> None:
         """Before a function that may change a tensor in place."""
         if name not in _CHANGES or self.exist or not isinstance(target, Tensor):
             return
@@ -81,9 +81,9 @@ class PlainOptimizers:
             return
         parameters = self._with_gradients()
         if any(_is(target, each) for each in parameters):
-            self._written = self._written or _Plain("update without an optimizer", parameters, None)
+            self._written = self._written or _PlainOptimizer("update without an optimizer", parameters, None)
             self._steps.before_plain(self._written)
-            self._open = self._steps.observed(self._written)
+            self._open = self._steps.state_before(self._written)
             # a script may sum and divide each gradient anywhere in its update, so only the weights are compared
             self._open["gradients"] = dict.fromkeys(self._open["gradients"])
 
@@ -91,7 +91,7 @@ class PlainOptimizers:
         """The update that is under way is complete."""
         if self._open is not None and self._written is not None:
             before, self._open = self._open, None
-            self._steps.completed(self._written, before)
+            self._steps.record_step(self._written, before)
 
     def _with_gradients(self) -> list[Tensor]:
         found = [p for root in self._networks.roots() for _, p in root.parameters() if p.grad is not None]
@@ -101,7 +101,7 @@ class PlainOptimizers:
         frame = self._recorder.frame()
         seen = set[int]()
         while frame is not None:
-            if self._recorder.own(frame.f_code.co_filename):
+            if self._recorder.is_user_file(frame.f_code.co_filename):
                 for variables in (frame.f_locals, frame.f_globals):
                     for value in list(variables.values()):
                         for tensor in _tensors(value):
@@ -110,14 +110,14 @@ class PlainOptimizers:
                                 yield tensor
             frame = frame.f_back
 
-    def _plain(self, optimizer: Any) -> _Plain | None:
+    def _plain(self, optimizer: Any) -> _PlainOptimizer | None:
         known = self._known.get(id(optimizer))
         if known is None:
             parameters = [t for value in vars(optimizer).values() for t in _tensors(value)]
             parameters = list({id(t): t for t in parameters}.values()) or self._with_gradients()
             if not parameters:
                 return None
-            known = self._known[id(optimizer)] = _Plain(type(optimizer).__name__, parameters, optimizer)
+            known = self._known[id(optimizer)] = _PlainOptimizer(type(optimizer).__name__, parameters, optimizer)
         return known
 
 

@@ -1,4 +1,4 @@
-"""Writes down what a rank of a script does, one event at a time, so that a killed process leaves what it has seen."""
+"""Writes down what a rank of a script does, one event at a time, so that the record of a killed process is not lost."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ class Recorder:
         except OSError:
             _leave(UNWRITABLE)
 
-    def own(self, file: str) -> bool:
+    def is_user_file(self, file: str) -> bool:
         """Whether a source file is the user's: in the script's folder, and not of an installed package."""
         return file.startswith(self._folder) and "site-packages" not in file and not file.startswith(str(PACKAGE))
 
     def frame(self) -> FrameType | None:
         """Returns the innermost frame of the user's code in this thread."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not self.own(frame.f_code.co_filename):
+        while frame is not None and not self.is_user_file(frame.f_code.co_filename):
             frame = frame.f_back
         return frame
 
@@ -93,7 +93,7 @@ class Recorder:
         from different lines have different chains."""
         frame, found = self.frame(), list[str]()
         while frame is not None:
-            if self.own(frame.f_code.co_filename):
+            if self.is_user_file(frame.f_code.co_filename):
                 found.append(f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}")
             frame = frame.f_back
         return " ".join(found)
@@ -103,7 +103,7 @@ class Recorder:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((str(PACKAGE), _TORCH)):
             frame = frame.f_back
-        return frame is not None and self.own(frame.f_code.co_filename)
+        return frame is not None and self.is_user_file(frame.f_code.co_filename)
 
     def site(self) -> str:
         """Returns file and line, as ``train.py:31``, of the innermost frame of the user's code; empty outside of it."""
@@ -111,11 +111,11 @@ class Recorder:
         return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"
 
     def site_outside(self, objects: Collection[int]) -> str:
-        """Returns file and line of the innermost frame of the user's code that is no method of some objects, given by
-        their identities; empty where there is none."""
+        """Returns file and line of the innermost frame of the user's code that is not a method of some objects, given
+        by their identities; empty where every frame is."""
         frame = self.frame()
         while frame is not None and (
-            not self.own(frame.f_code.co_filename) or id(frame.f_locals.get("self")) in objects
+            not self.is_user_file(frame.f_code.co_filename) or id(frame.f_locals.get("self")) in objects
         ):
             frame = frame.f_back
         return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"

@@ -31,7 +31,7 @@ class _Reducers:
         self._numbers = dict[int, int]()
         self._armed = dict[int, DistributedDataParallel]()
 
-    def made(self, ddp: DistributedDataParallel) -> None:
+    def record_ddp(self, ddp: DistributedDataParallel) -> None:
         """Record one that has been made."""
         self._numbers[id(ddp)] = number = len(self._numbers)
         found = self._collectives.groups.label(ddp.process_group)
@@ -53,7 +53,7 @@ class _Reducers:
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync and not self._collectives.inside:
             self._armed[id(ddp)] = ddp
 
-    def begin(self) -> list[int]:
+    def begin_reductions(self) -> list[int]:
         """Record that a backward begins; returns the numbers of its calls."""
         armed, self._armed = self._armed, {}
         calls = list[int]()
@@ -63,7 +63,7 @@ class _Reducers:
                 label, ranks = found
                 number = self._numbers.get(key)
                 calls.append(
-                    self._collectives.begin("ddp_backward", label, ranks, module=number, by="torch.nn.parallel")
+                    self._collectives.record_begin("ddp_backward", label, ranks, module=number, by="torch.nn.parallel")
                 )
         return calls
 
@@ -73,7 +73,7 @@ def install(collectives: Collectives) -> None:
     for name in torch_private.DDP_COLLECTIVES:
         function = getattr(dist, name, None)
         if function is not None:
-            setattr(dist, name, _wrapper(collectives, function, name.strip("_")))
+            setattr(dist, name, _recording_function(collectives, function, name.strip("_")))
     reducer: Any = getattr(dist, "Reducer", None)
     rebuild = getattr(reducer, torch_private.DDP_REBUILD, None)
     if rebuild is not None:
@@ -84,7 +84,7 @@ def install(collectives: Collectives) -> None:
     @wraps(begin)
     def made(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        reducers.made(self)
+        reducers.record_ddp(self)
 
     @wraps(forward)
     def armed(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def _backward(collectives: Collectives, reducers: _Reducers, backward: Any) -> A
     def reduced(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not collectives.recorder.active:
             return backward(*args, **kwargs)  # type: ignore[no-any-return]
-        calls = reducers.begin()
+        calls = reducers.begin_reductions()
         error: BaseException | None = None
         collectives.names.backwards += 1
         collectives.in_backward += 1
@@ -116,7 +116,7 @@ def _backward(collectives: Collectives, reducers: _Reducers, backward: Any) -> A
             collectives.in_backward -= 1
             collectives.names.backwards += 1
             for call in calls:
-                collectives.end(call, error)
+                collectives.record_end(call, error)
         return None
 
     return reduced
@@ -130,8 +130,8 @@ def _rebuilding(collectives: Collectives, rebuild: Any) -> Any:
     def rebuilt(reducer: Any) -> Any:
         if torch.compiler.is_compiling() or collectives.inside or reducer in done:
             return rebuild(reducer)
-        call = collectives.begin("ddp_rebuild", WORLD, (), numbered=False, by="torch.nn.parallel")
-        result = collectives.recorded(call, lambda: rebuild(reducer))
+        call = collectives.record_begin("ddp_rebuild", WORLD, (), numbered=False, by="torch.nn.parallel")
+        result = collectives.run(call, lambda: rebuild(reducer))
         if result:
             done[reducer] = True
         return result
@@ -139,15 +139,15 @@ def _rebuilding(collectives: Collectives, rebuild: Any) -> Any:
     return rebuilt
 
 
-def _wrapper(collectives: Collectives, function: Any, op: str) -> Any:
+def _recording_function(collectives: Collectives, function: Any, op: str) -> Any:
     def recorded(group: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         found = collectives.groups.label(group)
         if found is None or collectives.inside:
             return function(group, tensors, *args, **kwargs)
         label, ranks = found
         given = tensors_in(list(tensors))
-        described = collectives.described(given, [])
-        call = collectives.begin(op, label, ranks, by="torch.nn.parallel", **described)
-        return collectives.recorded(call, lambda: function(group, tensors, *args, **kwargs))
+        described = collectives.describe(given, [])
+        call = collectives.record_begin(op, label, ranks, by="torch.nn.parallel", **described)
+        return collectives.run(call, lambda: function(group, tensors, *args, **kwargs))
 
     return recorded

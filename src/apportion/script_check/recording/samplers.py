@@ -23,7 +23,7 @@ def install(loaders: Loaders) -> None:
 
     @wraps(iterate)
     def watched(self: BatchSampler) -> Iterator[list[Any]]:
-        if not recorder.own(sys._getframe(1).f_code.co_filename) or not recorder.active:
+        if not recorder.is_user_file(sys._getframe(1).f_code.co_filename) or not recorder.active:
             return iterate(self)
         return _fed(loaders, self, iterate) if recorder.feed is not None else _recorded(loaders, self, iterate(self))
 
@@ -32,7 +32,7 @@ def install(loaders: Loaders) -> None:
 
 def _recorded(loaders: Loaders, sampler: BatchSampler, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
     recorder = loaders.recorder
-    key, iteration = loaders.begin_sampler(sampler)
+    key, iteration = loaders.begin_sampler_iteration(sampler)
     before = recorder.draws
     for number in count():
         outer, recorder.drawing = recorder.drawing, "order"

@@ -27,7 +27,7 @@ class ScheduleSteps:
             optimizer = optimizer.optimizer
         self._made[optimizer] = self._made.get(optimizer, 0) + 1
 
-    def of(self, optimizer: Any) -> int:
+    def count(self, optimizer: Any) -> int:
         """Returns the number of steps that the schedulers of an optimizer have made."""
         try:
             return self._made.get(optimizer, 0)

@@ -18,8 +18,8 @@ class Shortened:
     def __init__(self, sampler: Any, most: int) -> None:
         self._sampler, self._most = sampler, most
         self.order = list[Any]()
-        """The batches of the epoch, once it has begun; none where the script's own sampler draws them one by one, which
-        may count those that it has drawn."""
+        """The batches of the epoch, once it has begun; empty where the script's own sampler draws them one by one, as
+        such a sampler may count those that it has drawn."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)

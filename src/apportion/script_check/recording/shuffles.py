@@ -31,7 +31,7 @@ def install(recorder: Recorder, drawing: WatchedDraws) -> None:
             result = function(*args, **kwargs)
             rows = result if place is None else args[place] if len(args) > place else None
             if rows is not None and (order := _digest(rows)) is not None:
-                drawing.ordered(name, order, len(rows))
+                drawing.record_order(name, order, len(rows))
             return result
 
         return watched

@@ -79,7 +79,10 @@ class Splits:
         self._testing = True
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                halves = [module.forward(*part(inputs, rows, half), **part(kwargs, rows, half)) for half in (0, 1)]
+                halves = [
+                    module.forward(*half_of_rows(inputs, rows, half), **half_of_rows(kwargs, rows, half))
+                    for half in (0, 1)
+                ]
             parts = zip(tensors(output), *map(tensors, halves), strict=False)
             found = [_distance(whole, first, second, rows) for whole, first, second in parts]
         except Exception:  # a module that cannot take half of its rows says nothing
@@ -94,7 +97,7 @@ class Splits:
         largest = max(found, default=0.0)
         return largest if largest > TOLERANCE else None
 
-    def function(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def record_statistic(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Record a function outside of modules that reduces over rows or compares them."""
         if not self.outside or name not in REDUCTIONS | PRODUCTS or not args or not isinstance(args[0], Tensor):
             return
@@ -118,17 +121,17 @@ def tensors(tree: Any) -> list[Tensor]:
     return [tensor for each in parts for tensor in tensors(each)]
 
 
-def part(tree: Any, rows: int, half: int) -> Any:
-    """Returns the first (0) or second (1) half of a tree's rows; a tensor whose first dimension is no multiple of
-    ``rows`` stays whole."""
+def half_of_rows(tree: Any, rows: int, half: int) -> Any:
+    """Returns the first (0) or second (1) half of a tree's rows; a tensor whose first dimension is not a multiple
+    of ``rows`` stays whole."""
     if isinstance(tree, Tensor):
         if not tree.dim() or len(tree) % rows or not len(tree):
             return tree
         middle = rows // 2 * (len(tree) // rows)
         return tree[:middle] if half == 0 else tree[middle:]
     if isinstance(tree, Mapping):
-        return {key: part(value, rows, half) for key, value in tree.items()}
-    return type(tree)(part(each, rows, half) for each in tree) if type(tree) in (list, tuple) else tree
+        return {key: half_of_rows(value, rows, half) for key, value in tree.items()}
+    return type(tree)(half_of_rows(each, rows, half) for each in tree) if type(tree) in (list, tuple) else tree
 
 
 def _distance(whole: Tensor, first: Tensor, second: Tensor, rows: int) -> float:

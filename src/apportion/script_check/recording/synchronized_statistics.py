@@ -32,7 +32,7 @@ class _SumOfRanks(torch.autograd.Function):
 
 def _summed(part: Tensor, group: Any) -> Tensor:
     total = part.detach().clone(memory_format=torch.contiguous_format)
-    gathering.append(True)  # a collective of the module, and none of the script
+    gathering.append(True)  # a collective of this module, and not of the script
     try:
         dist.all_reduce(total, group=group)
     finally:

@@ -18,7 +18,7 @@ LARGEST_ROW = 1 << 10
 ROW_DIGITS = 6
 
 gathering = list[bool]()
-"""Holds something while a DTensor is made whole: its collectives are not the script's."""
+"""Not empty while a DTensor is made whole: the collectives of that are not the script's."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def placements(tensor: Tensor) -> str:
 
 
 def local_bytes(tensor: Tensor) -> bytes:
-    """Returns the bytes of what this rank holds of a tensor; none of one that is sparse or has no memory."""
+    """Returns the bytes of what this rank holds of a tensor; empty for one that is sparse or has no memory."""
     tensor = tensor.detach()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.is_meta or local.layout != torch.strided:

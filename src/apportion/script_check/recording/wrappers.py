@@ -32,7 +32,7 @@ class Wrappers:
         self._armed = dict[int, bool]()
         self._reported = set[int]()
 
-    def made(self, wrapper: DistributedDataParallel) -> None:
+    def record_wrap(self, wrapper: DistributedDataParallel) -> None:
         """After a wrap: its process group and the number of its parameters."""
         ignored = set(wrapper.parameters_to_ignore)
         given = [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
@@ -47,11 +47,11 @@ class Wrappers:
         self._made.append(weakref.ref(wrapper))
         self._given.append([weakref.ref(p) for p in given])
 
-    def ignored(self, parameters: Iterable[Tensor]) -> None:
+    def record_ignored(self, parameters: Iterable[Tensor]) -> None:
         """After a call of fully_shard: the parameters that it was given to ignore."""
         self._ignored += [weakref.ref(parameter) for parameter in parameters]
 
-    def called(self, wrapper: DistributedDataParallel) -> None:
+    def record_forward(self, wrapper: DistributedDataParallel) -> None:
         """Before a forward of a wrapped module: whether backward will average."""
         index = next((i for i, made in enumerate(self._made) if made() is wrapper), None)
         if index is None:
@@ -65,7 +65,7 @@ class Wrappers:
             site=self._recorder.site(),
         )
 
-    def backward(self) -> None:
+    def record_late_flags(self) -> None:
         """Before a backward: the wrappers whose flag is set and was not at their forward."""
         late = [
             index
@@ -100,22 +100,22 @@ def install(recorder: Recorder, networks: Networks) -> Wrappers:
     @wraps(begin)
     def made(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         begin(self, module, *args, **kwargs)
-        wrappers.made(self)
+        wrappers.record_wrap(self)
 
     @wraps(forward)
     def called(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        wrappers.called(self)
+        wrappers.record_forward(self)
         return forward(self, *args, **kwargs)
 
     @wraps(backward)
     def begun(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        wrappers.backward()
+        wrappers.record_late_flags()
         backward(self, *args, **kwargs)
 
     @wraps(fully_shard)
     def sharded(*args: Any, **kwargs: Any) -> Any:
         result = fully_shard(*args, **kwargs)
-        wrappers.ignored(kwargs.get("ignored_params") or ())
+        wrappers.record_ignored(kwargs.get("ignored_params") or ())
         return result
 
     replace_everywhere(fully_shard, sharded, ("torch.distributed",))

@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 
 
 def hang_sections(answer: Json) -> Iterator[str]:
-    """Yield the sections on ranks that wait for each other; none where they do not."""
+    """Yield the sections on ranks that wait for each other; nothing where they do not."""
     hang: Json = answer["hang"]
     if divergence := hang.get("first_divergence"):
         calls = divergence["calls"]

@@ -121,7 +121,7 @@ class Guard:
         return None if within(os.path.abspath(text), _FREE) or not text.startswith("/") else text
 
     def _require(self, real: str, path: Any) -> None:
-        if not self._mirror.own(real) and not within(real, _FREE):
+        if not self._mirror.contains(real) and not within(real, _FREE):
             raise PermissionError(
                 errno.EACCES,
                 "the check of the script lets it write only in the copy of its folder, in the folder for temporary "

@@ -184,7 +184,7 @@ class Sandbox:
             self._set_closed()
         sender = next((_CREDENTIALS.unpack(content[: _CREDENTIALS.size])[0] for _, _, content in ancillary), 0)
         for line in data.decode().splitlines():
-            self._take(line, sender)
+            self._handle_report(line, sender)
 
     def close(self) -> None:
         """End all processes of the sandbox and wait for it."""
@@ -208,7 +208,7 @@ class Sandbox:
         for rank in self._ranks:
             rank.returncode = -9 if rank.returncode is None else rank.returncode
 
-    def _take(self, line: str, sender: int) -> None:
+    def _handle_report(self, line: str, sender: int) -> None:
         word, _, rest = line.partition(" ")
         if word == "started":
             number, own = map(int, rest.split())

@@ -47,14 +47,14 @@ class Starter:
                     elif descriptor == self._guardian.fileno() or not (lines := self._control.recv(65536).decode()):
                         return False
                     else:
-                        asked = any(self._obey(line) for line in lines.splitlines())
+                        asked = any(self._handle_order(line) for line in lines.splitlines())
         except OSError:  # the other end is closed
             return False
         finally:
             self._end_descendants()
         return asked
 
-    def _obey(self, line: str) -> bool:
+    def _handle_order(self, line: str) -> bool:
         """Does what a line says; returns whether it is the last one."""
         word, _, rest = line.partition(" ")
         if word == "start":
@@ -71,7 +71,7 @@ class Starter:
             self._ranks[pid] = rank["rank"]
             return
         try:
-            _become(rank, parent, self._control)
+            _exec_rank(rank, parent, self._control)
         finally:
             os._exit(127)
 
@@ -109,7 +109,7 @@ def _kill(pid: int) -> None:
         pass
 
 
-def _become(rank: dict[str, Any], parent: int, control: socket.socket) -> NoReturn:
+def _exec_rank(rank: dict[str, Any], parent: int, control: socket.socket) -> NoReturn:
     """Turns this process, forked from the starter, into a rank."""
     os.setsid()
     die_with_parent(parent)

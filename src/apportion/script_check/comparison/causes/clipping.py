@@ -21,14 +21,14 @@ _ATTAINED = 3
 
 def cause(evidence: Evidence) -> Finding | None:
     """Returns the finding that clipping comes before the average; None where it does not explain the gradients."""
-    if not evidence.alike or not all(evidence.own):
+    if not evidence.ranks_agree or not all(evidence.own_gradients):
         return None
     given = evidence.weights_of_ranks
     if given.exact:
         limit = _attained(evidence) if given.alike else None  # a hook clips as backward runs, before it is recorded
         return None if limit is None else _by_value(evidence, limit)
     for limit in _limits(evidence):
-        clipped = [{name: np.clip(a, -limit, limit) for name, a in own.items()} for own in evidence.own]
+        clipped = [{name: np.clip(a, -limit, limit) for name, a in own.items()} for own in evidence.own_gradients]
         made = combination(_recorded(evidence, evidence.gradients[0]), clipped)
         if made.exact and made.alike:
             return _by_value(evidence, limit)
@@ -46,7 +46,7 @@ def _limits(evidence: Evidence) -> Iterator[float]:
 
 def _attained(evidence: Evidence) -> float | None:
     """The value that the largest elements of each rank's own gradients and of one process's all have."""
-    largest = [_largest(arrays) for arrays in (*evidence.own, evidence.reference)]
+    largest = [_largest(arrays) for arrays in (*evidence.own_gradients, evidence.reference)]
     limit = largest[0][0]
     alike = all(count >= _ATTAINED and abs(value - limit) <= 1e-12 * limit for value, count in largest)
     return limit if alike and not evidence.weights_in_reference.exact else None
@@ -61,7 +61,9 @@ def _largest(arrays: Mapping[str, Array]) -> tuple[float, int]:
 
 def _recorded(evidence: Evidence, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The tensors of which each rank's own gradient is known."""
-    return {n: a for n, a in arrays.items() if all(n in own and own[n].shape == a.shape for own in evidence.own)}
+    return {
+        n: a for n, a in arrays.items() if all(n in own and own[n].shape == a.shape for own in evidence.own_gradients)
+    }
 
 
 def _by_value(evidence: Evidence, limit: float) -> Finding:
@@ -76,7 +78,7 @@ def _by_tensor(evidence: Evidence) -> Finding | None:
     """Each tensor of each rank is scaled by a factor of its own, where one process weights the ranks alike."""
     apart = dict[str, Combination]()
     for name, array in _recorded(evidence, evidence.gradients[0]).items():
-        parts = [{name: own[name]} for own in evidence.own]
+        parts = [{name: own[name]} for own in evidence.own_gradients]
         given = combination({name: array}, parts)
         wanted = combination({name: evidence.reference[name]}, parts) if name in evidence.reference else given
         if not (given.determined and wanted.determined):

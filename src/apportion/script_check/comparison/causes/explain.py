@@ -1,4 +1,4 @@
-"""The first family of causes that explains a parting."""
+"""The first family of causes that explains a difference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from apportion.script_check.findings import Finding
 
 
 def explained(evidence: Evidence) -> Finding:
-    """Returns why the ranks and one process part, or, where no family of causes explains it, where they do."""
+    """Returns why the ranks and one process differ, or, where no family of causes explains it, where they do."""
     if evidence.found.what == "weights":
         return _weights(evidence)
     families = (
@@ -80,13 +80,13 @@ def _state_differs(evidence: Evidence) -> bool:
 def _unexplained(evidence: Evidence) -> Finding:
     found = evidence.found
     names = evidence.shown(found.names)
-    first = found.of(found.names[0])[0]
-    lost = "" if evidence.alike else " The ranks differ from each other, too."
+    first = found.differences_of(found.names[0])[0]
+    lost = "" if evidence.ranks_agree else " The ranks differ from each other, too."
     wanted = evidence.weights_in_reference
     if wanted.exact and wanted.left_out:
         lost += f" The gradient of one process contains nothing of the rows of {ranks_listed(wanted.left_out)}."
     cut = [event for event in evidence.window(evidence.ranks[0], "cut") if event["gradients"]]
-    if cut and evidence.alike:
+    if cut and evidence.ranks_agree:
         return Finding(
             "gather_without_gradient",
             "difference",

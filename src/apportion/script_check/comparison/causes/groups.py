@@ -51,7 +51,7 @@ def _trained(evidence: Evidence, rank: int) -> set[str]:
 def inputs(evidence: Evidence) -> Finding | None:
     """Returns the finding that the ranks of one tensor-parallel group were given different inputs."""
     groups = defaultdict[tuple[int, ...], list[str]](list)
-    for event in evidence.ranks[0].of("network"):
+    for event in evidence.ranks[0].events_of("network"):
         if any(kind.startswith("FSDP") for kind in event["modules"].values()):
             return None
         for name, group in event["groups"].items():

@@ -16,10 +16,10 @@ def cause(evidence: Evidence) -> Finding | None:
         if given is None:
             continue
         most = max(EXACT, evidence.bounds.relative)
-        if combination({name: given}, [{name: a} for a in _own(evidence, name)]).residual < most:
+        if combination({name: given}, [{name: a} for a in _own_gradients(evidence, name)]).residual < most:
             continue
-        for other, other_name, array in _others(evidence, rank, name, given):
-            own = evidence.own[rank].get(name)
+        for other, other_name, array in _other_gradients(evidence, rank, name, given):
+            own = evidence.own_gradients[rank].get(name)
             parts = [{name: array}] if own is None else [{name: own}, {name: array}]
             made = combination({name: given}, parts, evidence.bounds.relative)
             if made.exact and abs(made.factors[-1]) > most:
@@ -41,14 +41,14 @@ def cause(evidence: Evidence) -> Finding | None:
     return None
 
 
-def _own(evidence: Evidence, name: str) -> list[Array]:
-    return [own[name] for own in evidence.own if name in own]
+def _own_gradients(evidence: Evidence, name: str) -> list[Array]:
+    return [own[name] for own in evidence.own_gradients if name in own]
 
 
-def _others(evidence: Evidence, rank: int, name: str, like: Array) -> list[tuple[int, str, Array]]:
+def _other_gradients(evidence: Evidence, rank: int, name: str, like: Array) -> list[tuple[int, str, Array]]:
     return [
         (other, each, array)
-        for other, own in enumerate(evidence.own)
+        for other, own in enumerate(evidence.own_gradients)
         if other != rank
         for each, array in own.items()
         if each != name and array.shape == like.shape

@@ -48,7 +48,7 @@ def summed_again(evidence: Evidence) -> Finding | None:
     ones have the greatest weights."""
     parts = _parts(evidence)
     count = len(parts) // evidence.count
-    if count < 2 or not evidence.alike:
+    if count < 2 or not evidence.ranks_agree:
         return None
     known = {name for name in parts[0] if all(name in part for part in parts)}
     given = combination({n: a for n, a in evidence.gradients[0].items() if n in known}, parts)
@@ -78,7 +78,7 @@ def summed_again(evidence: Evidence) -> Finding | None:
 
 def found_in(evidence: Evidence) -> bool:
     """Whether such weights explain the difference to the last digit."""
-    if not evidence.alike or not evidence.micro_batches:
+    if not evidence.ranks_agree or not evidence.micro_batches:
         return False
     given, wanted = evidence.micro_batches_of_ranks, evidence.micro_batches_in_reference
     if not given.exact or not wanted.exact or not given.alike or wanted.left_out or min(wanted.factors) <= 0:
@@ -106,11 +106,11 @@ def _counts(evidence: Evidence, weights: _Weights, at: int) -> str:
 
 
 def _parts(evidence: Evidence) -> list[dict[str, Array]]:
-    """What each backward of each rank adds, rank by rank; none where the ranks have not equally many of them."""
+    """What each backward of each rank adds, rank by rank; empty where the ranks call backward unequally often."""
     found = list[dict[str, Array]]()
     sizes = set[int]()
     for rank, record in enumerate(evidence.ranks):
-        for event in record.of("contributions"):
+        for event in record.events_of("contributions"):
             if event["optimizer"] == evidence.found.optimizer and event["number"] == evidence.found.step:
                 own = {evidence.names[rank].get(name, name): each for name, each in event["own"].items() if each}
                 sizes |= {len(each) for each in own.values()}

@@ -44,7 +44,7 @@ def _saved_elsewhere(
 ) -> tuple[Event, dict[str, Array]] | None:
     """The last save by another rank, before a load, of the file that is loaded, and what this rank's weights were after
     as many steps."""
-    others = [event for other in ranks if other is not record for event in other.of("save")]
+    others = [event for other in ranks if other is not record for event in other.events_of("save")]
     saves = [event for event in others if event["path"] == loaded["path"] and event["step"] <= loaded["step"]]
     if not saves:
         return None

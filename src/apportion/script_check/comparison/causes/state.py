@@ -26,7 +26,7 @@ def repeated(evidence: Evidence) -> Finding | None:
     names = evidence.shown(list(found))
     keys = listed(list(dict.fromkeys(key for each in found.values() for key in each)))
     position = steps[0]["step"]
-    loads = [event for event in evidence.ranks[0].of("load") if event["step"] < position]
+    loads = [event for event in evidence.ranks[0].events_of("load") if event["step"] < position]
     return Finding(
         "loaded_weights",
         "difference",

@@ -21,7 +21,9 @@ def scale(evidence: Evidence) -> Finding | None:
     if not all(difference.scaled for difference in found.differences):
         return None
     if not evidence.near(max(factors), min(factors)) or any(
-        len(found.of(name)) != len(_holders(evidence, name)) for name in found.names if name not in evidence.sliced
+        len(found.differences_of(name)) != len(_holders(evidence, name))
+        for name in found.names
+        if name not in evidence.sliced
     ):
         return None
     factor, first = factors[0], evidence.ranks[0]
@@ -37,7 +39,7 @@ def scale(evidence: Evidence) -> Finding | None:
     if alone and own and not evidence.near(alone, own):
         factor *= alone / own
         intro += f", and {factor:.10g} times before they are clipped"
-    because, remedy = _because(evidence, factor, own or 1.0, alone or 1.0)
+    because, remedy = _reason_and_remedy(evidence, factor, own or 1.0, alone or 1.0)
     site = _site(evidence)
     return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
 
@@ -46,7 +48,7 @@ def _holders(evidence: Evidence, name: str) -> list[int]:
     return [rank for rank, gradients in enumerate(evidence.gradients) if name in gradients]
 
 
-def _because(evidence: Evidence, factor: float, of_ranks: float, of_union: float) -> tuple[str, str]:
+def _reason_and_remedy(evidence: Evidence, factor: float, of_ranks: float, of_union: float) -> tuple[str, str]:
     """Why gradients are ``factor`` times those of one process before both are clipped by ``of_ranks`` and ``of_union``,
     and what to change."""
     count = evidence.count
@@ -65,7 +67,9 @@ def _because(evidence: Evidence, factor: float, of_ranks: float, of_union: float
             f"Divide by the number of ranks once: a wrapper that averages has already divided by {count}.",
         )
     if evidence.near(factor, count):
-        sharded = any(k.startswith("FSDP") for e in evidence.ranks[0].of("network") for k in e["modules"].values())
+        sharded = any(
+            k.startswith("FSDP") for e in evidence.ranks[0].events_of("network") for k in e["modules"].values()
+        )
         how = " (set_gradient_divide_factor)" if sharded else ""
         return (
             f" (the number of ranks): the ranks' gradients are summed and not averaged{how}, and the loss is "
@@ -94,7 +98,7 @@ def _because(evidence: Evidence, factor: float, of_ranks: float, of_union: float
 
 
 def _losses(record: RankRecord) -> str:
-    kinds = {event["reduction"] for event in record.of("criterion") if isinstance(event["reduction"], str)}
+    kinds = {event["reduction"] for event in record.events_of("criterion") if isinstance(event["reduction"], str)}
     return kinds.pop() if len(kinds) == 1 else ""
 
 
@@ -107,7 +111,7 @@ def _divided(evidence: Evidence) -> bool:
 def _share(record: RankRecord) -> float | None:
     """The value on which backward was first called over that of the last loss function before."""
     value: float | None = None
-    for event in record.of("criterion", "backward"):
+    for event in record.events_of("criterion", "backward"):
         if event["kind"] == "criterion":
             value = event["value"]
         elif value and event["value"] is not None:
@@ -128,7 +132,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     """Returns the finding that the ranks' gradients are weighted otherwise than in one process, where their sum by
     other factors is the gradient of one process to the last digit."""
     given, wanted = evidence.weights_of_ranks, evidence.weights_in_reference
-    if not given.exact or not wanted.exact or not evidence.alike or wanted.left_out:
+    if not given.exact or not wanted.exact or not evidence.ranks_agree or wanted.left_out:
         return None  # one process that leaves out the rows of a rank has chosen rows, and weighted nothing
     found = evidence.found
     if given.left_out:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from apportion.script_check import failures
-from apportion.script_check.passes import Conditions, Passed
+from apportion.script_check.passes import Conditions, PassResult
 from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
 
@@ -15,15 +15,15 @@ needs longer for a step."""
 
 
 @dataclass(frozen=True)
-class Spread:
+class RanksPass:
     """The pass over the ranks, and how it was run in the end, as conditions and in sentences."""
 
-    passed: Passed
+    passed: PassResult
     conditions: Conditions
     about: tuple[str, ...] = ()
 
 
-def spread_over(script: Script, ranks: int, conditions: Conditions) -> Spread:
+def run_on_ranks(script: Script, ranks: int, conditions: Conditions) -> RanksPass:
     """Run the script on the ranks: as it is, then with the CPU for the GPUs that it asks for, then in its own precision
     where float64 may be what it does not accept."""
     passed = run_until_port_is_free("ranks", script, ranks, conditions)
@@ -45,22 +45,22 @@ def spread_over(script: Script, ranks: int, conditions: Conditions) -> Spread:
         else:
             break
         passed = run_until_port_is_free(f"ranks{len(about)}", script, ranks, conditions)
-    return Spread(passed, conditions, tuple(about))
+    return RanksPass(passed, conditions, tuple(about))
 
 
-def within_limit(spread: Spread, script: Script, ranks: int) -> Spread:
+def within_limit(ranks_pass: RanksPass, script: Script, ranks: int) -> RanksPass:
     """Run a script whose ranks were still making steps at the end of the time of a pass again with fewer steps, as many
     as one process makes in that time, too; returns the pass as it is where its ranks have ended, or made no steps."""
-    if spread.passed.waited.how != "limit":
-        return spread
-    made = min(max((step["number"] for step in record.steps), default=0) for record in spread.passed.records)
+    if ranks_pass.passed.waited.how != "limit":
+        return ranks_pass
+    made = min(max((step["number"] for step in record.steps), default=0) for record in ranks_pass.passed.records)
     steps = max(made // _PASS, 1)
     if made < 2:
-        return spread
-    conditions = replace(spread.conditions, steps=steps)
+        return ranks_pass
+    conditions = replace(ranks_pass.conditions, steps=steps)
     passed = run_until_port_is_free("fewer-steps", script, ranks, conditions)
     sentence = (
-        f"The ranks made {made} of {spread.conditions.steps} steps in the time of one run, so {steps} "
+        f"The ranks made {made} of {ranks_pass.conditions.steps} steps in the time of one run, so {steps} "
         f"{'is' if steps == 1 else 'are'} compared: what begins later, such as another epoch, is not."
     )
-    return Spread(passed, conditions, (*spread.about, sentence))
+    return RanksPass(passed, conditions, (*ranks_pass.about, sentence))

@@ -1,4 +1,5 @@
-"""What no comparison of gradients shows: orders and rows, evaluations, random numbers, settings, schedules, resumes."""
+"""Findings that no comparison of gradients shows: orders and rows, evaluations, random numbers, settings, schedules,
+resumes."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _OF_STEPS = ("learning_rates", "weight_decay", "trained_parameters")
 
 
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weights: bool) -> list[Finding]:
-    """Returns what is wrong beside the step. ``union``: the script as one process, None where it does not run so;
-    ``same_weights``: whether its weights are those of the ranks at each step."""
+    """Returns what is wrong apart from the gradients and weights of steps. ``union``: the script as one process, None
+    where it does not run so; ``same_weights``: whether its weights are those of the ranks at each step."""
     readings = identified([reading(record) for record in ranks])
     differing = settings.findings(ranks)
     if not same_weights:  # ranks that set their optimizers differently train another network
@@ -50,7 +51,7 @@ def shortened(ranks: Sequence[RankRecord]) -> list[str]:
     lengths = {
         event["loader"]: (event["full"], event["length"])
         for record in ranks
-        for event in record.of("iteration")
+        for event in record.events_of("iteration")
         if event["full"] != event["length"]
     }
     return [
