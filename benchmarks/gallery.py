@@ -16,7 +16,7 @@ from pathlib import Path
 
 from terminal_picture import terminal_picture
 
-from apportion.script_check.finding_names import FINDING_NAMES
+from apportion.script_check.findings import FINDING_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTAKES = ROOT / "benchmarks" / "mistakes"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import apportion
-from apportion.script_check.finding_names import FINDING_NAMES
+from apportion.script_check.findings import FINDING_NAMES
 
 PACKAGE = Path(apportion.__file__).parent / "script_check"
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
-from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.combination import combination, proportional
-from apportion.script_check.comparison.joins import aligned
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import Place, placed, unplaced
+from apportion.script_check.comparison.ranks_agree import aligned
 from apportion.script_check.comparison.tensors import Bounds, listed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import Rows
@@ -510,7 +509,7 @@ def test_weights_after_a_load_are_those_that_were_saved(whole: bool) -> None:
         {"kind": "load", "step": 1, **file},
         network({"net.0.weight": after}, 1),
     )
-    found = restart.findings([RankRecord(0, events)])
+    found = beginnings.loaded_weights([RankRecord(0, events)])
     if whole:
         assert found == []
         return
@@ -554,7 +553,7 @@ def test_a_file_that_another_rank_saves_at_each_epoch_holds_the_last_weights_bef
         saving += [made, {"kind": "save", "tensors": {"0.weight": weights["net.0.weight"]}, **file}]
         loading += [made, {"kind": "load", **file}, network(weights, number)]
     saving += [step(3, third, third), {**saving[-1], "step": 3, "tensors": {"0.weight": third["net.0.weight"]}}]
-    assert restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
+    assert beginnings.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
     loading[-1] = network(first, 2)
-    (finding,) = restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
+    (finding,) = beginnings.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
     assert (finding.name, finding.ranks, finding.step) == ("loaded_weights", (1,), 3)

@@ -10,7 +10,7 @@ import pytest
 from rank_events import Rank
 
 from apportion.script_check.comparison import beyond_gradients
-from apportion.script_check.comparison.row_values import columns, same_values
+from apportion.script_check.comparison.reading import columns, same_values
 from apportion.script_check.rows import Rows, Unjoinable, count, joined, reversed_rows, split
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.script_check.comparison.table import first_difference
+from apportion.script_check.comparison.first_difference import first_difference
 from apportion.script_check.record import RankRecord
 
 BEGINNING = {"model.a": np.ones(3), "model.b": np.ones(2)}

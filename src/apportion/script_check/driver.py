@@ -10,33 +10,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from apportion.script_check.comparison import beyond_gradients, evaluations, numbers, ranks_agree, schedules
-from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, untrained
-from apportion.script_check.comparison.extent import extent
-from apportion.script_check.comparison.joins import aligned
+from apportion.script_check.comparison.coverage import coverage, extent, gradients_alike, not_finite, untrained
+from apportion.script_check.comparison.first_difference import first_difference
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import unplaced
+from apportion.script_check.comparison.ranks_agree import aligned
 from apportion.script_check.comparison.reading import identified, reading
-from apportion.script_check.comparison.row_table import row_table
-from apportion.script_check.comparison.step_table import step_table
-from apportion.script_check.comparison.table import first_difference
+from apportion.script_check.comparison.tables import row_table, step_table
 from apportion.script_check.comparison.tensors import StepBounds
-from apportion.script_check.drawn import draws_for_batches
 from apportion.script_check.failures import lacks_gpu, unusable
 from apportion.script_check.feed import with_own_lengths
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.further import ReferenceUnavailable, further_passes, with_reference_gradients
 from apportion.script_check.hangs import report
-from apportion.script_check.passes import Conditions, PassResult
-from apportion.script_check.ranks_pass import RanksPass, run_on_ranks, within_limit
-from apportion.script_check.record import RankRecord
-from apportion.script_check.recorded_rows import with_recorded_rows
-from apportion.script_check.reference_function import ReferenceFunction
+from apportion.script_check.passes import Conditions, PassResult, run_until_port_is_free
+from apportion.script_check.ranks_pass import RanksPass, run_on_ranks, with_recorded_rows, within_limit
+from apportion.script_check.record import RankRecord, runs
 from apportion.script_check.references import Reference, on_same_rows, rank_by_rank, reference, replayed
-from apportion.script_check.restarted import runs
-from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.rows import Unjoinable
-from apportion.script_check.script import Script
-from apportion.script_check.union import union_feed
+from apportion.script_check.script import ReferenceFunction, Script
+from apportion.script_check.union import draws_for_batches, union_feed
 from apportion.script_check.waiting import SHORTEST
 
 EPOCH_BATCHES = 8

@@ -15,14 +15,12 @@ from pathlib import Path
 
 from apportion.errors import ApportionError
 from apportion.script_check.feed import Feed
-from apportion.script_check.record import RankRecord, read_records
+from apportion.script_check.record import RankRecord, joined_runs, read_records
 from apportion.script_check.recording.plan import PassPlan
 from apportion.script_check.recording.recorder import UNWRITABLE
-from apportion.script_check.reference_function import ReferenceFunction
-from apportion.script_check.restarted import joined_runs
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
-from apportion.script_check.script import Script
+from apportion.script_check.script import ReferenceFunction, Script
 from apportion.script_check.waiting import WaitOutcome, wait_for_ranks
 
 _LOG = logging.getLogger(__name__)
@@ -215,3 +213,28 @@ def _available_memory() -> int:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+ATTEMPTS = 3
+
+
+def run_until_port_is_free(
+    name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None
+) -> PassResult:
+    """Run a pass as ``run_pass`` does, at most ``ATTEMPTS`` times."""
+    passed = run_pass(name, script, ranks, conditions, feed)
+    for attempt in range(2, ATTEMPTS + 1):
+        if not port_was_taken(passed):
+            break
+        passed = run_pass(f"{name}-{attempt}", script, ranks, conditions, feed)
+    return passed
+
+
+def port_was_taken(passed: PassResult) -> bool:
+    """Whether a rank failed as it could not listen on the port of its group."""
+    return any(
+        record.outcome is not None
+        and record.outcome["how"] == "raised"
+        and ("EADDRINUSE" in str(record.outcome["message"]) or "failed to listen" in str(record.outcome["message"]))
+        for record in passed.records
+    )

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from apportion.script_check.comparison.coverage import same_rows
-from apportion.script_check.comparison.noise import measured_bounds
-from apportion.script_check.comparison.table import first_difference
-from apportion.script_check.comparison.tensors import StepBounds, initial, step_of
-from apportion.script_check.drawn import draws_to_join
+from apportion.script_check.comparison.first_difference import first_difference
+from apportion.script_check.comparison.tensors import StepBounds, initial, measured_bounds, step_of
 from apportion.script_check.feed import Feed, reversed_batches
-from apportion.script_check.passes import Conditions, PassResult
+from apportion.script_check.passes import Conditions, PassResult, run_until_port_is_free
 from apportion.script_check.record import RankRecord
-from apportion.script_check.retried import run_until_port_is_free
 from apportion.script_check.script import Script
-from apportion.script_check.union import feed_rank_by_rank, replay_feed, union_feed
+from apportion.script_check.union import draws_to_join, feed_rank_by_rank, replay_feed, union_feed
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.script_check.comparison.table import FirstDifference, first_difference
+from apportion.script_check.comparison.first_difference import FirstDifference, first_difference
 from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
 from apportion.testing.explanation import Circumstances, Explanation, explained

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from apportion.script_check.comparison.table import FirstDifference, first_difference
+from apportion.script_check.comparison.first_difference import FirstDifference, first_difference
 from apportion.script_check.comparison.tensors import Array, StepBounds, scale_of, shown, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord

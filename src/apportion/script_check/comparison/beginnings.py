@@ -1,8 +1,9 @@
-"""The weights that the ranks begin with."""
+"""The weights that networks begin with: the same on all ranks, and after a load those that were saved."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -68,3 +69,100 @@ def _held_in_parts(event: Event, one: Event) -> bool:
     """Whether a rank's network is a part of that of one process."""
     weights, whole = event["weights"], one["weights"]
     return set(weights) != set(whole) or any(weights[name].shape != whole[name].shape for name in weights)
+
+
+def loaded_weights(ranks: Sequence[RankRecord]) -> list[Finding]:
+    """Returns, for the first rank and load with it, that a network has other weights after a load than at the save."""
+    for record in ranks:
+        saves = dict[str, tuple[Event, dict[str, Array]]]()
+        weights = dict[str, Array]()
+        loaded: Event | None = None
+        for event in record.events:
+            if event["kind"] == "network":
+                if loaded is not None and loaded["path"] in saves:
+                    save, then = saves[loaded["path"]]
+                    if differs := _changed_by_load(event["weights"], then, save):
+                        return [_loaded_finding(record.rank, loaded, differs, event["weights"], then)]
+                weights |= event["weights"]
+            elif event["kind"] == "step":
+                weights |= {**event["weights"], **event["buffers"]}
+                loaded = None
+            elif event["kind"] == "save":
+                saves[event["path"]] = (event, dict(weights))
+            elif event["kind"] == "load":
+                loaded = event
+                elsewhere = _saved_elsewhere(ranks, event, record)
+                own = saves.get(event["path"])
+                if elsewhere is not None and (own is None or own[0]["step"] < elsewhere[0]["step"]):
+                    saves[event["path"]] = elsewhere
+    return []
+
+
+def _saved_elsewhere(
+    ranks: Sequence[RankRecord], loaded: Event, record: RankRecord
+) -> tuple[Event, dict[str, Array]] | None:
+    """The last save by another rank, before a load, of the file that is loaded, and what this rank's weights were after
+    as many steps."""
+    others = [event for other in ranks if other is not record for event in other.events_of("save")]
+    saves = [event for event in others if event["path"] == loaded["path"] and event["step"] <= loaded["step"]]
+    if not saves:
+        return None
+    last = max(saves, key=lambda event: int(event["step"]))
+    before = dict[str, Array]()
+    for step in record.steps:
+        if step["step"] <= last["step"]:
+            before |= {**step["weights"], **step["buffers"]}
+    return last, before
+
+
+def _changed_by_load(found: Mapping[str, Array], saved: Mapping[str, Array], save: Event) -> list[str]:
+    """The tensors that differ, where the network is the one that was saved: the same names and shapes, and values that
+    the file holds wholly or in part."""
+    common = [name for name in found if name in saved]
+    if len(common) < len(found) or any(found[name].shape != saved[name].shape for name in common):
+        return []
+    differs = [name for name in common if not np.allclose(found[name], saved[name], rtol=1e-6, atol=1e-12)]
+    return [name for name in differs if not save["tensors"] or _holds(save["tensors"], saved[name])]
+
+
+def _holds(tensors: Mapping[str, Array], values: Array) -> bool:
+    """Whether a file holds a tensor's values: all of them, or its first rows."""
+    for tensor in tensors.values():
+        if tensor.shape[1:] == values.shape[1:] and tensor.ndim and 0 < len(tensor) <= len(values):
+            if np.allclose(tensor, values[: len(tensor)], rtol=1e-6, atol=1e-12):
+                return True
+        elif not tensor.ndim and tensor.shape == values.shape and np.allclose(tensor, values, rtol=1e-6):
+            return True
+    return False
+
+
+def _loaded_finding(
+    rank: int, loaded: Event, differs: Sequence[str], found: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Finding:
+    names = tuple(shown(name, list(found)) for name in differs)
+    repeats = _repeats(found[differs[0]], saved[differs[0]])
+    sentence = (
+        f"After the load at {loaded['site']}, {len(differs)} of {len(found)} tensors differ from what "
+        f"they were when the "
+        f"file was saved, {names[0]} first{repeats}."
+    )
+    remedy = (
+        "Save whole tensors (full_tensor(), get_model_state_dict with full_state_dict) or the shards of all ranks "
+        "(torch.distributed.checkpoint), and load each where it belongs."
+    )
+    return Finding(
+        "loaded_weights", "difference", sentence, remedy, names, (rank,), int(loaded["step"]) + 1, str(loaded["site"])
+    )
+
+
+def _repeats(found: Array, saved: Array) -> str:
+    rows = len(found) if found.ndim else 0
+    for parts in range(2, rows + 1):
+        size = rows // parts
+        if rows % parts == 0 and all(
+            np.allclose(found[:size], found[at * size : (at + 1) * size], rtol=1e-9) for at in range(1, parts)
+        ):
+            if np.ptp(found) and not np.allclose(saved[:size], saved[size : 2 * size]):
+                return f": its rows {size} to {rows - 1} repeat rows 0 to {size - 1}, so that the file held one shard"
+            break
+    return ""

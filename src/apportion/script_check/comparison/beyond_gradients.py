@@ -11,9 +11,7 @@ from apportion.script_check.comparison import (
     evaluations,
     orders,
     resumes,
-    scales,
     schedules,
-    second_run,
     settings,
     shared_rows,
 )
@@ -33,11 +31,11 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weig
         differing = [replace(each, severity="difference") if each.name in _OF_STEPS else each for each in differing]
     found = [
         *differing,
-        *scales.findings(ranks),
+        *settings.scaler_findings(ranks),
         *orders.findings(ranks, readings),
         *shared_rows.findings(ranks, readings),
         *resumes.findings(ranks, readings),
-        *second_run.findings(ranks),
+        *resumes.lost_in_second_run(ranks),
         *draws.findings(ranks, readings),
         *evaluations.findings(ranks, readings, union if same_weights else None),
     ]

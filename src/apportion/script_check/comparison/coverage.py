@@ -1,4 +1,5 @@
-"""How much of the ranks' work was compared with one process, and whether both computed with the same rows."""
+"""What was compared, in numbers; how much of the ranks' work has a counterpart in one process; whether both computed
+with the same rows."""
 
 from __future__ import annotations
 
@@ -131,3 +132,17 @@ def _rows(record: RankRecord, step: int) -> set[Any]:
         if each.values.ndim
         for row in (np.round(each.values, ROW_DIGITS) + 0 if each.values.dtype.kind in "fc" else each.values)
     }
+
+
+REFERENCE = "the script as one process on the union of the ranks' rows"
+
+
+def extent(ranks: Sequence[RankRecord], union: RankRecord | None, reference: str = REFERENCE) -> dict[str, Any]:
+    """Returns the number of ranks, of the optimizer steps that all of them and the reference have made, and of the
+    tensors in these. ``union``: the record of the reference; None where the ranks are compared with each other alone,
+    and ``reference`` is left out."""
+    records = [*ranks, *([] if union is None else [union])]
+    steps = min((len(record.steps) for record in records), default=0)
+    tensors = {name for record in ranks for step in record.steps[:steps] for name in step["weights"]}
+    compared = {"ranks": len(ranks), "steps": steps, "tensors": len(tensors)}
+    return {**compared, "reference": reference if union is not None else "each other"}

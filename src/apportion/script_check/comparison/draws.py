@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.reading import Iteration
-from apportion.script_check.comparison.replicas import are_replicas, compute_the_same
-from apportion.script_check.comparison.row_values import random_values
+from apportion.script_check.comparison.reading import Iteration, random_values
+from apportion.script_check.comparison.shared_rows import are_replicas, compute_the_same
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 

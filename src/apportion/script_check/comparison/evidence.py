@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 
 from apportion.script_check.comparison.combination import Combination, combination, proportional
+from apportion.script_check.comparison.first_difference import FirstDifference
 from apportion.script_check.comparison.places import Places, placed
-from apportion.script_check.comparison.table import FirstDifference
 from apportion.script_check.comparison.tensors import IN_FLOAT64, RELATIVE, Array, Bounds, shown, step_of
 from apportion.script_check.record import Event, RankRecord
 

@@ -10,13 +10,11 @@ from apportion.script_check.comparison import (
     against_reference,
     beginnings,
     clipped,
-    gathers,
     held,
     ranks_agree,
     rearrangement,
     with_union,
 )
-from apportion.script_check.comparison.causes import restart
 from apportion.script_check.comparison.rearrangement import Rearranged
 from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.findings import Finding
@@ -66,13 +64,13 @@ class Further:
 def findings(ranks: Sequence[RankRecord], union: RankRecord | None, further: Further = Further()) -> list[Finding]:
     """Returns what the ranks' numbers show, compared with each other and with one process. ``union``: the record of
     one process; None where the script does not run as one."""
-    own = [*held.findings(ranks), *restart.findings(ranks)]
+    own = [*held.findings(ranks), *beginnings.loaded_weights(ranks)]
     if union is None:
         return [*own, *accumulation.findings(ranks[0])]
     whole = all(event["length"] == event["full"] for record in ranks for event in record.events_of("iteration"))
     if with_union.evidence_of(ranks, union) is not None:  # weights that are broadcast after a first forward agree
         own += beginnings.findings(ranks, union)
-    own += [*gathers.findings(union, further.joined, further.bounds), *accumulation.findings(union, whole)]
+    own += [*with_union.cut_gradients(union, further.joined, further.bounds), *accumulation.findings(union, whole)]
     # what begins or goes on with other weights, or leaves out a step, also has other gradients, and says nothing more
     first = [f for f in own if f.name in ("different_beginnings", "loaded_weights")] + ranks_agree.findings(ranks)
     until = min((finding.step for finding in first if finding.step is not None), default=None)

@@ -1,4 +1,5 @@
-"""The tensors of all ranks beside those of one process: which is which, and by how much they differ."""
+"""The tensors of all ranks beside those of one process: which is which, by how much they differ, and how much of that
+rounding explains, in float64 or as measured in the script's own precision."""
 
 from __future__ import annotations
 
@@ -118,3 +119,41 @@ def listed(names: Sequence[str]) -> str:
 def ranks_listed(ranks: Sequence[int]) -> str:
     """Returns ranks as a sentence lists them, such as ``ranks 0 and 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + listed(list(map(str, ranks)))
+
+
+NOISE_FACTOR = 8.0
+"""The multiple of the measured noise that rounding alone does not reach."""
+LEAST_NOISE = {"float64": 1e-9, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""The relative rounding of gradients in each element type, below which no measurement of a single order goes: one
+process rounds a sum over all rows once, and each rank the sum over its own."""
+MOST_NOISE = 0.1
+"""The noise from which on a step is not compared: it hides what a mistake changes."""
+
+
+def measured_bounds(union: RankRecord, reordered: RankRecord) -> dict[tuple[int, int], Bounds]:
+    """Returns the bounds of the steps that can be compared, by optimizer and number, from two runs of one process that
+    differ by the order of the rows in each batch."""
+    found = dict[tuple[int, int], Bounds]()
+    types = [event["type"] for event in union.events_of("precision")] or ["float32"]
+    least = max(LEAST_NOISE.get(each, 0.0) for each in types)
+    for optimizer, number in places(union):
+        first, second = step_of(union, optimizer, number), step_of(reordered, optimizer, number)
+        if first is None or second is None:
+            break
+        relative, floor = least, least
+        for what in ("gradients", "weights"):
+            scale = scale_of(first[what]) or 1.0
+            for name, array in first[what].items():
+                other = second[what].get(name)
+                if array is not None and other is not None:
+                    distance, norm = _distance(array, other)
+                    floor = max(floor, NOISE_FACTOR * distance / scale)
+                    relative = max(relative, NOISE_FACTOR * distance / norm if distance > least * scale else 0.0)
+        if max(relative, floor) > MOST_NOISE:
+            break
+        found[optimizer, number] = Bounds(relative, floor)
+    return found
+
+
+def _distance(array: Array, other: Array) -> tuple[float, float]:
+    return float(np.linalg.norm((array - other).ravel())), float(np.linalg.norm(array.ravel())) or 1.0

@@ -1,16 +1,184 @@
-"""The ranks against the script as one process on the union of their rows."""
+"""The ranks against the script as one process on the union of their rows, and the first cause that explains a
+difference.
+
+Collectives that cut the gradient do so in the script as one process as well. A further pass of one process gives their
+outputs the graph of their input. Where that changes the gradients, the loss depends on what was gathered, and the
+script loses that part of the gradient.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.causes import statistics
-from apportion.script_check.comparison.causes.explain import explained
+from apportion.script_check.comparison.causes import (
+    averaging,
+    groups,
+    micro_batches,
+    statistics,
+    weighting,
+)
 from apportion.script_check.comparison.evidence import Evidence
-from apportion.script_check.comparison.table import first_difference
-from apportion.script_check.comparison.tensors import IN_FLOAT64, StepBounds, step_of
+from apportion.script_check.comparison.first_difference import first_difference
+from apportion.script_check.comparison.tensors import IN_FLOAT64, StepBounds, listed, ranks_listed, shown, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
+
+
+def explained(evidence: Evidence) -> Finding:
+    """Returns why the ranks and one process differ, or, where no family of causes explains it, where they do."""
+    if evidence.found.what == "weights":
+        return _weights(evidence)
+    families = (
+        groups.inputs,
+        groups.tied,
+        averaging.cause,
+        weighting.scale,
+        averaging.different_lists,
+        weighting.ranks_weighted,
+        micro_batches.ranks_weighted_alike,
+        weighting.clipped_elementwise,
+        micro_batches.summed_again,
+        groups.shards_scaled,
+        statistics.cause,
+        weighting.ranks_scaled_apart,
+    )
+    for family in families:
+        if (finding := family(evidence)) is not None:
+            return finding
+    return _unexplained(evidence)
+
+
+def _weights(evidence: Evidence) -> Finding:
+    """The gradients agree, and the weights after the step do not."""
+    found = evidence.found
+    names = evidence.shown(found.names)
+    ranks = tuple(sorted({difference.rank for difference in found.differences}))
+    where = "all ranks" if len(ranks) == evidence.count else ranks_listed(ranks)
+    if (repeated := _repeated_shards(evidence)) is not None:
+        return repeated
+    steps = [step for step in evidence.steps if step is not None]
+    if len({tuple(step["rates"]) for step in steps}) > 1:
+        why = ": the learning rates differ between the ranks"
+        remedy = "Set the same learning rate on all ranks."
+    elif _state_differs(evidence):
+        why = ": the optimizer's state differs between the ranks"
+        remedy = "Load or reset the optimizer's state on all ranks alike."
+    elif any(step["placements"] for step in steps):
+        why = ": the step depends on more than each element's own gradient, such as the norm of a rank's shard"
+        remedy = "Use an optimizer whose step is the same for shards, or one that sums its norms over the ranks."
+    else:
+        why, remedy = "", "Look for what changes weights in the step otherwise on the ranks than in one process."
+    sentence = (
+        f"From step {found.shown} on, {len(names)} of {len(found.compared)} weights differ on {where} from those of "
+        f"one process, {names[0]} first, though the gradients agree{why}."
+    )
+    return Finding("weights_differ", "difference", sentence, remedy, names, ranks, found.shown, found.site)
+
+
+def _state_differs(evidence: Evidence) -> bool:
+    states = [step["state"] for step in evidence.steps if step is not None]
+    for name, first in (states[0] if states else {}).items():
+        for other in states[1:]:
+            if any(abs(other.get(name, {}).get(k, v) - v) > 1e-9 * abs(v) + 1e-15 for k, v in first.items()):
+                return True
+    return False
+
+
+def _unexplained(evidence: Evidence) -> Finding:
+    found = evidence.found
+    names = evidence.shown(found.names)
+    first = found.differences_of(found.names[0])[0]
+    lost = "" if evidence.ranks_agree else " The ranks differ from each other, too."
+    wanted = evidence.weights_in_reference
+    if wanted.exact and wanted.left_out:
+        lost += f" The gradient of one process contains nothing of the rows of {ranks_listed(wanted.left_out)}."
+    cut = [event for event in evidence.window(evidence.ranks[0], "cut") if event["gradients"]]
+    if cut and evidence.ranks_agree:
+        return Finding(
+            "gather_without_gradient",
+            "difference",
+            f"The gradient differs from that of one process (cosine {first.cosine:.6g}) although the ranks agree: the "
+            f"{cut[0]['function']} at {cut[0]['site']} has no backward, and the gradient that should run through it is "
+            "lost.",
+            "Gather with torch.distributed.nn.functional.all_gather, which has a backward.",
+            names,
+            (),
+            found.shown,
+            cut[0]["site"],
+        )
+    sentence = (
+        f"From step {found.shown} on, {len(names)} of {len(found.compared)} gradients differ from those of one "
+        f"process, {names[0]} first (ratio {first.ratio:.6g}, cosine {first.cosine:.6g} on rank {first.rank}).{lost}"
+    )
+    remedy = "Compare what is done to these tensors on the ranks and in one process between backward and the step."
+    return Finding("differs", "difference", sentence, remedy, names, (), found.shown, found.site, first.ratio)
+
+
+def _repeated_shards(evidence: Evidence) -> Finding | None:
+    """Returns the finding that all ranks hold the same numbers as their different shards of an optimizer's state, which
+    a checkpoint with the shards of one rank leaves behind."""
+    steps = [step for step in evidence.steps if step is not None]
+    if len(steps) < 2:
+        return None
+    shards = [step.get("state_shards", {}) for step in steps]
+    found = dict[str, list[str]]()
+    for name, first in shards[0].items():
+        if "Replicate" in steps[0]["placements"].get(name, ""):
+            continue  # ranks of one row of the mesh hold the same shard
+        for key, digest in first.items():
+            if all(other.get(name, {}).get(key) == digest for other in shards[1:]):
+                found.setdefault(name, []).append(key)
+    if not found:
+        return None
+    names = evidence.shown(list(found))
+    keys = listed(list(dict.fromkeys(key for each in found.values() for key in each)))
+    position = steps[0]["step"]
+    loads = [event for event in evidence.ranks[0].events_of("load") if event["step"] < position]
+    return Finding(
+        "loaded_weights",
+        "difference",
+        f"Before step {evidence.found.shown} the ranks hold the same numbers as their different shards of the "
+        f"optimizer's state of {listed(names)} ({keys}): what was loaded holds the shards of one rank.",
+        "Save the whole state (get_optimizer_state_dict with full_state_dict) or the shards of all ranks "
+        "(torch.distributed.checkpoint), and load each where it belongs.",
+        names,
+        (),
+        evidence.found.shown,
+        str(loads[-1]["site"]) if loads else evidence.found.site,
+    )
+
+
+def cuts_gradient(union: RankRecord) -> bool:
+    """Whether a pass that joins the graphs can show more: a collective had an input with a graph and none behind it."""
+    return bool(union.events_of("cut"))
+
+
+def cut_gradients(union: RankRecord, joined: RankRecord | None, bounds: StepBounds = None) -> list[Finding]:
+    """Returns that a part of the gradient is lost. ``joined``: the record of the pass that joins the graphs."""
+    if joined is None or not joined.steps:
+        return []
+    found, _ = first_difference([union], joined, bounds)
+    if found is None or found.what != "gradients":
+        return []
+    first, cut = found.differences_of(found.names[0])[0], union.events_of("cut")[0]
+    names = tuple(shown(name, found.compared) for name in found.names)
+    return [
+        Finding(
+            "gather_without_gradient",
+            "difference",
+            f"The {cut['function']} at {cut['site']} has no backward, and the loss depends on what it gathers: the "
+            f"gradient through it is lost. With it, {len(names)} of {len(found.compared)} gradients differ (cosine "
+            f"{first.cosine:.6g}), that of {names[0]} first.",
+            "Gather with torch.distributed.nn.functional.all_gather, which has a backward, or put the "
+            "rank's own tensor "
+            "in its place and scale the loss so that the average over the ranks is right.",
+            names,
+            (),
+            found.shown,
+            cut["site"],
+            first.ratio,
+        )
+    ]
 
 
 def evidence_of(

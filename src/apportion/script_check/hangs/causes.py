@@ -8,10 +8,18 @@ from dataclasses import dataclass, replace
 
 from apportion.script_check.findings import Finding
 from apportion.script_check.hangs import sentences
-from apportion.script_check.hangs.batches import uneven_batches
-from apportion.script_check.hangs.divergence import SILENT, Divergence, conflicts, drift
-from apportion.script_check.hangs.messages import Channel, first_unlike_message, traffic, unmatched_channel
-from apportion.script_check.hangs.mismatches import diverging, mismatch, unlike_message
+from apportion.script_check.hangs.divergence import (
+    SHAPES,
+    SILENT,
+    Channel,
+    Divergence,
+    What,
+    conflicts,
+    drift,
+    first_unlike_message,
+    traffic,
+    unmatched_channel,
+)
 from apportion.script_check.hangs.sequences import Sequences, sequences
 from apportion.script_check.hangs.states import RankState
 from apportion.script_check.record import Event, RankRecord
@@ -225,3 +233,93 @@ def _drift(calls: Sequences, divergence: Divergence | None) -> str:
 
 def _step(state: RankState) -> int | None:
     return state.steps + 1
+
+
+def uneven_batches(records: Sequence[RankRecord]) -> str:
+    """Returns a sentence about the last iteration over a loader that one rank has read to its end while another rank
+    had more batches; an empty string where all ranks read the same number."""
+    counts = [_counts(record) for record in records]
+    ends = [{(e["loader"], e["iteration"]) for e in record.events_of("exhausted")} for record in records]
+    for place in sorted({place for each in ends for place in each}, key=lambda each: -each[1]):
+        for record, own, ended in zip(records, counts, ends, strict=True):
+            others = [(each[place], other.rank) for each, other in zip(counts, records, strict=True) if place in each]
+            most, rank = max(others, default=(0, 0))
+            if place in ended and own.get(place, 0) < most:
+                return (
+                    f"The loader of {place[0]} gave rank {record.rank} {own.get(place, 0)} batches and rank {rank} at "
+                    f"least {most} in epoch {place[1] + 1}."
+                )
+    return ""
+
+
+def _counts(record: RankRecord) -> dict[tuple[str, int], int]:
+    found = dict[tuple[str, int], int]()
+    for event in record.events_of("batch"):
+        place = event["loader"], event["iteration"]
+        found[place] = found.get(place, 0) + 1
+    return found
+
+
+_REMEDIES: dict[What, str] = {
+    "op": "Have all ranks of a group make the same collectives in the same order: move the call out of the branch that "
+    "only some ranks run.",
+    "shape": "Give tensors of the same shape on all ranks: pad them, or exchange their sizes first.",
+    "type": "Give tensors of the same element type on all ranks.",
+    "root": "Name the same rank as source or destination on all ranks.",
+    "reduction": "Pass the same reduction on all ranks.",
+    "ranks": "Make each group on all ranks, members or not, with the same list of ranks and in the same order.",
+    "parameters": "Reduce the same list of parameters on all ranks, and a zero where a parameter has no gradient.",
+    "order": "Make the collectives in the same order on all ranks.",
+    "count": "Have all ranks of a group make the same number of collectives.",
+}
+
+
+def diverging(divergence: Divergence) -> str:
+    """Returns the sentence about a divergence, without its full stop: the call that each rank makes in its place."""
+    group = "the group of all ranks" if divergence.group == "world" else f"the group of {divergence.group}"
+    by_text = dict[str, list[int]]()
+    for rank, call in divergence.calls.items():
+        by_text.setdefault("" if call is None else sentences.describe_call(call), []).append(rank)
+    calls = "; ".join(
+        f"on {sentences.list_ranks(ranks)} it is {text}" if text else f"{sentences.list_ranks(ranks)} made no such call"
+        for text, ranks in by_text.items()
+    )
+    return f"The collectives of the ranks diverge at call {divergence.position + 1} of {group}: {calls}"
+
+
+def mismatch(divergence: Divergence, uneven: str = "", even: str = "") -> Finding:
+    """Returns the finding about a divergence. ``uneven``: a sentence about loaders that gave unequal numbers of
+    batches, and ``even`` the remedy against that."""
+    one, other = (divergence.calls[rank] for rank in divergence.ranks)
+    first = one or other
+    assert first is not None
+    silent = {
+        "parameters": " Different parameters are combined.",
+        "order": " Different tensors are combined.",
+    }.get(divergence.what, "")
+    sentence = f"{diverging(divergence)}.{silent}"
+    remedy = _REMEDIES[divergence.what]
+    if divergence.what == "op" and uneven:
+        sentence, remedy = f"{sentence} {uneven}", even
+    names = tuple(dict.fromkeys(n for call in (one, other) if call is not None for n in call["names"] if n))
+    name = "shape_mismatch" if divergence.what in SHAPES else "diverged_collectives"
+    return Finding(name, "difference", sentence, remedy, names, divergence.ranks, first["step"] + 1, first["site"])
+
+
+def unlike_message(channel: Channel, send: Event, receive: Event) -> Finding:
+    """Returns the finding about a message that does not fit into what it is received with."""
+    sender, receiver = channel[1:3]
+    sentence = (
+        f"Rank {sender} sends {sentences.describe_tensors(send)}{sentences.at_site(send['site'])} to rank {receiver}, "
+        f"which receives {sentences.describe_tensors(receive)}{sentences.at_site(receive['site'])}."
+    )
+    return Finding(
+        "shape_mismatch",
+        "difference",
+        sentence,
+        _REMEDIES["shape"],
+        (),
+        (sender, receiver),
+        send["step"] + 1,
+        send["site"],
+    )

@@ -8,13 +8,17 @@ from typing import Any
 
 from apportion.script_check.findings import Finding
 from apportion.script_check.hangs import sentences
-from apportion.script_check.hangs.causes import Cause, cause
-from apportion.script_check.hangs.divergence import SILENT, Divergence, conflicts, surplus
-from apportion.script_check.hangs.messages import first_unlike_message, traffic
-from apportion.script_check.hangs.mismatches import mismatch, unlike_message
+from apportion.script_check.hangs.causes import Cause, cause, mismatch, unlike_message
+from apportion.script_check.hangs.divergence import (
+    SILENT,
+    Divergence,
+    conflicts,
+    first_unlike_message,
+    surplus,
+    traffic,
+)
 from apportion.script_check.hangs.sequences import sequences
-from apportion.script_check.hangs.stacks import shown
-from apportion.script_check.hangs.states import RankState, states
+from apportion.script_check.hangs.states import RankState, stack_lines, states
 from apportion.script_check.record import Event, RankRecord
 
 
@@ -51,7 +55,7 @@ def hang(
     for state in found:
         lines.append(sentences.capitalized(sentences.describe_state(state)))
         if state.stacks:
-            lines += [f"    {line}" for line in shown(state.stacks[0], folder)]
+            lines += [f"    {line}" for line in stack_lines(state.stacks[0], folder)]
     all_wait = not any(state.how in ("loading", "elsewhere") for state in found)
     return Hang(why.finding, all_wait, tuple(lines), _details(why, found, quiet))
 

@@ -1,10 +1,10 @@
 """Records each collective and each message between two ranks: where it begins, where it ends, and with which tensors.
 
 A call is recorded once, by the outermost function: ``all_gather_object`` and not the two collectives that it consists
-of. No tensor is read. The events:
+of. The calls that make process groups, which all ranks have to make, count among them. No tensor is read. The events:
 
 ``collective``
-    A call begins. ``call``: its number on this rank. ``op``: see ``operations.py``. ``group``, ``ranks``, ``sequence``:
+    A call begins. ``call``: its number on this rank. ``op``: see ``Operation``. ``group``, ``ranks``, ``sequence``:
     label and global ranks of the group, and the number of the call among the collectives of this rank in the group,
     from 0 (None for a message). ``root``: the special rank, the peer of a message. ``inputs`` and ``outputs``: shape
     and type of each tensor. ``names``: for each input (each output of a receive) the parameter that it belongs to, or
@@ -18,6 +18,8 @@ of. No tensor is read. The events:
     The same as ``collective``, for one that is the recorder's own: it makes a DTensor whole.
 ``wait``, ``wait_end``
     The rank waits for a call that was pending; ``call`` is None for one that no function here has begun.
+``destroy``, ``destroyed``
+    The script takes all groups down, before and after.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -41,10 +44,90 @@ from torch.utils.weak import WeakIdKeyDictionary
 from apportion.core import torch_private
 from apportion.script_check.recording.groups import Groups
 from apportion.script_check.recording.modules import Networks
-from apportion.script_check.recording.operations import DIFFERENTIABLE, FUNCTIONAL, PUBLIC, Operation
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensor_names import TensorNames
 from apportion.script_check.recording.tensors import gathering
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``name``: the name under which it is recorded, the same for functions that do the same. ``inputs``,
+    ``outputs``: arguments with tensors or lists of them. ``root``: the argument with the rank that is special, as a
+    global rank; its counterpart in the group's numbering begins with ``group_``. ``to_one``: between two ranks."""
+
+    name: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    root: str = ""
+    to_one: bool = False
+
+
+PUBLIC: dict[str, Operation] = {
+    "all_reduce": Operation("all_reduce", ("tensor",)),
+    "all_reduce_coalesced": Operation("all_reduce_coalesced", ("tensors",)),
+    "broadcast": Operation("broadcast", ("tensor",), root="src"),
+    "reduce": Operation("reduce", ("tensor",), root="dst"),
+    "all_gather": Operation("all_gather", ("tensor",), ("tensor_list",)),
+    "all_gather_single": Operation("all_gather_into_tensor", ("input_tensor",), ("output_tensor",)),
+    "all_gather_into_tensor": Operation("all_gather_into_tensor", ("input_tensor",), ("output_tensor",)),
+    "all_gather_coalesced": Operation("all_gather_coalesced", ("input_tensor_list",), ("output_tensor_lists",)),
+    "gather": Operation("gather", ("tensor",), ("gather_list",), "dst"),
+    "scatter": Operation("scatter", ("scatter_list",), ("tensor",), "src"),
+    "reduce_scatter": Operation("reduce_scatter", ("input_list",), ("output",)),
+    "reduce_scatter_single": Operation("reduce_scatter_tensor", ("input",), ("output",)),
+    "reduce_scatter_tensor": Operation("reduce_scatter_tensor", ("input",), ("output",)),
+    "all_to_all_single": Operation("all_to_all_single", ("input",), ("output",)),
+    "all_to_all": Operation("all_to_all", ("input_tensor_list",), ("output_tensor_list",)),
+    "barrier": Operation("barrier"),
+    "monitored_barrier": Operation("monitored_barrier"),
+    "all_gather_object": Operation("all_gather_object"),
+    "gather_object": Operation("gather_object", root="dst"),
+    "broadcast_object_list": Operation("broadcast_object_list", root="src"),
+    "scatter_object_list": Operation("scatter_object_list", root="src"),
+    "send": Operation("send", ("tensor",), root="dst", to_one=True),
+    "isend": Operation("send", ("tensor",), root="dst", to_one=True),
+    "recv": Operation("recv", (), ("tensor",), root="src", to_one=True),
+    "irecv": Operation("recv", (), ("tensor",), root="src", to_one=True),
+    "send_object_list": Operation("send_object_list", root="dst", to_one=True),
+    "recv_object_list": Operation("recv_object_list", root="src", to_one=True),
+}
+"""Functions of ``torch.distributed``. ``batch_isend_irecv`` calls isend and irecv, and is recorded as these."""
+
+FUNCTIONAL: dict[str, Operation] = {
+    "broadcast": Operation("broadcast", ("self",), root="src"),
+    "all_reduce": Operation("all_reduce", ("self",)),
+    "all_gather_single": Operation("all_gather_into_tensor", ("self",)),
+    "all_gather_single_autograd": Operation("all_gather_into_tensor", ("self",)),
+    "all_gather_tensor": Operation("all_gather_into_tensor", ("self",)),
+    "all_gather_tensor_autograd": Operation("all_gather_into_tensor", ("self",)),
+    "reduce_scatter_single": Operation("reduce_scatter_tensor", ("self",)),
+    "reduce_scatter_single_autograd": Operation("reduce_scatter_tensor", ("self",)),
+    "reduce_scatter_tensor": Operation("reduce_scatter_tensor", ("self",)),
+    "reduce_scatter_tensor_autograd": Operation("reduce_scatter_tensor", ("self",)),
+    "all_reduce_coalesced": Operation("all_reduce_coalesced", ("self",)),
+    "all_gather_single_coalesced": Operation("all_gather_coalesced", ("self",)),
+    "all_gather_into_tensor_coalesced": Operation("all_gather_coalesced", ("self",)),
+    "reduce_scatter_single_coalesced": Operation("reduce_scatter_coalesced", ("inputs",)),
+    "reduce_scatter_tensor_coalesced": Operation("reduce_scatter_coalesced", ("inputs",)),
+    "all_to_all_single": Operation("all_to_all_single", ("self",)),
+    "all_to_all_single_autograd": Operation("all_to_all_single", ("self",)),
+    "permute_tensor": Operation("permute_tensor", ("self",)),
+}
+"""Functions of torch's functional collectives, which DTensor calls."""
+
+DIFFERENTIABLE: dict[str, Operation] = {
+    "broadcast": Operation("broadcast", ("tensor",), root="src"),
+    "gather": Operation("gather", ("tensor",), root="dst"),
+    "scatter": Operation("scatter", ("tensors",), root="src"),
+    "reduce": Operation("reduce", ("tensor",), root="dst"),
+    "reduce_scatter": Operation("reduce_scatter", ("input_list",), ("output",)),
+    "all_gather": Operation("all_gather", ("tensor",)),
+    "all_to_all": Operation("all_to_all", ("input_tensor_list",), ("output_tensor_list",)),
+    "all_to_all_single": Operation("all_to_all_single", ("input",), ("output",)),
+    "all_reduce": Operation("all_reduce", ("tensor",)),
+}
+"""Functions of ``torch.distributed.nn.functional``, whose results have gradients."""
+
 
 _LISTED = 512
 """The most tensors of one call that are listed."""
@@ -269,6 +352,7 @@ def install(recorder: Recorder, networks: Networks) -> Collectives:
         replace_everywhere(
             functional.wait_tensor, _waiting(collectives, functional.wait_tensor), ("torch.distributed",)
         )
+    _install_group_makers(collectives)
     return collectives
 
 
@@ -280,3 +364,64 @@ def _waiting(collectives: Collectives, wait: Any) -> Any:
         return collectives.wait_for(handle, lambda: wait(handle, *args, **kwargs))
 
     return waited
+
+
+_MAKERS = ("init_process_group", "new_group", "split_group")
+
+
+def _install_group_makers(collectives: Collectives) -> None:
+    """Record these calls as collectives of the group of all ranks (``makes``: the ranks of the group that is made), and
+    the events ``destroy`` and ``destroyed`` around the end of all groups."""
+    for name in _MAKERS:
+        function = getattr(dist, name, None)
+        if function is not None:
+            replace_everywhere(function, _recording_maker(collectives, function), ("torch.distributed",))
+    destroy = dist.destroy_process_group
+    replace_everywhere(destroy, _recording_end(collectives.recorder, destroy), ("torch.distributed",))
+
+
+def _recording_maker(collectives: Collectives, function: Any) -> Any:
+    """Returns a function that makes groups, and records its calls."""
+    bind = inspect.signature(function).bind
+
+    @wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if collectives.inside:
+            return function(*args, **kwargs)
+        given = bind(*args, **kwargs).arguments
+        world = collectives.groups.label(None)
+        assert world is not None
+        label, members = world
+        wanted = given.get("ranks") or given.get("split_ranks")
+        if given.get("use_local_synchronization") and wanted:  # only its members call it, or have to
+            members = tuple(sorted(wanted))
+            label = f"making of ranks {', '.join(map(str, members))}"
+        if function.__name__ == "split_group" and given.get("parent_pg") is not None:
+            found = collectives.groups.label(given["parent_pg"])
+            label, members = found or (label, members)
+        if collectives.recorder.rank not in members:
+            return function(*args, **kwargs)
+        by = sys._getframe(1).f_globals.get("__name__", "")
+        call = collectives.record_begin(function.__name__, label, members, makes=_listed(wanted or members), by=by)
+        made = collectives.run(call, lambda: function(*args, **kwargs))
+        if isinstance(made, dist.ProcessGroup):
+            collectives.groups.label_new(made, tuple(dist.get_process_group_ranks(made)))
+        return made
+
+    return recorded
+
+
+def _listed(ranks: Any) -> Any:
+    return [_listed(each) for each in ranks] if isinstance(ranks, list | tuple) else ranks
+
+
+def _recording_end(recorder: Recorder, destroy: Any) -> Any:
+    @wraps(destroy)
+    def destroyed(group: Any = None) -> None:
+        if group is None:
+            recorder.emit("destroy", time=time.monotonic())
+        destroy(group)
+        if group is None:
+            recorder.emit("destroyed")
+
+    return destroyed

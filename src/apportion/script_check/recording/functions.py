@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from apportion.core.torch_private import in_backward, wrap_backward
-from apportion.script_check.recording import draws, figures, losses, randomness, shuffles
+from apportion.script_check.recording import draws, figures, losses, randomness
 from apportion.script_check.recording.constants import Constants
+from apportion.script_check.recording.figures import Reductions
 from apportion.script_check.recording.plain_optimizers import PlainOptimizers
 from apportion.script_check.recording.precision import Rewriting
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.reductions import Reductions
 from apportion.script_check.recording.splits import Splits
 
 
@@ -33,7 +33,6 @@ class Functions(TorchFunctionMode):
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
         self._draws = draws.WatchedDraws(recorder)
         draws.install(recorder, self._draws)
-        shuffles.install(recorder, self._draws)
         self._reductions = Reductions()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -79,7 +79,6 @@ def _watch_exit(recorder: Recorder) -> None:
 def _install(recorder: Recorder) -> Callable[[], None]:
     """Sets the hooks; returns what is to be called after the script."""
     from apportion.script_check.recording import (  # torch is imported here, once
-        by_rank,
         clipping,
         collectives,
         constants,
@@ -87,8 +86,6 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         flattening,
         functions,
         gathers,
-        group_making,
-        joins,
         loaders,
         losses,
         modules,
@@ -98,10 +95,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         randomness,
         reducers,
         reference_gradients,
-        restores,
         saves,
-        scalers,
-        schedulers,
         spawning,
         splits,
         wrappers,
@@ -111,27 +105,21 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     spawning.install(recorder)
     networks = modules.install(recorder)
     calls = collectives.install(recorder, networks)
-    group_making.install(calls)
     reducers.install(calls)
     clipping.install(calls)
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    watches = optimizers.Watches(
-        own, wrappers.install(recorder, networks), flattening.install(recorder), schedulers.install(recorder)
-    )
+    watches = optimizers.Watches(own, wrappers.install(recorder, networks), flattening.install(recorder))
     steps = optimizers.install(recorder, networks, watches, replay)
     if recorder.plan["reference"]:
         reference_gradients.install(recorder, networks)
     gathers.install(recorder)
     if recorder.plan["by_rank"]:
-        by_rank.install(recorder, networks)
+        splits.install_by_rank(recorder, networks)
     saves.install(recorder)
     loaders.install(recorder, found)
     losses.install(recorder)
     plain = plain_optimizers.install(recorder, networks, steps)
-    scalers.install(calls)
-    joins.install(recorder)
-    restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
     splitting = splits.install(recorder, networks) if recorder.plan["split_rows"] else None

@@ -1,13 +1,19 @@
-"""Watches the script's networks: their weights before the first step, and their training flags.
+"""Watches the script's networks: their weights before the first step, their training flags, and what they compute
+first.
 
 A network is the outermost module whose forward is called. It is recorded before its first forward; in a pass that is
 fed, its weights are first set to those that rank 0 of the other pass began with.
+
+Of the first steps, digests of what all modules compute are recorded. Ranks of a tensor- or sequence-parallel group read
+the same rows, and their modules compute different parts of what follows from them. Replicas that read the same rows
+compute the same everywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -26,10 +32,65 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from apportion.core.torch_private import in_backward
-from apportion.script_check.recording.computed import ForwardDigests
 from apportion.script_check.recording.names import Root, root_of, unwrapped
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, gathering, placements, row_digests, values
+from apportion.script_check.recording.tensors import (
+    LARGEST_WHOLE,
+    digest,
+    gathering,
+    local_bytes,
+    placements,
+    row_digests,
+    values,
+)
+
+DIGESTED_STEPS = 3
+"""The optimizer steps for whose forwards digests are recorded."""
+
+
+class ForwardDigests:
+    """The digest of one forward of an outermost module: of its inputs, and of the outputs of all modules."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._recording = False
+
+    def begin_forward(self, module: Any, inputs: Any) -> None:
+        """Before the forward of an outermost module."""
+        self._recording = self._recorder.step < DIGESTED_STEPS and torch.is_grad_enabled()
+        if not self._recording:
+            return
+        self._hash = hashlib.blake2b(digest_size=8)
+        found = list(tensors_of(inputs))
+        self._inputs = hashlib.blake2b(digest_size=8)
+        for tensor in found:
+            self._inputs.update(local_bytes(tensor))
+        self._rows = len(found[0]) if found and found[0].dim() else None
+
+    def add_output(self, output: Any, outermost: bool) -> None:
+        """After the forward of a module."""
+        if not self._recording or torch.compiler.is_compiling():
+            return
+        for tensor in tensors_of(output):
+            self._hash.update(local_bytes(tensor))
+        if outermost:
+            self._recording = False
+            self._recorder.emit(
+                "computed", inputs=self._inputs.hexdigest(), outputs=self._hash.hexdigest(), rows=self._rows
+            )
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a tree of lists, tuples, dicts and objects that are mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_of(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_of(value)
+
 
 _COPIES = 5
 """How often the elements of a network are held while it trains: weights, gradients, state, and what is recorded."""

@@ -1,7 +1,9 @@
 """Records each optimizer step: the gradients before it, the weights after it, learning rates and training state.
 
 torch's global hooks see every optimizer that subclasses its own. An optimizer that calls ``super().step()`` has them
-called twice, of which the outer call counts. ``plain_optimizers.py`` adds those of other classes.
+called twice, of which the outer call counts. ``plain_optimizers.py`` adds those of other classes. The steps of
+schedulers are counted as well: a warm-up that is advanced twice for each optimizer step has the rates of one with twice
+the rate, and only the count distinguishes them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from apportion.script_check.recording.constants import Replay
@@ -27,9 +31,43 @@ from apportion.script_check.recording.flattening import Flattening
 from apportion.script_check.recording.modules import Networks, gathered
 from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
-from apportion.script_check.recording.schedulers import ScheduleSteps
 from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
 from apportion.script_check.recording.wrappers import Wrappers
+
+
+class ScheduleSteps:
+    """The number of steps that schedulers have made, by optimizer."""
+
+    def __init__(self) -> None:
+        self._made = weakref.WeakKeyDictionary[Any, int]()
+
+    def add(self, optimizer: Any) -> None:
+        """After a step of a scheduler of an optimizer, or of an object that holds it, as accelerate's does."""
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+
+    def count(self, optimizer: Any) -> int:
+        """Returns the number of steps that the schedulers of an optimizer have made."""
+        try:
+            return self._made.get(optimizer, 0)
+        except TypeError:  # of another class than torch's, to which there is no weak reference
+            return 0
+
+
+def _watch_schedulers(recorder: Recorder) -> ScheduleSteps:
+    """Watch ``step`` of torch's schedulers."""
+    steps, step = ScheduleSteps(), LRScheduler.step
+
+    @wraps(step)
+    def counted(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        step(self, *args, **kwargs)
+        if recorder.active:
+            steps.add(self.optimizer)
+
+    LRScheduler.step = counted  # type: ignore[method-assign]
+    return steps
+
 
 MOMENTA = ("momentum", "betas")
 """What else than the rate a schedule changes in a group of parameters, as that of one cycle does."""
@@ -40,12 +78,11 @@ _BEFORE_CLOSURE = ("rates", "momenta", "weights_before", "stateful", "generators
 
 @dataclass(frozen=True)
 class Watches:
-    """What else is watched of an optimizer's parameters and of its schedule."""
+    """What else is watched of an optimizer's parameters."""
 
     contributions: Contributions
     wrappers: Wrappers
     flattening: Flattening
-    schedules: ScheduleSteps
 
 
 class OptimizerSteps:
@@ -56,11 +93,12 @@ class OptimizerSteps:
         recorder: Recorder,
         networks: Networks,
         watches: Watches,
+        schedules: ScheduleSteps,
         replay: Replay | None,
     ) -> None:
         self._recorder, self._networks, self._replay = recorder, networks, replay
         self._contributions, self._wrappers = watches.contributions, watches.wrappers
-        self._flattening, self._schedules = watches.flattening, watches.schedules
+        self._flattening, self._schedules = watches.flattening, schedules
         self._ignored = False
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
@@ -327,7 +365,7 @@ def install(
     replay: Replay | None,
 ) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = OptimizerSteps(recorder, networks, watches, replay)
+    steps = OptimizerSteps(recorder, networks, watches, _watch_schedulers(recorder), replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

@@ -1,6 +1,7 @@
 """Records what DistributedDataParallel was given, and whether its forward armed the average that backward makes.
 
-Of fully_shard the parameters are recorded that it was given to ignore.
+Of fully_shard the parameters are recorded that it was given to ignore; of ``Join``, that ranks which have no more
+batches take part in the collectives of the others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,4 +124,18 @@ def install(recorder: Recorder, networks: Networks) -> Wrappers:
     DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
     DistributedDataParallel.forward = called  # type: ignore[method-assign]
     Tensor.backward = begun  # type: ignore[method-assign]
+    _watch_joins(recorder)
     return wrappers
+
+
+def _watch_joins(recorder: Recorder) -> None:
+    """Record the event ``join`` for each torch ``Join`` that is enabled, which ``join()`` of torch's wrappers makes."""
+    begin = Join.__init__
+
+    @wraps(begin)
+    def begun(self: Join, joinables: Any, enable: bool = True, *args: Any, **kwargs: Any) -> None:
+        begin(self, joinables, enable, *args, **kwargs)
+        if enable:
+            recorder.emit("join", site=recorder.site())
+
+    Join.__init__ = begun  # type: ignore[method-assign]
