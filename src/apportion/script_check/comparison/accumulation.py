@@ -95,13 +95,7 @@ def _windows(record: RankRecord, event: Event, least: int) -> list[MicroBatches]
                 shown_names = tuple(shown(name, list(step["gradients"])) for name in names)
                 found.append(
                     MicroBatches(
-                        event["number"],
-                        event["optimizer"],
-                        factors,
-                        shown_names,
-                        line,
-                        share,
-                        carried is not None,
+                        event["number"], event["optimizer"], factors, shown_names, line, share, carried is not None
                     )
                 )
     return found
@@ -170,16 +164,7 @@ def _dropped(window: MicroBatches) -> Finding | None:
         f"Only {which} of the {len(window.factors)} micro-batches of a step is in the gradient: what the others added "
         f"{lost}."
     )
-    return Finding(
-        "dropped_micro_batches",
-        "difference",
-        sentence,
-        remedy,
-        window.names,
-        (),
-        window.step,
-        window.site,
-    )
+    return Finding("dropped_micro_batches", "difference", sentence, remedy, window.names, (), window.step, window.site)
 
 
 def _unequal(window: MicroBatches) -> Finding | None:

@@ -6,15 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from apportion.script_check.comparison import (
-    draws,
-    evaluations,
-    orders,
-    resumes,
-    schedules,
-    settings,
-    shared_rows,
-)
+from apportion.script_check.comparison import draws, evaluations, orders, resumes, schedules, settings, shared_rows
 from apportion.script_check.comparison.reading import identified, reading
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord

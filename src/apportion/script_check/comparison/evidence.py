@@ -13,6 +13,7 @@ from apportion.script_check.comparison.combination import Combination, combinati
 from apportion.script_check.comparison.first_difference import FirstDifference
 from apportion.script_check.comparison.places import Places, placed
 from apportion.script_check.comparison.tensors import IN_FLOAT64, RELATIVE, Array, Bounds, shown, step_of
+from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
 _T = TypeVar("_T")
@@ -159,6 +160,23 @@ class Evidence:
     def shown(self, names: Sequence[str]) -> tuple[str, ...]:
         """Returns names as they are printed."""
         return tuple(shown(name, self.found.compared) for name in names)
+
+    def finding(  # noqa: PLR0913 (the fields of a finding)
+        self,
+        name: str,
+        sentence: str,
+        remedy: str,
+        *,
+        tensors: tuple[str, ...] | None = None,
+        ranks: tuple[int, ...] = (),
+        site: str | None = None,
+        factor: float | None = None,
+    ) -> Finding:
+        """Returns a finding about the difference. ``tensors``: as they are printed, all that differ where they are left
+        out; ``site``: the line of the step where it is left out."""
+        tensors = self.shown(self.found.names) if tensors is None else tensors
+        site = self.found.site if site is None else site
+        return Finding(name, "difference", sentence, remedy, tensors, ranks, self.found.shown, site, factor)
 
     def window(self, rank: RankRecord, *kinds: str) -> list[Event]:
         """Returns a rank's events of some kinds between the step before this one and this one."""

@@ -10,13 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.causes import (
-    averaging,
-    groups,
-    micro_batches,
-    statistics,
-    weighting,
-)
+from apportion.script_check.comparison.causes import averaging, groups, micro_batches, statistics, weighting
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.first_difference import first_difference
 from apportion.script_check.comparison.tensors import IN_FLOAT64, StepBounds, listed, ranks_listed, shown, step_of
@@ -72,7 +66,7 @@ def _weights(evidence: Evidence) -> Finding:
         f"From step {found.shown} on, {len(names)} of {len(found.compared)} weights differ on {where} from those of "
         f"one process, {names[0]} first, though the gradients agree{why}."
     )
-    return Finding("weights_differ", "difference", sentence, remedy, names, ranks, found.shown, found.site)
+    return evidence.finding("weights_differ", sentence, remedy, ranks=ranks)
 
 
 def _state_differs(evidence: Evidence) -> bool:
@@ -94,24 +88,20 @@ def _unexplained(evidence: Evidence) -> Finding:
         lost += f" The gradient of one process contains nothing of the rows of {ranks_listed(wanted.left_out)}."
     cut = [event for event in evidence.window(evidence.ranks[0], "cut") if event["gradients"]]
     if cut and evidence.ranks_agree:
-        return Finding(
+        return evidence.finding(
             "gather_without_gradient",
-            "difference",
             f"The gradient differs from that of one process (cosine {first.cosine:.6g}) although the ranks agree: the "
             f"{cut[0]['function']} at {cut[0]['site']} has no backward, and the gradient that should run through it is "
             "lost.",
             "Gather with torch.distributed.nn.functional.all_gather, which has a backward.",
-            names,
-            (),
-            found.shown,
-            cut[0]["site"],
+            site=cut[0]["site"],
         )
     sentence = (
         f"From step {found.shown} on, {len(names)} of {len(found.compared)} gradients differ from those of one "
         f"process, {names[0]} first (ratio {first.ratio:.6g}, cosine {first.cosine:.6g} on rank {first.rank}).{lost}"
     )
     remedy = "Compare what is done to these tensors on the ranks and in one process between backward and the step."
-    return Finding("differs", "difference", sentence, remedy, names, (), found.shown, found.site, first.ratio)
+    return evidence.finding("differs", sentence, remedy, factor=first.ratio)
 
 
 def _repeated_shards(evidence: Evidence) -> Finding | None:
@@ -134,17 +124,14 @@ def _repeated_shards(evidence: Evidence) -> Finding | None:
     keys = listed(list(dict.fromkeys(key for each in found.values() for key in each)))
     position = steps[0]["step"]
     loads = [event for event in evidence.ranks[0].events_of("load") if event["step"] < position]
-    return Finding(
+    return evidence.finding(
         "loaded_weights",
-        "difference",
         f"Before step {evidence.found.shown} the ranks hold the same numbers as their different shards of the "
         f"optimizer's state of {listed(names)} ({keys}): what was loaded holds the shards of one rank.",
         "Save the whole state (get_optimizer_state_dict with full_state_dict) or the shards of all ranks "
         "(torch.distributed.checkpoint), and load each where it belongs.",
-        names,
-        (),
-        evidence.found.shown,
-        str(loads[-1]["site"]) if loads else evidence.found.site,
+        tensors=names,
+        site=str(loads[-1]["site"]) if loads else evidence.found.site,
     )
 
 

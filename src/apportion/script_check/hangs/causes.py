@@ -293,10 +293,9 @@ def mismatch(divergence: Divergence, uneven: str = "", even: str = "") -> Findin
     one, other = (divergence.calls[rank] for rank in divergence.ranks)
     first = one or other
     assert first is not None
-    silent = {
-        "parameters": " Different parameters are combined.",
-        "order": " Different tensors are combined.",
-    }.get(divergence.what, "")
+    silent = {"parameters": " Different parameters are combined.", "order": " Different tensors are combined."}.get(
+        divergence.what, ""
+    )
     sentence = f"{diverging(divergence)}.{silent}"
     remedy = _REMEDIES[divergence.what]
     if divergence.what == "op" and uneven:

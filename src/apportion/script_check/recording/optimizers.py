@@ -89,12 +89,7 @@ class OptimizerSteps:
     """The optimizer steps of this rank."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        networks: Networks,
-        watches: Watches,
-        schedules: ScheduleSteps,
-        replay: Replay | None,
+        self, recorder: Recorder, networks: Networks, watches: Watches, schedules: ScheduleSteps, replay: Replay | None
     ) -> None:
         self._recorder, self._networks, self._replay = recorder, networks, replay
         self._contributions, self._wrappers = watches.contributions, watches.wrappers
@@ -358,12 +353,7 @@ def _state_shards(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, di
     return found
 
 
-def install(
-    recorder: Recorder,
-    networks: Networks,
-    watches: Watches,
-    replay: Replay | None,
-) -> OptimizerSteps:
+def install(recorder: Recorder, networks: Networks, watches: Watches, replay: Replay | None) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
     steps = OptimizerSteps(recorder, networks, watches, _watch_schedulers(recorder), replay)
     register_optimizer_step_pre_hook(steps.before)

@@ -60,11 +60,7 @@ class Wrappers:
             return
         self._armed[index] = sync = bool(wrapper.require_backward_grad_sync and torch.is_grad_enabled())
         self._recorder.emit(
-            "wrapper_forward",
-            index=index,
-            sync=sync,
-            gradients=torch.is_grad_enabled(),
-            site=self._recorder.site(),
+            "wrapper_forward", index=index, sync=sync, gradients=torch.is_grad_enabled(), site=self._recorder.site()
         )
 
     def record_late_flags(self) -> None:

@@ -28,9 +28,7 @@ def cause(evidence: Evidence) -> Finding | None:
         )
     else:
         sentence, remedy, site = _partly_averaged(evidence, alone)
-    return Finding(
-        "not_averaged", "difference", sentence, remedy, evidence.shown(alone), (), evidence.found.shown, site
-    )
+    return evidence.finding("not_averaged", sentence, remedy, tensors=evidence.shown(alone), site=site)
 
 
 def _unmanaged(evidence: Evidence) -> list[str]:
@@ -55,17 +53,13 @@ def _flag_set_late(evidence: Evidence) -> Finding | None:
     late = evidence.window(evidence.ranks[0], "late_flag")
     if not late or evidence.ranks_agree:
         return None
-    return Finding(
+    return evidence.finding(
         "not_averaged",
-        "difference",
         "Gradients are not averaged over the ranks in every window of micro-batches: require_backward_grad_sync is set "
         "after the forward of the micro-batch that should average, and DistributedDataParallel reads it "
         "in its forward.",
         "Set the flag, or leave no_sync(), before the forward of a window's last micro-batch.",
-        evidence.shown(evidence.found.names),
-        (),
-        evidence.found.shown,
-        late[0]["site"],
+        site=late[0]["site"],
     )
 
 
@@ -82,18 +76,14 @@ def _averaged_early(evidence: Evidence) -> Finding | None:
         averaged = [at for at, forward in enumerate(forwards, 1) if forward["sync"]]
         if not averaged or averaged[-1] == len(forwards) or not set(evidence.found.names) <= names:
             continue
-        return Finding(
+        return evidence.finding(
             "not_averaged",
-            "difference",
             f"Of the {len(forwards)} micro-batches of a step, the last one that DistributedDataParallel averages over "
             f"the ranks is number {averaged[-1]}: what later ones add to the gradient is averaged by nothing, as "
             "their forwards run inside of no_sync().",
             "Leave no_sync() for the forward and backward of the last micro-batch of a step, which averages what all "
             "of them have added.",
-            evidence.shown(evidence.found.names),
-            (),
-            evidence.found.shown,
-            forwards[-1]["site"],
+            site=forwards[-1]["site"],
         )
     return None
 
@@ -285,18 +275,15 @@ def different_lists(evidence: Evidence) -> Finding | None:
             if made.exact and abs(made.factors[-1]) > most:
                 first, second = evidence.shown([name, other_name])
                 names = dict.fromkeys([name, *evidence.found.names])
-                return Finding(
+                return evidence.finding(
                     "different_lists",
-                    "difference",
                     f"The gradient of {first} on rank {rank} was added to that of {second} on rank {other}: the ranks "
                     "reduce different lists of gradients.",
                     "Reduce the gradients of the same parameters in the same order on all ranks, with zeros where a "
                     "rank "
                     "has none.",
-                    evidence.shown(list(names)),
-                    (rank, other),
-                    evidence.found.shown,
-                    evidence.found.site,
+                    tensors=evidence.shown(list(names)),
+                    ranks=(rank, other),
                 )
     return None
 

@@ -27,19 +27,15 @@ def ranks_weighted_alike(evidence: Evidence) -> Finding | None:
     at = max(range(len(weights)), key=lambda number: max(weights[number]) - min(weights[number]))
     shown = " and ".join(f"{weight:.6g} on rank {rank}" for rank, weight in enumerate(weights[at]))
     backward = evidence.window(evidence.ranks[0], "criterion", "backward")
-    return Finding(
+    return evidence.finding(
         "ranks_weighted_alike",
-        "difference",
         "The ranks are weighted alike, though each rank's loss is a mean over a count of its own: in one process "
         f"their weights in micro-batch {at + 1} of {len(weights)} of a step are {shown}"
         f"{_counts(evidence, weights, at)}.",
         "Divide each rank's summed loss by the count (rows, tokens) of all ranks, best of all micro-batches of the "
         "step, and multiply by the number of ranks where the wrapper averages.",
-        evidence.shown(evidence.found.names),
-        (),
-        evidence.found.shown,
-        backward[0]["site"] if backward else evidence.found.site,
-        weights[at][0],
+        site=backward[0]["site"] if backward else evidence.found.site,
+        factor=weights[at][0],
     )
 
 
@@ -61,18 +57,14 @@ def summed_again(evidence: Evidence) -> Finding | None:
     relative = factors[0] / factors[0, -1]
     found = evidence.found
     sums = [event["site"] for event in evidence.window(evidence.ranks[0], "collective") if event.get("site")]
-    return Finding(
+    return evidence.finding(
         "micro_batches_unequal",
-        "difference",
         f"The {count} micro-batches that a step accumulates are weighted differently on the ranks, relative to the "
         f"last one by {', '.join(f'{each:.6g}' for each in relative)}: what is already accumulated is summed over the "
         "ranks again with each of them.",
         "Sum the gradients over the ranks once for each step, after its last micro-batch.",
-        evidence.shown(found.names),
-        (),
-        found.shown,
-        sums[0] if sums else found.site,
-        float(relative[0]),
+        site=sums[0] if sums else found.site,
+        factor=float(relative[0]),
     )
 
 

@@ -46,7 +46,7 @@ def cause(evidence: Evidence) -> Finding | None:
         "gather with gradient; "
         "if they are meant to be of each rank's rows: --accept loss_statistics."
     )
-    return Finding("loss_statistics", "difference", sentence, remedy, names, (), evidence.found.shown, first["site"])
+    return evidence.finding("loss_statistics", sentence, remedy, site=first["site"])
 
 
 def _of_loss(split: RankRecord) -> list[Event]:
@@ -88,6 +88,4 @@ def _module(evidence: Evidence, event: Event, names: tuple[str, ...]) -> Finding
     tensors = tuple(name for name in names if name.startswith(f"{module}.")) + tuple(
         name for name in names if not name.startswith(f"{module}.")
     )
-    return Finding(
-        "batch_statistics", "difference", sentence, remedy, (module, *tensors), (), evidence.found.shown, site
-    )
+    return evidence.finding("batch_statistics", sentence, remedy, tensors=(module, *tensors), site=site)

@@ -42,7 +42,7 @@ def scale(evidence: Evidence) -> Finding | None:
         intro += f", and {factor:.10g} times before they are clipped"
     because, remedy = _reason_and_remedy(evidence, factor, own or 1.0, alone or 1.0)
     site = _site(evidence)
-    return Finding("scale", "difference", f"{intro}{because}.", remedy, names, (), found.shown, site, factor)
+    return evidence.finding("scale", f"{intro}{because}.", remedy, site=site, factor=factor)
 
 
 def _holders(evidence: Evidence, name: str) -> list[int]:
@@ -138,7 +138,7 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
     found = evidence.found
     if given.left_out:
         return _left_out(evidence, given.left_out)
-    names, clips = evidence.shown(found.names), evidence.window(evidence.ranks[0], "clip")
+    clips = evidence.window(evidence.ranks[0], "clip")
     enlarged = max(_times(given)) > 1 + max(1e-7, evidence.bounds.relative)  # which no clipping does
     if wanted.alike and not given.alike and (clips or not enlarged):
         lower = min(range(evidence.count), key=lambda rank: given.factors[rank])
@@ -148,10 +148,14 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
         )
         remedy = "Clip after the gradients are averaged over the ranks, so that all ranks clip by the same norm."
         site = clips[0]["site"] if clips else found.site
-        return Finding(
-            "clipped_before_average", "difference", sentence, remedy, names, (lower,), found.shown, site,
-            given.factors[lower] * evidence.count,
-        )  # fmt: skip
+        return evidence.finding(
+            "clipped_before_average",
+            sentence,
+            remedy,
+            ranks=(lower,),
+            site=site,
+            factor=given.factors[lower] * evidence.count,
+        )
     if given.alike and not wanted.alike:
         counts = _counts(evidence, wanted)
         sentence = (
@@ -162,35 +166,31 @@ def ranks_weighted(evidence: Evidence) -> Finding | None:
             "Divide each rank's summed loss by the count (rows, tokens) of all ranks, and multiply by the number of "
             "ranks where the wrapper averages."
         )
-        return Finding(
-            "ranks_weighted_alike", "difference", sentence, remedy, names, (), found.shown, _site(evidence),
-            wanted.factors[0] / given.factors[0],
-        )  # fmt: skip
+        return evidence.finding(
+            "ranks_weighted_alike", sentence, remedy, site=_site(evidence), factor=wanted.factors[0] / given.factors[0]
+        )
     if not all(map(evidence.near, given.factors, wanted.factors, [1e-7] * evidence.count)):
         sentence = (
             f"The ranks' own gradients are weighted by {_per_rank(given.factors)}, in one process by "
             f"{_per_rank(wanted.factors)}."
         )
-        return Finding(
-            "ranks_weighted", "difference", sentence, "Weight each rank's loss by its share of the rows of all ranks.",
-            names, (), found.shown, _site(evidence),
-        )  # fmt: skip
+        return evidence.finding(
+            "ranks_weighted",
+            sentence,
+            "Weight each rank's loss by its share of the rows of all ranks.",
+            site=_site(evidence),
+        )
     return None
 
 
 def _left_out(evidence: Evidence, ranks: Sequence[int]) -> Finding:
     """No rank's step has the gradients of some ranks, as where those of one rank are broadcast."""
-    found = evidence.found
-    return Finding(
+    return evidence.finding(
         "not_averaged",
-        "difference",
         f"All ranks step with the same gradients, in which those of the rows of {ranks_listed(ranks)} are left out.",
         "Average the gradients of all ranks: an all_reduce after backward, divided by the number of ranks. A broadcast "
         "of one rank's gradients leaves out the others.",
-        evidence.shown(found.names),
-        tuple(ranks),
-        found.shown,
-        found.site,
+        ranks=tuple(ranks),
     )
 
 
@@ -245,7 +245,7 @@ def ranks_scaled_apart(evidence: Evidence) -> Finding | None:
         "tensors out on some ranks."
     )
     remedy = "Scale the gradients of all parameters by the same factor on every rank, replicated ones too."
-    return Finding("scaled_apart", "difference", sentence, remedy, names, (rank,), found.shown, found.site, factor)
+    return evidence.finding("scaled_apart", sentence, remedy, ranks=(rank,), factor=factor)
 
 
 def _each_by_its_own(evidence: Evidence, factors: Mapping[int, float]) -> Finding:
@@ -265,8 +265,8 @@ def _each_by_its_own(evidence: Evidence, factors: Mapping[int, float]) -> Findin
     clips = evidence.window(evidence.ranks[0], "clip")
     site = clips[-1]["site"] if clips else found.site
     rank = min(factors)
-    return Finding(
-        "scaled_apart", "difference", sentence, remedy, names, tuple(sorted(factors)), found.shown, site, factors[rank]
+    return evidence.finding(
+        "scaled_apart", sentence, remedy, ranks=tuple(sorted(factors)), site=site, factor=factors[rank]
     )
 
 
@@ -361,13 +361,4 @@ def _clipping_finding(evidence: Evidence, sentence: str) -> Finding:
     found = evidence.found
     clips = evidence.window(evidence.ranks[0], "clip")
     site = clips[0]["site"] if clips else found.site
-    return Finding(
-        "clipped_before_average",
-        "difference",
-        sentence,
-        _CLIP_REMEDY,
-        evidence.shown(found.names),
-        (),
-        found.shown,
-        site,
-    )
+    return evidence.finding("clipped_before_average", sentence, _CLIP_REMEDY, site=site)
