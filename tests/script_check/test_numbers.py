@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
+from apportion.script_check.comparison import accumulation, numbers, parameters, ranks_agree
 from apportion.script_check.comparison.combination import combination, proportional
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import Place, placed, unplaced
@@ -439,10 +439,10 @@ def test_a_trained_tensor_that_is_nowhere_in_one_process_is_named() -> None:
 def test_an_optimizer_with_parameters_of_before() -> None:
     orphans = {f"optimizer0.{at}": array for at, array in enumerate(WEIGHTS.values())}
     none = dict.fromkeys(orphans)
-    (finding,) = held.findings([RankRecord(0, (network(WEIGHTS), step(1, none, orphans)))])
+    (finding,) = parameters.stale_optimizers([RankRecord(0, (network(WEIGHTS), step(1, none, orphans)))])
     assert finding.name == "stale_optimizer"
     assert "No parameter of the network moves" in finding.sentence
-    assert held.findings([RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS, WEIGHTS)))]) == []
+    assert parameters.stale_optimizers([RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS, WEIGHTS)))]) == []
 
 
 @pytest.mark.parametrize("forwards", [[1, 2, 4, 5], [1, 3, 4, 5, 6]])
@@ -491,7 +491,7 @@ def test_steps_after_those_that_a_rank_leaves_out_under_join_are_numbered_as_on_
 def test_ranks_that_begin_with_different_weights() -> None:
     other = {**WEIGHTS, "net.1.weight": RNG.normal(size=(2, 4))}
     ranks = [RankRecord(0, (network(WEIGHTS),)), RankRecord(1, (network(other),))]
-    (finding,) = beginnings.findings(ranks, RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS))))
+    (finding,) = parameters.findings(ranks, RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS))))
     assert finding.name == "different_beginnings"
     assert finding.tensors == ("1.weight",)
     assert finding.ranks == (1,)
@@ -509,7 +509,7 @@ def test_weights_after_a_load_are_those_that_were_saved(whole: bool) -> None:
         {"kind": "load", "step": 1, **file},
         network({"net.0.weight": after}, 1),
     )
-    found = beginnings.loaded_weights([RankRecord(0, events)])
+    found = parameters.loaded_weights([RankRecord(0, events)])
     if whole:
         assert found == []
         return
@@ -553,7 +553,7 @@ def test_a_file_that_another_rank_saves_at_each_epoch_holds_the_last_weights_bef
         saving += [made, {"kind": "save", "tensors": {"0.weight": weights["net.0.weight"]}, **file}]
         loading += [made, {"kind": "load", **file}, network(weights, number)]
     saving += [step(3, third, third), {**saving[-1], "step": 3, "tensors": {"0.weight": third["net.0.weight"]}}]
-    assert beginnings.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
+    assert parameters.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
     loading[-1] = network(first, 2)
-    (finding,) = beginnings.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
+    (finding,) = parameters.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
     assert (finding.name, finding.ranks, finding.step) == ("loaded_weights", (1,), 3)

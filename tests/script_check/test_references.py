@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beginnings
+from apportion.script_check.comparison import parameters
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows, untrained
 from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.shared_rows import are_replicas
@@ -72,8 +72,8 @@ def test_a_stage_begins_with_the_weights_of_another_layer_and_not_with_other_wei
 
     union = record(0, named(a=[1.0, 2.0]), named(b=[3.0, 4.0]) | {"label": "other"}, step(a=[1.0]))
     first = record(0, named(a=[1.0, 2.0]))
-    assert beginnings.findings([first, record(1, named(a=[3.0, 4.0]))], union) == []
-    (finding,) = beginnings.findings([first, record(1, named(a=[3.0, 5.0]))], union)
+    assert parameters.findings([first, record(1, named(a=[3.0, 4.0]))], union) == []
+    (finding,) = parameters.findings([first, record(1, named(a=[3.0, 5.0]))], union)
     assert (finding.name, finding.ranks) == ("different_beginnings", (1,))
 
 

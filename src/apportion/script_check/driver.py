@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from apportion.script_check.comparison import beyond_gradients, evaluations, numbers, ranks_agree, schedules
+from apportion.script_check.comparison import beyond_gradients, evaluations, numbers, ranks_agree, settings
 from apportion.script_check.comparison.coverage import coverage, extent, gradients_alike, not_finite, untrained
 from apportion.script_check.comparison.first_difference import first_difference
 from apportion.script_check.comparison.numbers import Further
@@ -21,12 +21,20 @@ from apportion.script_check.comparison.tensors import StepBounds
 from apportion.script_check.failures import lacks_gpu, unusable
 from apportion.script_check.feed import with_own_lengths
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
-from apportion.script_check.further import ReferenceUnavailable, further_passes, with_reference_gradients
 from apportion.script_check.hangs import report
 from apportion.script_check.passes import Conditions, PassResult, run_until_port_is_free
 from apportion.script_check.ranks_pass import RanksPass, run_on_ranks, with_recorded_rows, within_limit
 from apportion.script_check.record import RankRecord, runs
-from apportion.script_check.references import Reference, on_same_rows, rank_by_rank, reference, replayed
+from apportion.script_check.references import (
+    Reference,
+    ReferenceUnavailable,
+    further_passes,
+    on_same_rows,
+    rank_by_rank,
+    reference,
+    replayed,
+    with_reference_gradients,
+)
 from apportion.script_check.rows import Unjoinable
 from apportion.script_check.script import ReferenceFunction, Script
 from apportion.script_check.union import draws_for_batches, union_feed
@@ -78,7 +86,7 @@ def check_script(  # noqa: PLR0913 (the flags)
             return ScriptAnswer("could not run", reason=str(error), about=tuple(passes.about))
         found = _compare(passes)
         union = None if passes.reference is None or passes.reference.replay else passes.union
-        counted = union is not None and schedules.in_batches_of_one_process(ranks_pass.passed.records, union)
+        counted = union is not None and settings.in_batches_of_one_process(ranks_pass.passed.records, union)
         if counted or any(finding.name == "schedule" for finding in found.findings):
             findings = _schedules(found.findings, script, ranks, ranks_pass.conditions, own_lengths=counted)
             found = replace(found, findings=findings)
@@ -244,7 +252,7 @@ def _schedules(
     others = tuple(finding for finding in findings if finding.name not in ("schedule", "scaled_rate"))
     if unusable(of_ranks, ranks) is not None or unusable(union, 1) is not None:
         return tuple(findings)
-    return (*others, *schedules.findings(of_ranks.records, union.records[0]))
+    return (*others, *settings.schedule_findings(of_ranks.records, union.records[0]))
 
 
 def _evaluations(findings: Sequence[Finding], script: Script, passes: _Passes) -> tuple[Finding, ...]:

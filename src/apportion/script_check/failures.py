@@ -21,6 +21,10 @@ _NETWORK = re.compile(
     r"cannot find the requested files in the (local|disk) cache",
     re.IGNORECASE,
 )
+_FILE = (
+    "The script reads a file that is not there: give its path after --, or, where another rank writes it, have the "
+    "ranks wait for that (torch.distributed.barrier) and the writer be rank 0."
+)
 _NETWORK_TYPES = {"URLError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError", "gaierror", "HTTPError"}
 
 
@@ -170,32 +174,22 @@ def _network(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     return ""
 
 
-def _file(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
-    if outcome.get("type") in ("FileNotFoundError", "NotADirectoryError"):
-        return (
-            "The script reads a file that is not there: give its path after --, or, where another rank writes it, have "
-            "the ranks wait for that (torch.distributed.barrier) and the writer be rank 0."
-        )
-    return ""
+_BY_TYPE = {
+    "FileNotFoundError": _FILE,
+    "NotADirectoryError": _FILE,
+    "ModuleNotFoundError": "The script imports a package that this Python does not have: install it, or use the "
+    "script's own Python.",
+}
+"""What a script needs that raised an error of a type."""
 
 
-def _disk(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+def _by_type(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     if outcome.get("type") == "OSError" and _FULL.search(str(outcome.get("message"))):
         return (
             "What the script writes is held in temporary files until the end of the check: set TMPDIR to a folder of a "
             "file system with more room, or have the script save less."
         )
-    return ""
+    return _BY_TYPE.get(str(outcome.get("type")), "")
 
 
-def _module(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
-    if outcome.get("type") == "ModuleNotFoundError":
-        return (
-            "The script imports a package that this Python does not have: install it, or use the script's own Python."
-        )
-    return ""
-
-
-_RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (
-    _arguments, _disk, _network, _file, _module, _world,
-)  # fmt: skip
+_RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (_arguments, _by_type, _network, _world)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from apportion.script_check.hangs.sequences import begun_call
+from apportion.script_check.hangs.states import begun_call
 from apportion.script_check.processes import Activity, activity, family, handles, processor_times, rank_processes
 from apportion.script_check.record import read_records
 from apportion.script_check.recording.stacks import SIGNAL, file_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from apportion.script_check.comparison import clipped
 from apportion.script_check.comparison.combination import combination
-from apportion.script_check.comparison.tensors import Array, shown, step_of
+from apportion.script_check.comparison.tensors import Array, contributions_of, shown, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 from apportion.script_check.rows import count
@@ -106,14 +106,10 @@ def _carried(
 ) -> tuple[float, ...] | None:
     """Returns the factors of a step's micro-batches where its gradient is the sum of some of them, and of those of the
     step before that are left out there in the same way; None where it is not."""
-    before = [
-        each
-        for each in record.events_of("contributions")
-        if each["optimizer"] == event["optimizer"] and each["number"] == event["number"] - 1
-    ]
-    if not before or any(before[0]["sites"].get(name) != event["sites"][name] for name in given):
+    before = contributions_of(record, event["optimizer"], event["number"] - 1)
+    if before is None or any(before["sites"].get(name) != event["sites"][name] for name in given):
         return None
-    earlier = [{name: before[0]["own"][name][at] for name in given} for at in range(len(own))]
+    earlier = [{name: before["own"][name][at] for name in given} for at in range(len(own))]
     if sum(array.size for array in given.values()) <= 2 * (len(own) + len(earlier)):
         return None  # any gradient would be some sum of as many parts
     made = combination(given, [*own, *earlier])
@@ -173,9 +169,8 @@ def _unequal(window: MicroBatches) -> Finding | None:
     last = window.factors[-1]
     shares = ", ".join(f"{factor / last:.6g}" for factor in window.factors)
     sentence = (
-        f"The {len(window.factors)} micro-batches that a step accumulates are weighted differently, "
-        f"relative to the last "
-        f"one by {shares}: what is already accumulated is scaled again with each of them."
+        f"The {len(window.factors)} micro-batches that a step accumulates are weighted differently, relative to the "
+        f"last one by {shares}: what is already accumulated is scaled again with each of them."
     )
     return Finding(
         "micro_batches_unequal",
@@ -198,9 +193,8 @@ def _undivided(window: MicroBatches) -> Finding | None:
     total = window.share * sum(window.factors)
     if np.isclose(total, count, rtol=1e-6):
         sentence = (
-            f"The gradients of {count} micro-batches are added and not averaged: a step's gradient is "
-            f"{count} times that "
-            "of the mean over its rows."
+            f"The gradients of {count} micro-batches are added and not averaged: a step's gradient is {count} times "
+            "that of the mean over its rows."
         )
         remedy = f"Divide each micro-batch's loss by {count}, or the accumulated gradient once before the step."
         return Finding(
@@ -209,9 +203,8 @@ def _undivided(window: MicroBatches) -> Finding | None:
         )  # fmt: skip
     if np.isclose(total, 1 / count, rtol=1e-6):
         sentence = (
-            f"The gradients of {count} micro-batches are divided by their number twice: a step's gradient is "
-            f"1/{count} of "
-            "that of the mean over its rows."
+            f"The gradients of {count} micro-batches are divided by their number twice: a step's gradient is 1/{count} "
+            "of that of the mean over its rows."
         )
         return Finding(
             "accumulation_divided_twice", "difference", sentence, "Divide by the number of micro-batches once.",

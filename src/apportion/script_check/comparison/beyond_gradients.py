@@ -1,4 +1,4 @@
-"""Findings that no comparison of gradients shows: orders and rows, evaluations, random numbers, settings, schedules,
+"""Findings that no comparison of gradients shows: orders and rows, evaluations, random numbers, settings,
 resumes."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from apportion.script_check.comparison import draws, evaluations, orders, resumes, schedules, settings, shared_rows
+from apportion.script_check.comparison import draws, evaluations, orders, resumes, settings, shared_rows
 from apportion.script_check.comparison.reading import identified, reading
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
@@ -32,7 +32,7 @@ def findings(ranks: Sequence[RankRecord], union: RankRecord | None, *, same_weig
         *evaluations.findings(ranks, readings, union if same_weights else None),
     ]
     if union is not None:
-        found += schedules.findings(ranks, union)
+        found += settings.schedule_findings(ranks, union)
     return found
 
 

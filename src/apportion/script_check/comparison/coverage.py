@@ -78,16 +78,12 @@ def untrained(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     gradients = [each for record in (*ranks, union) for step in record.steps for each in step["gradients"].values()]
     if not union.steps or any(each is not None and np.any(each) for each in gradients):
         return []
-    return [
-        Finding(
-            "zero_gradients",
-            "note",
-            f"All gradients are zero in all {len(union.steps)} steps: the loss does not depend on the weights, and "
-            f"equal weights prove little.",
-            "See that the loss can change; the cross entropy of a single class, for example, is always 0.",
-            site=union.steps[0]["site"],
-        )
-    ]
+    sentence = (
+        f"All gradients are zero in all {len(union.steps)} steps: the loss does not depend on the weights, and "
+        f"equal weights prove little."
+    )
+    remedy = "See that the loss can change; the cross entropy of a single class, for example, is always 0."
+    return [Finding("zero_gradients", "note", sentence, remedy, site=union.steps[0]["site"])]
 
 
 def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:

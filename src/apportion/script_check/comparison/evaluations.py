@@ -177,7 +177,7 @@ def _rows_twice(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iterati
         found = [
             each for iterations in readings for each in iterations if (each.loader, each.number) == (loader, number)
         ]
-        rows = [[row for batch in each.batches for row in batch.rows] for each in found]
+        rows = [each.rows for each in found]
         if not all(batch.indexed for each in found for batch in each.batches):
             continue
         counts = Counter(row for each in rows for row in each)
@@ -204,7 +204,7 @@ def _padded(found: Sequence[Iteration], twice: Sequence[Hashable], read: int, ro
         else "Evaluate each row once: give each rank its own part without padding, and divide the sum over all ranks "
         "by the number of rows.",
         step=iteration.batches[-1].step - 1 or None,
-        site=iteration.loader.partition(" ")[0],
+        site=iteration.site,
     )
 
 
@@ -226,14 +226,11 @@ def _differs(
     if len(value) > 1:
         what = f"figures of the evaluation at {site} are {_listed(value)}"
         other = f"they are {_listed(alone)}"
-    return Finding(
-        "evaluation",
-        "warning",
-        f"The {what}, and {other} for one process that evaluates the same rows once with the same weights. {cause}",
-        "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks.",
-        step=step or None,
-        site=site,
+    sentence = (
+        f"The {what}, and {other} for one process that evaluates the same rows once with the same weights. {cause}"
     )
+    remedy = "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks."
+    return Finding("evaluation", "warning", sentence, remedy, step=step or None, site=site)
 
 
 def _listed(values: Sequence[float]) -> str:

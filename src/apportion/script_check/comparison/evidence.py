@@ -12,7 +12,16 @@ import numpy as np
 from apportion.script_check.comparison.combination import Combination, combination, proportional
 from apportion.script_check.comparison.first_difference import FirstDifference
 from apportion.script_check.comparison.places import Places, placed
-from apportion.script_check.comparison.tensors import IN_FLOAT64, RELATIVE, Array, Bounds, shown, step_of
+from apportion.script_check.comparison.tensors import (
+    IN_FLOAT64,
+    RELATIVE,
+    Array,
+    Bounds,
+    contributions_of,
+    events_before_step,
+    shown,
+    step_of,
+)
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -38,6 +47,12 @@ class Evidence:
     def count(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether a network of rank 0 is sharded by fully_shard."""
+        networks = self.ranks[0].events_of("network")
+        return any(kind.startswith("FSDP") for event in networks for kind in event["modules"].values())
 
     @cached_property
     def steps(self) -> list[Event | None]:
@@ -180,12 +195,7 @@ class Evidence:
 
     def window(self, rank: RankRecord, *kinds: str) -> list[Event]:
         """Returns a rank's events of some kinds between the step before this one and this one."""
-        step = step_of(rank, self.found.optimizer, self.found.step)
-        before = step_of(rank, self.found.optimizer, self.found.step - 1)
-        first = 0 if before is None else before["step"]
-        return (
-            [] if step is None else [event for event in rank.events_of(*kinds) if first <= event["step"] < step["step"]]
-        )
+        return events_before_step(rank, self.found.optimizer, self.found.step, *kinds)
 
 
 def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]:
@@ -195,10 +205,8 @@ def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]
 
 def own_parts(record: RankRecord, optimizer: int, number: int) -> dict[str, list[Array]]:
     """Returns what each call of backward on a rank has added to each gradient before a step of an optimizer."""
-    for event in record.events_of("contributions"):
-        if event["optimizer"] == optimizer and event["number"] == number:
-            return {name: list(arrays) for name, arrays in event["own"].items() if arrays}
-    return {}
+    event = contributions_of(record, optimizer, number)
+    return {} if event is None else {name: list(arrays) for name, arrays in event["own"].items() if arrays}
 
 
 def _present(arrays: Mapping[str, Array | None]) -> dict[str, Array]:

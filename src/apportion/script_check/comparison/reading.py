@@ -65,6 +65,21 @@ class Iteration:
         return [] if self.evaluation else [batch for batch in self.batches if batch.trained]
 
     @property
+    def rows(self) -> list[Hashable]:
+        """What identifies the rows of all its batches, in order."""
+        return [row for batch in self.batches for row in batch.rows]
+
+    @property
+    def trained_rows(self) -> list[Hashable]:
+        """What identifies the rows of the batches that the rank trained on, in order."""
+        return [row for batch in self.trained for row in batch.rows]
+
+    @property
+    def site(self) -> str:
+        """The line of the script that made the loader."""
+        return self.loader.partition(" ")[0]
+
+    @property
     def whole(self) -> bool:
         """Whether the loader was neither shortened nor left before its end."""
         return self.exhausted and self.begun["length"] == self.begun["full"]
@@ -241,6 +256,12 @@ def _attribute(runs: list[_BatchRun]) -> None:
         trained = min(len(run.batches), -(-run.with_gradients // each))
         for batch in run.batches[len(run.batches) - trained :] if trained else ():
             batch.trained = True
+
+
+def listed_rows(rows: Sequence[Hashable], most: int) -> str:
+    """Returns the numbers of at most ``most`` rows in brackets, as a sentence has them; empty for rows without any."""
+    numbers = [str(row) for row in rows if isinstance(row, int)][:most]
+    return f" ({', '.join(numbers)}{', ...' if len(rows) > most else ''})" if numbers else ""
 
 
 def row_digests(tree: Any) -> Iterator[str]:

@@ -19,7 +19,16 @@ from apportion.script_check.comparison.accumulation import REGULAR
 from apportion.script_check.comparison.causes import statistics
 from apportion.script_check.comparison.combination import Divisors, adds_up, divisors, position_weights
 from apportion.script_check.comparison.reading import reading
-from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, scale_of, shown, step_of
+from apportion.script_check.comparison.tensors import (
+    Array,
+    TensorDifference,
+    contributions_of,
+    difference,
+    events_before_step,
+    scale_of,
+    shown,
+    step_of,
+)
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 from apportion.script_check.rows import count
@@ -180,13 +189,8 @@ def _contributions_by_line(
 ) -> Iterator[tuple[str, list[Array], list[Array]]]:
     """Yields for each line that calls backward once for each micro-batch what each of them has added in both
     distributions, as vectors of all tensors."""
-    place = (step["optimizer"], step["number"])
-    events = [
-        event
-        for record in (union, other)
-        for event in record.events_of("contributions")
-        if (event["optimizer"], event["number"]) == place
-    ]
+    found = [contributions_of(record, step["optimizer"], step["number"]) for record in (union, other)]
+    events = [event for event in found if event is not None]
     if len(events) != 2:
         return
     names = dict[tuple[str, ...], list[str]]()
@@ -206,9 +210,7 @@ def _contributions_by_line(
 
 def _counted(record: RankRecord, step: Event) -> list[float] | None:
     """The targets that count in each micro-batch of a step, where a loss function of torch was called for each."""
-    before = step_of(record, step["optimizer"], step["number"] - 1)
-    first = 0 if before is None else before["step"]
-    events = [event for event in record.events_of("criterion") if first <= event["step"] < step["step"]]
+    events = events_before_step(record, step["optimizer"], step["number"], "criterion")
     if any(event["counted"] is None or event["reduction"] != "mean" for event in events):
         return None
     return [float(event["counted"]) for event in events]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from apportion.script_check.comparison.reading import Iteration, ReadBatch
+from apportion.script_check.comparison.reading import Iteration, ReadBatch, listed_rows
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -116,8 +116,9 @@ def _read_again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoin
         return None
     first, last = read[0].step, read[-1].step
     return _finding(
-        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} rows{_named(again)} are read "
-        f"again: the run had trained on them in steps {first} to {last}, in the same epoch.",
+        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} "
+        f"rows{listed_rows(again, _SHOWN)} are read again: the run had trained on them in steps {first} to "
+        f"{last}, in the same epoch.",
         batches[0].step,
         after,
     )
@@ -140,28 +141,19 @@ def _left_out(
     if set(left) <= {row for batch in _trained_after(after, resume) for row in batch.rows}:
         return None
     return _finding(
-        f"After the resume from step {resume.step}, {len(left)} rows{_named(left)} are left out: the run goes on with "
-        f"batch {place + 1} of the epoch, and had trained on {following}.",
+        f"After the resume from step {resume.step}, {len(left)} rows{listed_rows(left, _SHOWN)} are left out: the "
+        f"run goes on with batch {place + 1} of the epoch, and had trained on {following}.",
         first.step,
         after,
     )
 
 
-def _named(rows: Sequence[Hashable]) -> str:
-    numbers = [str(row) for row in rows if isinstance(row, int)][:_SHOWN]
-    return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
-
-
 def _finding(sentence: str, step: int, after: Iteration) -> Finding:
-    return Finding(
-        "resumed_rows",
-        "warning",
-        sentence,
+    remedy = (
         "Save the position in the epoch with the weights, and skip exactly the batches that the run has trained on "
-        "(a stateful loader, or a skip of the first batches).",
-        step=step,
-        site=after.loader.partition(" ")[0],
+        "(a stateful loader, or a skip of the first batches)."
     )
+    return Finding("resumed_rows", "warning", sentence, remedy, step=step, site=after.site)
 
 
 def lost_in_second_run(ranks: Sequence[RankRecord]) -> list[Finding]:

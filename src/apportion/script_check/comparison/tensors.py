@@ -99,6 +99,22 @@ def step_of(record: RankRecord, optimizer: int, number: int) -> Event | None:
     return next((s for s in record.steps if s["optimizer"] == optimizer and s["number"] == number), None)
 
 
+def events_before_step(record: RankRecord, optimizer: int, number: int, *kinds: str) -> list[Event]:
+    """Returns a rank's events of some kinds between a step of an optimizer and the one before it."""
+    step, before = step_of(record, optimizer, number), step_of(record, optimizer, number - 1)
+    first = 0 if before is None else before["step"]
+    return (
+        [] if step is None else [event for event in record.events_of(*kinds) if first <= event["step"] < step["step"]]
+    )
+
+
+def contributions_of(record: RankRecord, optimizer: int, number: int) -> Event | None:
+    """Returns the event on what backward added to the gradients before a step of an optimizer; None where there is
+    none."""
+    events = record.events_of("contributions")
+    return next((e for e in events if (e["optimizer"], e["number"]) == (optimizer, number)), None)
+
+
 def places(record: RankRecord) -> list[tuple[int, int]]:
     """Returns the steps of a rank, in order, each as the number of the optimizer and of its step."""
     return [(step["optimizer"], step["number"]) for step in record.steps]

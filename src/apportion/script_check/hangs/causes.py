@@ -14,14 +14,14 @@ from apportion.script_check.hangs.divergence import (
     Channel,
     Divergence,
     What,
+    calls_at,
     conflicts,
     drift,
     first_unlike_message,
     traffic,
     unmatched_channel,
 )
-from apportion.script_check.hangs.sequences import Sequences, sequences
-from apportion.script_check.hangs.states import RankState
+from apportion.script_check.hangs.states import RankState, Sequences, sequences
 from apportion.script_check.record import Event, RankRecord
 
 _EVEN = (
@@ -61,7 +61,7 @@ def cause(records: Sequence[RankRecord], states: Sequence[RankState]) -> Cause |
     if left and any(_needs(state, {each.rank for each in left}) for state in waiting):
         return Cause(_left_early(left, waiting, records, _drift(calls, absence)), absence)
     for state in waiting:
-        call = None if state.waiting is None else state.waiting.call
+        call = state.call
         if call is not None and call["op"].startswith(("send", "recv")):
             channel = unmatched_channel(messages, state.rank, call)
             if channel is not None or call["root"] is None:
@@ -86,21 +86,19 @@ def _skipped_step(calls: Sequences) -> Finding | None:
 
 
 def _left_out(rank: int, made: Event, other: int, call: Event) -> Finding:
-    return Finding(
-        "skipped_steps",
-        "difference",
+    sentence = (
         f"Rank {rank} makes optimizer step {made['step'] + 1}, and rank {other} leaves it out: it has gone on with "
-        f"{call['op']} at {call['site']}, and their shards of the weights part.",
-        "Decide on all ranks alike whether a step is made, by a sum over the ranks of what is decided on.",
-        ranks=(other,),
-        step=made["step"] + 1,
-        site=made["site"],
+        f"{call['op']} at {call['site']}, and their shards of the weights part."
+    )
+    remedy = "Decide on all ranks alike whether a step is made, by a sum over the ranks of what is decided on."
+    return Finding(
+        "skipped_steps", "difference", sentence, remedy, ranks=(other,), step=made["step"] + 1, site=made["site"]
     )
 
 
 def _needs(state: RankState, ranks: set[int]) -> bool:
     """Whether a rank waits in a call that one of some ranks would have to make."""
-    call = None if state.waiting is None else state.waiting.call
+    call = state.call
     if call is None:
         return True
     if call["op"].startswith(("send", "recv")) and call["root"] is not None:
@@ -112,10 +110,10 @@ def _absence(calls: Sequences, waiting: Sequence[RankState]) -> Divergence | Non
     """The first call in which a rank waits and that another has not made."""
     found = list[Divergence]()
     for state in waiting:
-        call = None if state.waiting is None else state.waiting.call
+        call = state.call
         if call is not None and call["sequence"] is not None:
             group, position = call["group"], call["sequence"]
-            here = {r: own[position] if position < len(own) else None for r, own in calls[group].items()}
+            here = calls_at(calls[group], position)
             absent = [rank for rank, other in here.items() if other is None]
             if absent:
                 found.append(Divergence(group, position, "count", here, (state.rank, absent[0])))
@@ -312,13 +310,7 @@ def unlike_message(channel: Channel, send: Event, receive: Event) -> Finding:
         f"Rank {sender} sends {sentences.describe_tensors(send)}{sentences.at_site(send['site'])} to rank {receiver}, "
         f"which receives {sentences.describe_tensors(receive)}{sentences.at_site(receive['site'])}."
     )
+    remedy = _REMEDIES["shape"]
     return Finding(
-        "shape_mismatch",
-        "difference",
-        sentence,
-        _REMEDIES["shape"],
-        (),
-        (sender, receiver),
-        send["step"] + 1,
-        send["site"],
+        "shape_mismatch", "difference", sentence, remedy, (), (sender, receiver), send["step"] + 1, send["site"]
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from apportion.script_check.hangs.sequences import Sequences
+from apportion.script_check.hangs.states import Sequences
 from apportion.script_check.record import Event, RankRecord
 
 What = Literal["op", "shape", "type", "root", "reduction", "ranks", "parameters", "order", "count"]
@@ -48,7 +48,7 @@ def _first(
     group: str, calls: Mapping[int, Sequence[Event]], networks: Mapping[int, Mapping[str, Any]]
 ) -> Divergence | None:
     for position in range(max(map(len, calls.values()), default=0)):
-        here = {rank: own[position] if position < len(own) else None for rank, own in calls.items()}
+        here = calls_at(calls, position)
         there = [rank for rank, call in here.items() if call is not None]
         for rank in there[1:]:
             what = _conflict(here, there[0], rank, networks)
@@ -59,6 +59,11 @@ def _first(
     return None
 
 
+def calls_at(calls: Mapping[int, Sequence[Event]], position: int) -> dict[int, Event | None]:
+    """Returns the call that each rank made at a position of a group; None for a rank that has not made one."""
+    return {rank: own[position] if position < len(own) else None for rank, own in calls.items()}
+
+
 def surplus(found: Sequences) -> list[Divergence]:
     """Returns the groups in which a rank has made more calls than another, where all have ended."""
     divergences = list[Divergence]()
@@ -66,7 +71,7 @@ def surplus(found: Sequences) -> list[Divergence]:
         fewest, most = (choose(calls, key=lambda rank: len(calls[rank])) for choose in (min, max))
         position = len(calls[fewest])
         if position < len(calls[most]):
-            here = {rank: own[position] if position < len(own) else None for rank, own in calls.items()}
+            here = calls_at(calls, position)
             divergences.append(Divergence(group, position, "count", here, (most, fewest)))
     return divergences
 

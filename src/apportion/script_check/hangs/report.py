@@ -17,8 +17,7 @@ from apportion.script_check.hangs.divergence import (
     surplus,
     traffic,
 )
-from apportion.script_check.hangs.sequences import sequences
-from apportion.script_check.hangs.states import RankState, stack_lines, states
+from apportion.script_check.hangs.states import RankState, sequences, stack_lines, states
 from apportion.script_check.record import Event, RankRecord
 
 
@@ -91,7 +90,7 @@ def _details(why: Cause, found: Sequence[RankState], quiet: float) -> dict[str, 
                 "state": state.how,
                 "site": state.site,
                 "steps": state.steps,
-                "collective": None if state.waiting is None else _call(state.waiting.call),
+                "collective": _call(state.call),
                 "last_collective": _call(state.last),
                 "outcome": None if state.outcome is None else {k: v for k, v in state.outcome.items() if k != "kind"},
                 "stacks": [

@@ -1,16 +1,68 @@
 """What each rank of a pass was doing when it was stopped: waiting in a collective, ended, raised, or something else.
-The Python stacks of its threads are those that ``faulthandler`` has written."""
+The collectives of each rank in order, group by group, show what it is inside of, and the Python stacks of its threads
+are those that ``faulthandler`` has written."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.script_check.hangs.sequences import KINDS, Waiting, begun_call
 from apportion.script_check.record import Event, RankRecord
+
+KINDS = ("collective", "recorder_collective")
+Sequences = Mapping[str, Mapping[int, Sequence[Event]]]
+"""The calls of each rank in each group, in order, by group and rank."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The call that a rank is inside of, or waits for. ``call``: its event ``collective``; None for a work handle that
+    no recorded function has returned. ``site``, ``line``: where the rank waits, and ``time``: since when."""
+
+    call: Event | None
+    site: str
+    line: str
+    time: float
+
+
+def sequences(records: Sequence[RankRecord]) -> Sequences:
+    """Returns the calls in each group, by rank; also for a rank of the group that has made none."""
+    found = defaultdict[str, dict[int, list[Event]]](dict)
+    for record in records:
+        for event in record.events_of(*KINDS):
+            if event["sequence"] is not None:
+                for rank in event["ranks"]:
+                    found[event["group"]].setdefault(rank, [])
+                found[event["group"]][record.rank].append(event)
+    return found
+
+
+def begun_call(record: RankRecord) -> Waiting | None:
+    """Returns what a rank is inside of: the last call, or wait for one, that has begun and not ended; None where the
+    rank is in code of its own, or has ended."""
+    if record.outcome is not None:
+        return None
+    calls = {event["call"]: event for event in record.events_of(*KINDS)}
+    ended = {event["call"] for event in record.events_of("collective_end")}
+    open_waits = list[Event]()
+    for event in record.events_of("wait", "wait_end"):
+        if event["kind"] == "wait":
+            open_waits.append(event)
+        elif open_waits:
+            open_waits.pop()
+    if open_waits and open_waits[-1]["call"] not in ended:
+        wait = open_waits[-1]
+        return Waiting(calls.get(wait["call"]), wait["site"], wait["line"], wait["time"])
+    inside = [event for number, event in calls.items() if number not in ended and not event["pending"]]
+    if not inside:
+        return None
+    last = inside[-1]
+    return Waiting(last, last["site"], last["line"], last["time"])
+
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -113,6 +165,11 @@ class RankState:
     stacks: tuple[Stack, ...] = ()
     last: Event | None = None
     steps: int = 0
+
+    @property
+    def call(self) -> Event | None:
+        """The event of the call that it waits in; None where it does not wait, or the call is not known."""
+        return None if self.waiting is None else self.waiting.call
 
 
 def states(

@@ -29,6 +29,7 @@ def install(collectives: Collectives) -> None:
             replace_everywhere(
                 function, _recording_function(collectives, function, limit, under_way), ("torch.nn.utils",)
             )
+    _watch_scalers(collectives)
 
 
 def _recording_function(collectives: Collectives, function: Any, limit: str, under_way: list[str]) -> Any:

@@ -38,7 +38,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable_collectives
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.core import torch_private
@@ -46,7 +45,7 @@ from apportion.script_check.recording.groups import Groups
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensor_names import TensorNames
-from apportion.script_check.recording.tensors import gathering
+from apportion.script_check.recording.tensors import gathering, local
 
 
 @dataclass(frozen=True)
@@ -246,8 +245,8 @@ class Collectives:
 
 
 def _shape(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return tuple(local.shape), str(local.dtype).removeprefix("torch.")
+    held = local(tensor)
+    return tuple(held.shape), str(held.dtype).removeprefix("torch.")
 
 
 def tensors_in(value: Any) -> list[Tensor]:

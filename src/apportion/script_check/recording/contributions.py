@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import Optimizer
 
 from apportion.core.torch_private import parameters_of
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import values
+from apportion.script_check.recording.tensors import local, values
 
 MOST_IN_WINDOW = 64
 """The contributions to one parameter between two steps that are recorded."""
@@ -66,8 +65,7 @@ class Contributions:
             return
         if self._elements > MOST_ELEMENTS:
             return
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        array = values(local, self._networks.sampled)
+        array = values(local(gradient), self._networks.sampled)
         self._elements += array.size
         found.append((self._recorder.chain(), array))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from apportion.core.torch_private import in_backward, wrap_backward
-from apportion.script_check.recording import draws, figures, losses, randomness
+from apportion.script_check.recording import draws, figures, randomness
 from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.figures import Reductions
 from apportion.script_check.recording.plain_optimizers import PlainOptimizers
@@ -19,7 +19,7 @@ from apportion.script_check.recording.splits import Splits
 
 
 class Functions(TorchFunctionMode):
-    """Rewrites arguments, leaves dropout out, and records losses."""
+    """Rewrites arguments, leaves dropout out, and records figures."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Functions(TorchFunctionMode):
             figures.record_figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
         else:
             self._reductions.follow(args, result)
-        if name in losses.CRITERIA and isinstance(result, Tensor):
-            losses.record_criterion(self._recorder, name, args, kwargs, result)
+        if name in figures.CRITERIA and isinstance(result, Tensor):
+            figures.record_criterion(self._recorder, name, args, kwargs, result)
 
 
 def install(recorder: Recorder, splits: Splits | None, plain: PlainOptimizers, constants: Constants) -> None:

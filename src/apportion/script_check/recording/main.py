@@ -83,11 +83,10 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         collectives,
         constants,
         contributions,
-        flattening,
+        figures,
         functions,
         gathers,
         loaders,
-        losses,
         modules,
         optimizers,
         plain_optimizers,
@@ -109,7 +108,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     clipping.install(calls)
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    watches = optimizers.Watches(own, wrappers.install(recorder, networks), flattening.install(recorder))
+    watches = optimizers.Watches(own, wrappers.install(recorder, networks), wrappers.watch_flattening(recorder))
     steps = optimizers.install(recorder, networks, watches, replay)
     if recorder.plan["reference"]:
         reference_gradients.install(recorder, networks)
@@ -118,7 +117,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         splits.install_by_rank(recorder, networks)
     saves.install(recorder)
     loaders.install(recorder, found)
-    losses.install(recorder)
+    figures.install(recorder)
     plain = plain_optimizers.install(recorder, networks, steps)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -38,9 +38,12 @@ from apportion.script_check.recording.tensors import (
     LARGEST_WHOLE,
     digest,
     gathering,
+    local,
     local_bytes,
     placements,
     row_digests,
+    set_values,
+    tensors_of,
     values,
 )
 
@@ -80,28 +83,12 @@ class ForwardDigests:
             )
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a tree of lists, tuples, dicts and objects that are mappings."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_of(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors_of(value)
-
-
 _COPIES = 5
 """How often the elements of a network are held while it trains: weights, gradients, state, and what is recorded."""
 
 
 class TooLargeForFloat64(Exception):
     """The networks do not fit into memory in float64."""
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(roots: Sequence[Root], *, gradients: bool = False) -> AbstractContextManager[Any]:
@@ -207,7 +194,7 @@ class Networks:
         return [root for reference, root in self._roots if reference() is not None]
 
     def _add_network(self, module: nn.Module) -> None:
-        root = root_of(module, self._recorder.frame(), self._recorder.is_user_file)
+        root = root_of(module, self._recorder.user_frames())
         if self._is_known(root):
             return
         labels = {label for label, step in self._labels.items() if step == self._recorder.step}
@@ -252,7 +239,7 @@ class Networks:
     def _refuse_too_large(self) -> None:
         """Raises TooLargeForFloat64 where weights, gradients and the state of an optimizer, in float64 on all ranks, do
         not fit into the memory that the plan allows."""
-        elements = sum(_local(p).numel() for root in self.roots() for _, p in root.parameters())
+        elements = sum(local(p).numel() for root in self.roots() for _, p in root.parameters())
         needed = elements * 8 * _COPIES * int(self._recorder.plan["ranks"])
         memory = int(self._recorder.plan["memory"])
         if self._recorder.plan["float64"] and memory and needed > memory:
@@ -273,12 +260,8 @@ class Networks:
         feed = self._recorder.feed
         if feed is None or self._recorder.step:
             return
-        with torch.no_grad():
-            for name, tensor in [*root.parameters(), *root.buffers()]:
-                recorded = feed.weights.get(name)
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if recorded is not None and recorded.shape == tuple(local.shape):
-                    local.copy_(torch.as_tensor(recorded))
+        for name, tensor in [*root.parameters(), *root.buffers()]:
+            set_values(tensor, feed.weights.get(name))
 
     def _caller(self, module: nn.Module) -> str:
         """The line that calls a module, or the method of the wrapped module around it that does, past the forward of

@@ -273,13 +273,24 @@ def _answer_for_accelerator() -> None:
     accelerator.current_stream = lambda *args, **kwargs: _Stream()
 
 
-class _Stream:
-    """A stream on which everything is already done."""
-
-    cuda_stream = 0
+class _Done:
+    """What a stream and an event have in common where everything is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def query(self) -> bool:
+        """Whether all is done."""
+        return True
+
+
+class _Stream(_Done):
+    """A stream on which everything is already done."""
+
+    cuda_stream = 0
 
     def __enter__(self) -> _Stream:
         return self
@@ -290,43 +301,24 @@ class _Stream:
     def wait_stream(self, other: Any) -> None:
         """Nothing is under way."""
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing is under way."""
+    wait_event = wait_stream
 
     def record_event(self, event: Any = None) -> Any:
         """Returns an event that has happened."""
         return event or _Event()
 
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
     def is_capturing(self) -> bool:
         """Whether a graph is captured."""
         return False
 
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
 
-
-class _Event:
+class _Event(_Done):
     """An event that has happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     def record(self, stream: Any = None) -> None:
         """It has happened already."""
 
-    def wait(self, stream: Any = None) -> None:
-        """It has happened already."""
-
-    def synchronize(self) -> None:
-        """It has happened already."""
-
-    def query(self) -> bool:
-        """Whether it has happened."""
-        return True
+    wait = record
 
     def elapsed_time(self, other: Any) -> float:
         """Zero milliseconds, as nothing runs on a GPU."""

@@ -27,12 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from apportion.script_check.recording.constants import Replay
 from apportion.script_check.recording.contributions import Contributions
-from apportion.script_check.recording.flattening import Flattening
 from apportion.script_check.recording.modules import Networks, gathered
 from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
-from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
-from apportion.script_check.recording.wrappers import Wrappers
+from apportion.script_check.recording.tensors import digest, local_bytes, placements, set_values, values
+from apportion.script_check.recording.wrappers import Flattening, Wrappers
 
 
 class ScheduleSteps:
@@ -220,7 +219,6 @@ class OptimizerSteps:
             weights_after=fingerprint(optimizer),
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
             buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
-            untouched=self._untouched(optimizer),
             state=_state(dict(self._parameters(optimizer, number)), optimizer),
         )
 
@@ -245,19 +243,9 @@ class OptimizerSteps:
     def _variable(self, parameter: Tensor) -> str | None:
         known = self._variables.get(id(parameter))
         if known is None or known[0] is not parameter:
-            name = variable_of(parameter, self._recorder.frame(), self._recorder.is_user_file)
+            name = variable_of(parameter, self._recorder.user_frames())
             known = self._variables[id(parameter)] = (parameter, name)  # held, so that no other gets its id
         return known[1]
-
-    def _untouched(self, optimizer: Any) -> list[str]:
-        """The trainable parameters, of the networks called with gradients, that no optimizer seen so far holds."""
-        held = {id(p) for each in self._alive for group in each.param_groups for p in group["params"]}
-        return [
-            name
-            for root in self._networks.roots()
-            for name, parameter in root.parameters()
-            if parameter.requires_grad and id(parameter) not in held and root.label in self._networks.trained
-        ]
 
     def _feed_rates(self, optimizer: Any, number: int) -> None:
         """Takes the learning rates and momenta of the pass that this one is fed from, so that a difference between the
@@ -282,12 +270,8 @@ class OptimizerSteps:
         fed = feed.weights_after.get(number, []) if feed is not None else []
         if self._made[number] > len(fed):
             return
-        with torch.no_grad():
-            for name, parameter in self._parameters(optimizer, number):
-                recorded = fed[self._made[number] - 1].get(name)
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if recorded is not None and recorded.shape == tuple(local.shape):
-                    local.copy_(torch.as_tensor(recorded))
+        for name, parameter in self._parameters(optimizer, number):
+            set_values(parameter, fed[self._made[number] - 1].get(name))
 
 
 def _with_closure(

@@ -98,17 +98,12 @@ class PlainOptimizers:
         return found or [tensor for tensor in self._variables() if tensor.grad is not None]
 
     def _variables(self) -> Iterator[Tensor]:
-        frame = self._recorder.frame()
         seen = set[int]()
-        while frame is not None:
-            if self._recorder.is_user_file(frame.f_code.co_filename):
-                for variables in (frame.f_locals, frame.f_globals):
-                    for value in list(variables.values()):
-                        for tensor in _tensors(value):
-                            if id(tensor) not in seen:
-                                seen.add(id(tensor))
-                                yield tensor
-            frame = frame.f_back
+        for variables in (each for f in self._recorder.user_frames() for each in (f.f_locals, f.f_globals)):
+            for tensor in (tensor for value in list(variables.values()) for tensor in _tensors(value)):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
 
     def _plain(self, optimizer: Any) -> _PlainOptimizer | None:
         known = self._known.get(id(optimizer))

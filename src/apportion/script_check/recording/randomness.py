@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import digest
+from apportion.script_check.recording.tensors import digest, local
 
 DROPOUTS = {
     "dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
@@ -52,13 +52,13 @@ def attention(
 
 
 def _record_mask(recorder: Recorder, name: str, rows: Tensor) -> None:
-    local = rows.to_local() if isinstance(rows, DTensor) else rows
+    held = local(rows)
     recorder.emit(
         "mask",
         function=name,
         state=digest(torch.get_rng_state()),
-        rows=digest(local),
-        shape=tuple(local.shape),
+        rows=digest(held),
+        shape=tuple(held.shape),
         sharded=isinstance(rows, DTensor),
         site=recorder.site(),
     )

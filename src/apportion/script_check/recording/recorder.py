@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -88,15 +88,18 @@ class Recorder:
             frame = frame.f_back
         return frame
 
+    def user_frames(self) -> Iterator[FrameType]:
+        """Yields the frames of the user's code in this thread, the innermost first."""
+        frame = self.frame()
+        while frame is not None:
+            if self.is_user_file(frame.f_code.co_filename):
+                yield frame
+            frame = frame.f_back
+
     def chain(self) -> str:
         """Returns the files and lines of all frames of the user's code, the innermost first: two calls of one helper
         from different lines have different chains."""
-        frame, found = self.frame(), list[str]()
-        while frame is not None:
-            if self.is_user_file(frame.f_code.co_filename):
-                found.append(f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}")
-            frame = frame.f_back
-        return " ".join(found)
+        return " ".join(map(self._place, self.user_frames()))
 
     def is_direct(self) -> bool:
         """Returns whether the user's code itself calls a function of torch, and not a library that it calls."""
@@ -108,14 +111,13 @@ class Recorder:
     def site(self) -> str:
         """Returns file and line, as ``train.py:31``, of the innermost frame of the user's code; empty outside of it."""
         frame = self.frame()
-        return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"
+        return "" if frame is None else self._place(frame)
 
     def site_outside(self, objects: Collection[int]) -> str:
         """Returns file and line of the innermost frame of the user's code that is not a method of some objects, given
         by their identities; empty where every frame is."""
-        frame = self.frame()
-        while frame is not None and (
-            not self.is_user_file(frame.f_code.co_filename) or id(frame.f_locals.get("self")) in objects
-        ):
-            frame = frame.f_back
-        return "" if frame is None else f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"
+        frames = (frame for frame in self.user_frames() if id(frame.f_locals.get("self")) not in objects)
+        return next(map(self._place, frames), "")
+
+    def _place(self, frame: FrameType) -> str:
+        return f"{os.path.relpath(frame.f_code.co_filename, self._folder)}:{frame.f_lineno}"

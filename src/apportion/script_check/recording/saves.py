@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import LARGEST_WHOLE, values
+from apportion.script_check.recording.tensors import LARGEST_WHOLE, local, values
 
 
 def install(recorder: Recorder) -> None:
@@ -81,9 +80,9 @@ def _tensors(tree: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(tree, nn.Module):
         tree = tree.state_dict()
     if isinstance(tree, Tensor):
-        local = tree.to_local() if isinstance(tree, DTensor) else tree
-        if local.numel() <= LARGEST_WHOLE and not local.is_meta:
-            found[prefix.rstrip(".")] = values(local)
+        held = local(tree)
+        if held.numel() <= LARGEST_WHOLE and not held.is_meta:
+            found[prefix.rstrip(".")] = values(held)
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             found |= _tensors(value, f"{prefix}{key}.")

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Recorder
+from apportion.script_check.recording.tensors import tensors_of
 
 MOST_FORWARDS = 4
 """The forwards of outermost modules that are looked into."""
@@ -54,7 +55,7 @@ class Splits:
         self._depth += 1
         if self._depth == 1:
             self._forwards += torch.is_grad_enabled()
-            self._rows = max((len(each) for each in tensors(inputs) if each.dim()), default=0)
+            self._rows = max((len(each) for each in tensors_of(inputs) if each.dim()), default=0)
 
     def after(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
         """After each forward of each module: runs it again on the halves of its rows."""
@@ -76,8 +77,8 @@ class Splits:
             self._recorder.emit("mixes_rows", module=name, type=type(module).__name__, relative=relative)
 
     def _mixes(self, module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> float | None:
-        rows = self._rows or max((len(each) for each in tensors((inputs, kwargs)) if each.dim()), default=0)
-        if rows < 2 or any(isinstance(each, DTensor) for each in tensors((inputs, kwargs, output))):
+        rows = self._rows or max((len(each) for each in tensors_of((inputs, kwargs)) if each.dim()), default=0)
+        if rows < 2 or any(isinstance(each, DTensor) for each in tensors_of((inputs, kwargs, output))):
             return None
         saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         drawn = self._recorder.draws
@@ -88,7 +89,7 @@ class Splits:
                     module.forward(*half_of_rows(inputs, rows, half), **half_of_rows(kwargs, rows, half))
                     for half in (0, 1)
                 ]
-            parts = zip(tensors(output), *map(tensors, halves), strict=False)
+            parts = zip(tensors_of(output), *map(tensors_of, halves), strict=False)
             found = [_distance(whole, first, second, rows) for whole, first, second in parts]
         except Exception:  # a module that cannot take half of its rows says nothing
             return None
@@ -106,7 +107,7 @@ class Splits:
         """Record a function outside of modules that reduces over rows or compares them."""
         if not self.outside or name not in REDUCTIONS | PRODUCTS or not args or not isinstance(args[0], Tensor):
             return
-        source, first = args[0], next(iter(tensors(result)), None)
+        source, first = args[0], next(iter(tensors_of(result)), None)
         if first is None or not source.dim() or isinstance(source, DTensor | nn.Parameter):
             return
         if name in PRODUCTS:
@@ -116,14 +117,6 @@ class Splits:
             mixes = dim is None or dim == 0 or dim == -source.dim() or (isinstance(dim, tuple | list) and 0 in dim)
         if mixes and (site := self._recorder.site()):
             self._recorder.emit("row_statistic", function=name.strip("_"), rows=len(source), site=site)
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    """Returns the tensors of a tree of lists, tuples and dicts, in order."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    parts = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for each in parts for tensor in tensors(each)]
 
 
 def half_of_rows(tree: Any, rows: int, half: int) -> Any:

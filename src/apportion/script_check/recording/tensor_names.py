@@ -69,7 +69,7 @@ class TensorNames:
         for root in roots:
             yield from root.parameters()
         if not roots:  # before the first forward: the modules that the script's variables hold, the largest first
-            held = list(modules_held(self._recorder.frame(), self._recorder.is_user_file))
+            held = list(modules_held(self._recorder.user_frames()))
             for label, module in sorted(held, key=lambda each: -len(list(each[1].modules()))):
                 for name, parameter in module.named_parameters():
                     yield f"{label}.{plain(name)}", parameter

@@ -34,7 +34,7 @@ def cause(evidence: Evidence) -> Finding | None:
 def _unmanaged(evidence: Evidence) -> list[str]:
     """The tensors whose gradient is zero at this step, and that no wrapper manages either."""
     first, step = evidence.ranks[0], evidence.steps[0]
-    if step is None or not (first.events_of("wrapped") or _sharded(evidence)):
+    if step is None or not (first.events_of("wrapped") or evidence.is_sharded):
         return []
     wrapped = {name for event in first.events_of("wrapped") for name in event["names"]}
     managed = {evidence.names[0].get(name, name) for name in (*wrapped, *step["placements"])}
@@ -53,14 +53,13 @@ def _flag_set_late(evidence: Evidence) -> Finding | None:
     late = evidence.window(evidence.ranks[0], "late_flag")
     if not late or evidence.ranks_agree:
         return None
-    return evidence.finding(
-        "not_averaged",
+    sentence = (
         "Gradients are not averaged over the ranks in every window of micro-batches: require_backward_grad_sync is set "
         "after the forward of the micro-batch that should average, and DistributedDataParallel reads it "
-        "in its forward.",
-        "Set the flag, or leave no_sync(), before the forward of a window's last micro-batch.",
-        site=late[0]["site"],
+        "in its forward."
     )
+    remedy = "Set the flag, or leave no_sync(), before the forward of a window's last micro-batch."
+    return evidence.finding("not_averaged", sentence, remedy, site=late[0]["site"])
 
 
 def _averaged_early(evidence: Evidence) -> Finding | None:
@@ -122,7 +121,7 @@ def _nothing_averaged(evidence: Evidence, wrappers: Sequence[Event]) -> tuple[st
             "Make the forward and backward of a window's last micro-batch outside of no_sync().",
             next((forward["site"] for forward in forwards), evidence.found.site),
         )
-    if _sharded(evidence) and (group := _group_of_one(evidence)):
+    if evidence.is_sharded and (group := _group_of_one(evidence)):
         return (
             f"{intro}fully_shard was given a mesh of 1 rank, where {evidence.count} hold the same parameters.",
             "Pass the mesh of all ranks that hold the same parameters (flatten its data and sequence dimensions).",
@@ -179,7 +178,7 @@ def _partly_averaged(evidence: Evidence, alone: Sequence[str]) -> tuple[str, str
             "Wrap a module that contains all trained parameters, or wrap this one as well.",
             site,
         )
-    if _sharded(evidence):
+    if evidence.is_sharded:
         tensor = "it is an ordinary tensor" if they == "it" else "they are ordinary tensors"
         if any(name in event["names"] for event in first.events_of("ignored") for name in names):
             return f"{intro}: {tensor} that fully_shard was given to ignore (ignored_params).", _averaged(their), site
@@ -211,7 +210,7 @@ def _past_wrapper(evidence: Evidence, alone: Sequence[str]) -> str | None:
 
 def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
     """Whether the gradients of one process are the plain sum of the ranks' own, while no wrapper averages others."""
-    if evidence.ranks[0].events_of("wrapper") or _sharded(evidence):
+    if evidence.ranks[0].events_of("wrapper") or evidence.is_sharded:
         return False
     reference = {name: evidence.reference[name] for name in alone if name in evidence.reference}
     made = combination(reference, evidence.own_gradients, evidence.bounds.relative)
@@ -220,14 +219,6 @@ def _are_parts(evidence: Evidence, alone: Sequence[str]) -> bool:
 
 def _averaged(their: str) -> str:
     return f"Average {their} over the ranks: an all_reduce after backward, divided by the number of ranks."
-
-
-def _sharded(evidence: Evidence) -> bool:
-    return any(
-        kind.startswith("FSDP")
-        for event in evidence.ranks[0].events_of("network")
-        for kind in event["modules"].values()
-    )
 
 
 def _inside_sharded(networks: Sequence[Event], name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.script_check.comparison.causes import micro_batches
+from apportion.script_check.comparison.causes import weighting
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
@@ -13,7 +13,7 @@ def suspected(evidence: Evidence) -> bool:
     rows in each module can show the reason."""
     if evidence.found.what != "gradients" or not evidence.reference:
         return False
-    if micro_batches.found_in(evidence):
+    if weighting.differs_by_micro_batch(evidence):
         return False
     known, wanted = any(evidence.own_gradients), evidence.weights_in_reference
     return not known or wanted.residual > 1e-7 or bool(wanted.left_out)  # such as by a loss of the largest row

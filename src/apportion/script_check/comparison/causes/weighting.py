@@ -1,5 +1,8 @@
 """Gradients that are made of the ranks' own ones by other factors than those of one process: of whole ranks, as by
-clipping with the norm of all gradients, of single elements or of single tensors."""
+clipping with the norm of all gradients, of micro-batches, of single elements or of single tensors.
+
+Where a step accumulates, no weights of whole ranks make up the gradient of one process: each micro-batch has others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from apportion.script_check.comparison.combination import Combination, combinati
 from apportion.script_check.comparison.evidence import Evidence
 from apportion.script_check.comparison.tensors import Array, listed, ranks_listed, scale_of
 from apportion.script_check.findings import Finding
-from apportion.script_check.record import RankRecord
+from apportion.script_check.record import Event, RankRecord
 
 
 def scale(evidence: Evidence) -> Finding | None:
@@ -68,10 +71,7 @@ def _reason_and_remedy(evidence: Evidence, factor: float, of_ranks: float, of_un
             f"Divide by the number of ranks once: a wrapper that averages has already divided by {count}.",
         )
     if evidence.near(factor, count):
-        sharded = any(
-            k.startswith("FSDP") for e in evidence.ranks[0].events_of("network") for k in e["modules"].values()
-        )
-        how = " (set_gradient_divide_factor)" if sharded else ""
+        how = " (set_gradient_divide_factor)" if evidence.is_sharded else ""
         return (
             f" (the number of ranks): the ranks' gradients are summed and not averaged{how}, and the loss is "
             f"a mean over "
@@ -212,13 +212,16 @@ def _per_rank(factors: Sequence[float]) -> str:
 
 def _counts(evidence: Evidence, wanted: Combination) -> str:
     """The numbers of targets or rows that explain the factors of one process."""
+    losses = [evidence.window(record, "criterion") for record in evidence.ranks]
+    return _explaining_counts(wanted.factors, losses, max(1e-6, wanted.rounding))
+
+
+def _explaining_counts(weights: Sequence[float], losses: Sequence[Sequence[Event]], rounding: float) -> str:
+    """The numbers of targets, or else of rows, to which the weights of the ranks are proportional, in brackets; empty
+    where they are to neither. ``losses``: the calls of loss functions of each rank."""
     for field, what in (("counted", "targets"), ("rows", "rows")):
-        counts = [
-            sum(event.get(field) or 0 for event in evidence.window(record, "criterion")) for record in evidence.ranks
-        ]
-        if all(counts) and np.allclose(
-            np.array(wanted.factors) / np.array(counts), wanted.factors[0] / counts[0], max(1e-6, wanted.rounding)
-        ):
+        counts = [sum(event.get(field) or 0 for event in each) for each in losses]
+        if all(counts) and np.allclose(np.array(weights) / np.array(counts), weights[0] / counts[0], rounding):
             return f" ({', '.join(map(str, counts[:-1]))} and {counts[-1]} {what})"
     return ""
 
@@ -362,3 +365,98 @@ def _clipping_finding(evidence: Evidence, sentence: str) -> Finding:
     clips = evidence.window(evidence.ranks[0], "clip")
     site = clips[0]["site"] if clips else found.site
     return evidence.finding("clipped_before_average", sentence, _CLIP_REMEDY, site=site)
+
+
+_Weights = list[list[float]]
+"""The weight of each rank's part, by micro-batch and then by rank."""
+
+
+def micro_batches_weighted_alike(evidence: Evidence) -> Finding | None:
+    """Returns the finding that the ranks' parts of each micro-batch are averaged with equal weights, and in one process
+    with unequal ones; each micro-batch as a whole has the same weight in both."""
+    if not differs_by_micro_batch(evidence):
+        return None
+    weights = _relative_by_micro_batch(evidence)
+    at = max(range(len(weights)), key=lambda number: max(weights[number]) - min(weights[number]))
+    shown = " and ".join(f"{weight:.6g} on rank {rank}" for rank, weight in enumerate(weights[at]))
+    backward = evidence.window(evidence.ranks[0], "criterion", "backward")
+    return evidence.finding(
+        "ranks_weighted_alike",
+        "The ranks are weighted alike, though each rank's loss is a mean over a count of its own: in one process "
+        f"their weights in micro-batch {at + 1} of {len(weights)} of a step are {shown}"
+        f"{_micro_batch_counts(evidence, weights, at)}.",
+        "Divide each rank's summed loss by the count (rows, tokens) of all ranks, best of all micro-batches of the "
+        "step, and multiply by the number of ranks where the wrapper averages.",
+        site=backward[0]["site"] if backward else evidence.found.site,
+        factor=weights[at][0],
+    )
+
+
+def summed_again(evidence: Evidence) -> Finding | None:
+    """Returns the finding that the ranks sum what is already accumulated again with each micro-batch, so that the first
+    ones have the greatest weights."""
+    parts = _added_by_backward(evidence)
+    count = len(parts) // evidence.count
+    if count < 2 or not evidence.ranks_agree:
+        return None
+    known = {name for name in parts[0] if all(name in part for part in parts)}
+    given = combination({n: a for n, a in evidence.gradients[0].items() if n in known}, parts)
+    wanted = combination({n: a for n, a in evidence.reference.items() if n in known}, parts)
+    if not (given.exact and wanted.exact and wanted.alike) or given.left_out:
+        return None
+    factors = np.array(given.factors).reshape(evidence.count, count)
+    if not np.allclose(factors, factors[0], rtol=1e-6) or np.allclose(factors, factors[0, 0], rtol=1e-6):
+        return None
+    relative = factors[0] / factors[0, -1]
+    found = evidence.found
+    sums = [event["site"] for event in evidence.window(evidence.ranks[0], "collective") if event.get("site")]
+    return evidence.finding(
+        "micro_batches_unequal",
+        f"The {count} micro-batches that a step accumulates are weighted differently on the ranks, relative to the "
+        f"last one by {', '.join(f'{each:.6g}' for each in relative)}: what is already accumulated is summed over the "
+        "ranks again with each of them.",
+        "Sum the gradients over the ranks once for each step, after its last micro-batch.",
+        site=sums[0] if sums else found.site,
+        factor=float(relative[0]),
+    )
+
+
+def differs_by_micro_batch(evidence: Evidence) -> bool:
+    """Whether such weights explain the difference to the last digit."""
+    if not evidence.ranks_agree or not evidence.micro_batches:
+        return False
+    given, wanted = evidence.micro_batches_of_ranks, evidence.micro_batches_in_reference
+    if not given.exact or not wanted.exact or not given.alike or wanted.left_out or min(wanted.factors) <= 0:
+        return False
+    totals = np.reshape(wanted.factors, (evidence.count, -1)).sum(0)
+    return bool(np.allclose(totals, totals[0], rtol=1e-6)) and not wanted.alike
+
+
+def _relative_by_micro_batch(evidence: Evidence) -> _Weights:
+    """The weights in one process over their mean."""
+    weights = np.reshape(evidence.micro_batches_in_reference.factors, (evidence.count, -1))
+    return [list(map(float, column / column.mean())) for column in weights.T]
+
+
+def _micro_batch_counts(evidence: Evidence, weights: _Weights, at: int) -> str:
+    """The numbers of targets or rows that explain the weights of one micro-batch."""
+    losses = [evidence.window(record, "criterion") for record in evidence.ranks]
+    if any(len(each) != len(weights) for each in losses):
+        return ""
+    return _explaining_counts(weights[at], [each[at : at + 1] for each in losses], 1e-6)
+
+
+def _added_by_backward(evidence: Evidence) -> list[dict[str, Array]]:
+    """What each backward of each rank adds, rank by rank; empty where the ranks call backward unequally often."""
+    found = list[dict[str, Array]]()
+    sizes = set[int]()
+    for rank, record in enumerate(evidence.ranks):
+        for event in record.events_of("contributions"):
+            if event["optimizer"] == evidence.found.optimizer and event["number"] == evidence.found.step:
+                own = {evidence.names[rank].get(name, name): each for name, each in event["own"].items() if each}
+                sizes |= {len(each) for each in own.values()}
+                found += [
+                    {name: each[at] for name, each in own.items() if at < len(each)}
+                    for at in range(max(map(len, own.values()), default=0))
+                ]
+    return found if len(sizes) == 1 and len(found) == evidence.count * sizes.pop() else []
