@@ -116,6 +116,7 @@ def _run_in(
         again.mkdir()
         if feed is not None and feed.again is not None:
             feed.again.save(again / "feed.pkl")
+        # In the same sandbox, where the second run finds what the first one has written.
         resumed = _run_once(sandbox, again, replace(script, arguments=arguments), ranks, conditions)
     if resumed.waited.how != "ended":
         return replace(resumed, then=script.then)
@@ -212,6 +213,8 @@ def _available_memory() -> int:
 
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
+        # Free at this moment alone: another program may take it before the ranks open it, which
+        # ``run_until_port_is_free`` sees.
         return int(server.getsockname()[1])
 
 

@@ -27,6 +27,7 @@ class Activity:
         """Whether a processor or a disk was used after ``before``, or is waited for. ``spare``: whether a processor of
         the machine was idle meanwhile; a thread that is ready and then has had no CPU time only seems to be, as those
         do that wait in epoll on some virtual machines."""
+        # One tick may be that of a timer, which wakes a thread that waits on at once.
         if self.ticks - before.ticks > 1 or self.transferred > before.transferred or self.blocked:
             return True
         return any(not spare or ticks > before.ready.get(thread, ticks) for thread, ticks in self.ready.items())

@@ -64,6 +64,8 @@ def _in_form(of_ranks: PassResult, script: Script, conditions: Conditions) -> Re
     """
     ranks = of_ranks.records
     weights = True
+    # Stages of a pipeline, for example, hold different parts: the script as one process has to make the whole network
+    # by itself, and its own weights are then the reference.
     if not _begin_alike(ranks):
         feed = union_feed(ranks, weights=False)
         alone = run_until_port_is_free("union-unfed", script, 1, conditions, feed)

@@ -228,6 +228,7 @@ def _iteration(
     elif evaluation and _indexed(read):
         rows = sorted({index for batches in read for event in batches for index in event["indices"]})
         return FedIteration(indices=[rows], evaluation=True, exhausted=exhausted, rows=size)
+    # Ranks of a tensor-parallel group read the same rows, which one process reads once.
     parts = _distinct(read, local)
     length = begun[0][1]["length"]
     length = length * len(parts) if interleaved and length else length

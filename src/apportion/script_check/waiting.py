@@ -106,11 +106,14 @@ class _Watch:
         self.died = {rank for rank in self._ranks if rank not in ended and not self._alive(rank)}
         running = [rank for rank in self._ranks if rank not in ended and rank not in self.died]
         if self._records_changed() or running != self.running:
+            # A pause has ended by itself: the script pauses that long without hanging, and only a multiple of it
+            # counts.
             self._longest = max(self._longest, now - self.quiet_since if self._samples else 0.0)
             self._samples.clear()
             self._last.clear()
             self.recorded_at = self.quiet_since = now
         self.running = running
+        # To read /proc takes time on a machine with many threads, and a rank that records events does not hang.
         if now - self.recorded_at > _NOTICED:
             self._samples.append((now, self._active()))
             self._drop_busy(now)
@@ -120,6 +123,9 @@ class _Watch:
         if not self.running:
             return False
         now = self.now
+        # Ranks inside of collectives while none of them uses a processor hang. A rank outside of one may sleep on
+        # purpose, so it is given longer. Ranks that use processors inside of collectives may spin, as NCCL does, and
+        # then only the record shows that nothing goes on.
         shortest = AFTER_AN_END if len(self.running) < len(self._ranks) else SHORTEST
         needed = max(shortest, TIMES * self._longest)
         if now - self.quiet_since > needed:
@@ -191,6 +197,7 @@ class _Watch:
     def _drop_busy(self, now: float) -> None:
         """Has the pause begin after the last time at which ranks were active, but for stray threads."""
         busy = sum(active for _, active in self._samples)
+        # From the oldest poll on, until few enough of the rest are active: the pause begins with the last one dropped.
         while self._samples and busy > max(1, _STRAY * len(self._samples)):
             self.quiet_since, active = self._samples.popleft()
             busy -= active
@@ -199,6 +206,7 @@ class _Watch:
 
     def _all_inside(self) -> bool:
         """Whether each rank that has not ended is inside of a collective."""
+        # Read once in a pause: the records do not change until it ends.
         if self._inside[0] != self.recorded_at:
             records = [each for each in read_records(self._record) if each.rank in self.running]
             inside = bool(records) and all(begun_call(each) is not None for each in records)

@@ -54,6 +54,7 @@ def findings(record: RankRecord, whole: bool = False) -> list[Finding]:
         size = Counter(len(window.factors) for window in own).most_common(1)[0][0]
         for judge in (_dropped, _unequal, _undivided):
             judged = [f for window in own if len(window.factors) == size and (f := judge(window)) is not None]
+            # In most windows, as a script may skip a step, or leave out a loss that is too large, now and then.
             if len({finding.step for finding in judged}) > max(1, REGULAR * steps):
                 found.append(judged[0])
                 break
@@ -72,6 +73,7 @@ def _windows(record: RankRecord, event: Event, least: int) -> list[MicroBatches]
     batches = Counter(e["loader"] for e in record.events_of("batch") if first <= e["step"] < step["step"])
     if max(batches.values(), default=0) < least and not _splits_rows(record, first, step["step"]):
         return []  # neither several batches of one loader nor parts of one
+    # The factors are those before the gradient was clipped, which scales all micro-batches alike.
     clip = clipped.factor(record, event["optimizer"], event["number"]) or 1.0
     by_sites = dict[tuple[str, ...], list[str]]()
     for name, sites in event["sites"].items():

@@ -145,6 +145,7 @@ def _unclipped(record: RankRecord) -> RankRecord:
     for event in record.events:
         clip = _clip(record, event) if event["kind"] == "step" else None
         if clip is not None and clip["norm"] is not None:
+            # The factor by which torch clips, with its 1e-6 and without a gradient that grows.
             factor = min(1.0, clip["limit"] / (clip["norm"] + 1e-6))
             names = _clip_names(clip, event)
             gradients = {n: a / factor if a is not None and n in names else a for n, a in event["gradients"].items()}

@@ -64,8 +64,11 @@ def combination(
     total = float(np.linalg.norm(goal))
     if not present or not total:
         return Combination(tuple(0.0 for _ in parts), 1.0 if total else 0.0, False, rounding)
+    # Columns of norm 1, so that parts of very different size do not look dependent. The matrix of their products has
+    # one row for each part, however many weights there are; its condition is the square of that of the columns.
     unit = np.stack([columns[at] / norms[at] for at in present])
     values, vectors = np.linalg.eigh(unit @ unit.T)
+    # Parts that are zero, or nearly dependent, have no factors of their own: other ones give the same sum.
     determined = len(present) == len(parts) and float(values[0]) > SINGULAR * float(values[-1])
     usable = values > SINGULAR * values[-1]
     inverse = vectors[:, usable] / values[usable] @ vectors[:, usable].T
@@ -129,15 +132,20 @@ def divisors(first: Sequence[Array], second: Sequence[Array]) -> Divisors | None
     length = len(columns[0])
     if not all(norms) or not np.isfinite(norms).all() or length <= len(columns):
         return None
+    # The vector that the matrix maps to zero has the numbers, up to a factor. Few rows determine it, and all of them
+    # confirm it in the end.
     stride = max(1, length // SAMPLE)
     matrix = np.stack([each[::stride] / norm for each, norm in zip(columns, norms, strict=True)], axis=1)
     if len(matrix) <= len(columns):
         return None
     _, values, vectors = np.linalg.svd(matrix, full_matrices=False)
+    # The smallest singular value must be zero but for rounding, and the next one must not, or there are several
+    # solutions.
     if values[-1] > EXACT * values[0] or values[-2] < SINGLE * values[0]:
         return None
     found = vectors[-1] / np.asarray(norms)
     found = found if found[0] > 0 else -found
+    # Counts are positive. Numbers of mixed signs come from gradients that happen to be dependent.
     if not (found > 0).all():
         return None
     found = found / found.mean()

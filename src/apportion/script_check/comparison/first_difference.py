@@ -51,6 +51,8 @@ class ZeroGradients:
         (found, some), (here, there) = small, (place.part_of(mask, weight) for mask in other)
         if not found.shape == here.shape == weight.shape == part.shape:
             return weight, part
+        # Only where rounding has left something: an element without any gradient must have the same weight on both
+        # sides.
         noise = found & here & (some | there)
         return np.where(noise, 0.0, weight), np.where(noise, 0.0, part)
 

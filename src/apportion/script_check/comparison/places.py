@@ -49,6 +49,8 @@ def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
     found = list[Places]()
     for rank, record in enumerate(ranks):
         weights = initial(record)
+        # Names count where they agree with values. Stages of a pipeline can have the names of one process, as each
+        # begins to count at 0, for other tensors.
         parts = _whole(weights, reference)
         if parts is None:
             parts = {**_parts(rank, weights, reference, set(names.values())), **_runs(record, union)}
@@ -120,6 +122,8 @@ def _runs(record: RankRecord, union: RankRecord) -> dict[str, Place]:
             runs = [order[end - len(wanted) : end] for end in ends if values[end - len(wanted) : end] == wanted]
             if runs:
                 names = list(part)
+                # Layers that are copies of each other begin with the same values in several places; only gradients
+                # distinguish them.
                 run = runs[0] if len(runs) == 1 else min(runs, key=lambda each: _distance(names, each, record, union))
                 found |= {name: Place(other) for name, other in zip(names, run, strict=True)}
                 break

@@ -51,6 +51,7 @@ class TensorDifference:
     @property
     def scaled(self) -> bool:
         """Whether the tensor is a multiple of the reference, and nothing else."""
+        # The cosine of the angle between two nearly parallel vectors differs from 1 by half of the square of the angle.
         return self.cosine > 1 - max(1e-9, self.rounding**2)
 
 
@@ -71,6 +72,8 @@ def difference(
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None if np.array_equal(a, b, equal_nan=True) else TensorDifference(name, rank, float("inf"), 0.0, 0.0)
     distance, norm, other = (float(np.linalg.norm(each)) for each in (a - b, b, a))
+    # The second term is for a tensor that is zero but for rounding: what rounding leaves there is relative to the other
+    # tensors from which it was computed.
     if distance <= bounds.relative * norm + bounds.floor * scale:
         return None
     product = float(a @ b)
@@ -164,6 +167,7 @@ def measured_bounds(union: RankRecord, reordered: RankRecord) -> dict[tuple[int,
                 if array is not None and other is not None:
                     distance, norm = _distance(array, other)
                     floor = max(floor, NOISE_FACTOR * distance / scale)
+                    # A tensor that is nearly zero has a large relative error; it counts towards the floor alone.
                     relative = max(relative, NOISE_FACTOR * distance / norm if distance > least * scale else 0.0)
         if max(relative, floor) > MOST_NOISE:
             break

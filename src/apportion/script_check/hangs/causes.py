@@ -45,6 +45,8 @@ def cause(records: Sequence[RankRecord], states: Sequence[RankState]) -> Cause |
     left = [state for state in states if state.how in ("raised", "ended", "died")]
     if not waiting and len(left) == len(states):
         return None
+    # From the cause that explains most to the one that only says who waits: a step that is left out, calls that do not
+    # fit together, messages that do not, an error, an end, a missing counterpart, and a rank that is still busy.
     hard = [each for each in conflicts(calls, records) if each.what not in SILENT]
     if (skipped := _skipped_step(calls)) is not None:
         return Cause(skipped)
@@ -121,6 +123,7 @@ def _absence(calls: Sequences, waiting: Sequence[RankState]) -> Divergence | Non
 
 
 def _raised(raised: Sequence[RankState], waiting: Sequence[RankState], records: Sequence[RankRecord]) -> Finding:
+    # Others may have raised because this rank left them alone.
     first = min(raised, key=lambda state: state.outcome["time"] if state.outcome else 0.0)
     assert first.outcome is not None
     others = "".join(f"; {sentences.describe_state(state)}" for state in waiting)

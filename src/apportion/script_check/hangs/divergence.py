@@ -93,6 +93,8 @@ def _conflict(
     one, other = here[first], here[second]
     assert one is not None
     assert other is not None
+    # Of several differences the first here counts, as it explains those that follow: other operations have other
+    # tensors.
     if one["op"] != other["op"]:
         return "op"
     if one["root"] != other["root"] and one["op"] != "recv":
@@ -103,6 +105,7 @@ def _conflict(
         return "reduction"
     tensors = _tensors(one, other, first, second)
     if tensors is not None:
+        # Calls from different lines are not one call with unlike tensors: a rank is at another place of the script.
         return tensors if _same_place(one, other) else "op"
     return "parameters" if _other_parameters(one, other, networks[first], networks[second]) else None
 

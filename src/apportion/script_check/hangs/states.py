@@ -186,6 +186,7 @@ def _state(record: RankRecord, dump: str, died: bool, folder: str) -> RankState:
     outcome = record.outcome
     if outcome is not None:
         how: How = "raised" if outcome["how"] == "raised" else "ended"
+        # A rank that raised since another one went away did wait, and is not the cause.
         failed = _failed_call(record) if how == "raised" else None
         if failed is not None:
             waiting = Waiting(failed, failed["site"], failed["line"], failed["time"])

@@ -141,8 +141,11 @@ class Collectives:
         self.groups = Groups(int(recorder.plan["ranks"]))
         self._calls = 0
         self._sequences = dict[str, int]()
+        # Weak, so that a handle for which the script does not wait keeps no tensor alive, and by identity, as tensors
+        # have an equality of their own.
         self._pending = WeakIdKeyDictionary()
         """The calls that go on, by what is waited for: a work handle, or the tensor of a functional collective."""
+        # Per thread, as autograd runs backward in threads of its own, of which each may be inside of another call.
         self._thread = threading.local()
         self.in_backward = 0
         """How many backward passes are under way, one within another."""
@@ -264,6 +267,7 @@ def _recording_function(
 
     @wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        # A call within a call that is recorded belongs to it: all_gather_object consists of two collectives.
         if torch.compiler.is_compiling() or collectives.inside:
             return function(*args, **kwargs)
         try:
@@ -271,6 +275,8 @@ def _recording_function(
         except TypeError:
             return function(*args, **kwargs)  # which says what is wrong with the arguments
         found = collectives.groups.label(given.get("group"))
+        # Torch returns at once on a rank that is not a member of the group. To count such calls would shift the numbers
+        # by which the calls of different ranks are paired.
         if found is None or collectives.recorder.rank not in found[1]:
             return function(*args, **kwargs)
         label, ranks = found
@@ -310,6 +316,7 @@ def _root(operation: Operation, given: Mapping[str, Any], ranks: tuple[int, ...]
 
 def _sharded_names(collectives: Collectives) -> dict[str, Any]:
     """The parameters whose shards fully_shard sends as one tensor: those that its function was called with."""
+    # Past this function and the wrapper; fully_shard calls the collective from a few frames above at most.
     frame = sys._getframe(2)
     for _ in range(4):
         if frame.f_back is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
@@ -326,6 +333,8 @@ def _sharded_names(collectives: Collectives) -> dict[str, Any]:
 def replace_everywhere(function: Any, wrapper: Any, packages: tuple[str, ...]) -> None:
     """Put a wrapper in the place of a function in all modules of some packages that have it under any name."""
     for name, module in list(sys.modules.items()):
+        # Torch imports its collectives by name from one module into another: each of these has to be replaced, or calls
+        # that torch makes itself, such as those of DTensor, would not be seen.
         if name.startswith(packages):
             for attribute, value in list(vars(module).items()):
                 if value is function:
@@ -346,6 +355,7 @@ def install(recorder: Recorder, networks: Networks) -> Collectives:
             if function is not None:
                 wrapper = _recording_function(collectives, function, operation, differentiable=differentiable)
                 replace_everywhere(function, wrapper, ("torch.distributed",))
+    # On the class, as handles are made in C++ and have no other place for a wrapper.
     dist.Work.wait = _waiting(collectives, dist.Work.wait)  # type: ignore[method-assign]
     if functional is not None:
         replace_everywhere(

@@ -59,6 +59,7 @@ class Constants:
         if not constants or len(constants) == len(flat):
             return args, kwargs
         constants = [each for each in constants if not self._networks.is_buffer(each)]
+        # Of a subclass such as DTensor a rank holds a part, for which the values of another rank are no substitute.
         if not constants or any(type(each) not in (Tensor, nn.Parameter) for each in constants):
             return args, kwargs
         if self.replaying:
@@ -119,6 +120,7 @@ class Replay:
                     known = self._sums.get(id(parameter))
                     gradient = parameter.grad.detach().clone()
                     self._sums[id(parameter)] = (parameter, gradient if known is None else known[1] + gradient)
+                    # Without gradients an optimizer of torch's changes neither weights nor state.
                     parameter.grad = None
         self._constants.begin_window()
         return made

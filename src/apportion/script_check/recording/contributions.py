@@ -47,6 +47,8 @@ class Contributions:
         def added(gradient: Tensor) -> None:
             self._add(key, gradient)
 
+        # A hook of the tensor gets what one backward adds, before it is accumulated into .grad; DistributedDataParallel
+        # averages in a hook that runs after the accumulation.
         parameter.register_hook(added)
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -72,6 +72,8 @@ class WatchedDraws:
         values = None if result.dtype == torch.bfloat16 else result.detach().to("cpu", copy=True).numpy()
         if values is None:
             return result
+        # A checkpoint that computes a forward again restores the generator first: its state before the draw identifies
+        # the draw of the forward.
         if in_backward():
             fed = self._handed.get((name, state))
         else:
@@ -152,6 +154,7 @@ class WatchedDraws:
 
     def _is_setup(self) -> bool:
         """Whether torch itself draws: initial weights, the seed of loader processes."""
+        # Past this function, its caller and the method of this class that the wrapper calls.
         frame, is_user_file = sys._getframe(3), self._recorder.is_user_file
         while frame is not None and not is_user_file(frame.f_code.co_filename):
             if any(part in frame.f_code.co_filename for part in _SETUP[:1]) or frame.f_code.co_name == "_next_seed":

@@ -71,6 +71,8 @@ def _shorten(most: int) -> None:
         mapped = self._dataset_kind == torch_loader._DatasetKind.Map and self.batch_sampler is not None
         return Shortened(sampler, most) if most and mapped and length_of(sampler) is not None else sampler
 
+    # On the class, where torch's iterators read it. They draw all indices in the rank's own process, also those of
+    # loader processes.
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
 
 
@@ -120,6 +122,8 @@ def _record_indices(loaders: Loaders) -> None:
         finally:
             recorder.drawing = outer
         self._apportion_random |= recorder.draws > before
+        # Loader processes are given indices ahead of the batch that the script gets. Batches are handed out in the
+        # order of their indices, so a queue pairs them.
         self._apportion_indices.append(index)
         return index
 

@@ -131,6 +131,7 @@ class Networks:
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """Before each forward of each module."""
+        # Counted for every forward, also where nothing is recorded: ``after`` is always called and counts down.
         self._depth += 1
         if self._depth > 1 or not self._recorder.active or in_backward():  # a checkpoint computes a part again
             return
@@ -202,8 +203,10 @@ class Networks:
             root.label = next(f"{root.label}#{n}" for n in range(2, 1 << 16) if f"{root.label}#{n}" not in labels)
         self._labels[root.label] = self._recorder.step
         self._roots.append((weakref.ref(root.module), root))
+        # Before the parameters are made whole, which takes the memory.
         self._refuse_too_large()
         self.sampled = sum(p.numel() for r in self.roots() for _, p in r.parameters()) > LARGEST_WHOLE
+        # Within one gathering, as each is a collective of all ranks: the record has the weights that were fed.
         with gathered([root]):
             self._feed(root)
             self._record(root, module)

@@ -112,6 +112,7 @@ def _averaging(function: Callable[..., Any], position: int) -> Callable[..., Any
         operation = kwargs.get(
             "op", next((a for a in args if isinstance(a, dist.ReduceOp | dist.ReduceOp.RedOpType)), None)
         )
+        # Divided before the sum and not after it: an asynchronous call has no result yet when the function returns.
         if operation == dist.ReduceOp.AVG:
             group = kwargs.get("group")
             tensor = args[position] if len(args) > position else kwargs.get("tensor", kwargs.get("input"))
@@ -380,14 +381,17 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     shape = [1, -1, *[1] * (input.dim() - 2)]
     count = input.new_full((1,), input.numel() / input.shape[1])
     total = _SumOfRanks.apply(torch.cat([input.sum(dimensions), count]), self.process_group)
+    # In two passes, as E[x²] - E[x]² would cancel most digits where the mean is large.
     mean = total[:-1] / total[-1]
     squares = _SumOfRanks.apply((input - mean.view(shape)).square().sum(dimensions), self.process_group)
     variance = squares / total[-1]
     if self.track_running_stats:
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
+            # As torch does: a momentum of None means the average over all batches so far.
             share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean, share)
+            # The running variance is the unbiased one, that of the batch is not.
             self.running_var.lerp_(squares / (total[-1] - 1), share)
     normal: Tensor = (input - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
     if self.affine:

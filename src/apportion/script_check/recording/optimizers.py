@@ -122,6 +122,7 @@ class OptimizerSteps:
             made = self._replay is None or self._replay.last
             if made:
                 self._check_last(optimizer)
+        # After the rates of the script itself were recorded, and before a closure computes with those of the other pass.
         if made:
             self._feed_rates(optimizer, self._number(optimizer))
         return given
@@ -137,6 +138,7 @@ class OptimizerSteps:
         with gathered(self._networks.roots(), gradients=True):
             self._before = {**self.state_before(optimizer), **(known or {})}
             self._record_contributions(optimizer, number)
+        # Until the step is complete, a backward belongs to the line search of the optimizer.
         self._contributions.stepping = True
 
     def _check_last(self, optimizer: Any) -> None:
@@ -147,6 +149,8 @@ class OptimizerSteps:
     def _closure_recorder(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure after whose first call the gradients are recorded; later ones belong to a line search."""
         self._before = self.state_before(optimizer)  # in case that the closure is not called
+        # The gradients are those after the first call of the closure; all else is as it was before, since a closure may
+        # draw numbers or change the rate.
         known = {key: self._before[key] for key in _BEFORE_CLOSURE}
         begun = False
 

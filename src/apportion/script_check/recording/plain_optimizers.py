@@ -64,6 +64,7 @@ class PlainOptimizers:
                 result = step(optimizer, *args, **kwargs)
             finally:
                 self._depth -= 1
+            # Torch's hooks have seen a step meanwhile: this object wraps an optimizer of torch's kind.
             if self._steps.begun != begun:
                 self._wrappers.append(optimizer)  # the optimizer that it holds has recorded the step
                 return result
@@ -152,6 +153,7 @@ def install(recorder: Recorder, networks: Networks, steps: OptimizerSteps) -> Pl
             made.step = plain.wrapped(step)
         return made
 
+    # As a class is built, before it can be subclassed or an instance keeps a reference to its step.
     builtins.__build_class__ = built  # type: ignore[assignment]
     make = Optimizer.__init__
 

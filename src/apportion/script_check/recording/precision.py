@@ -159,6 +159,7 @@ def _leave_policies_out() -> None:
     def no_policy(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, **{key: value for key, value in kwargs.items() if not isinstance(value, torch.dtype)})
 
+    # Element types alone are left out, as a policy also says whether inputs are cast.
     MixedPrecisionPolicy.__init__ = no_policy  # type: ignore[method-assign]
     for wrapper in (FullyShardedDataParallel, DistributedDataParallel):
         wrapper.__init__ = _without_policy(wrapper)  # type: ignore[method-assign]
@@ -220,6 +221,7 @@ def _without_policy(wrapper: Any) -> Callable[..., None]:
 def _convert_entries() -> None:
     """Converts parameters and buffers as they are registered, and what is loaded; turns autocast off."""
     torch.set_default_dtype(torch.float64)
+    # A script that sets its own default, such as bfloat16, would compute in it from there on.
     torch.set_default_dtype = lambda _dtype: None
     torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc,assignment]
     torch.HalfTensor = torch.DoubleTensor  # type: ignore[misc,assignment]

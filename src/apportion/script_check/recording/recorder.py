@@ -17,6 +17,8 @@ from apportion.process import PACKAGE
 
 UNWRITABLE = os.EX_IOERR
 """The status with which a rank ends that cannot write its record, as on a full disk."""
+# Taken now, as the program of a rank replaces os._exit by a function that ends the record first, and this one is for
+# records that cannot be written.
 _leave = os._exit
 _TORCH = str(Path(importlib.util.find_spec("torch").submodule_search_locations[0]))  # type: ignore[union-attr,index]
 
@@ -61,6 +63,9 @@ class Recorder:
         """Write one event; nothing in a process forked from the rank. Ends the process where it cannot be written."""
         if not self.active:
             return
+        # Outside of the lock, which is held for one write alone. It keeps the events of several threads, such as those
+        # of autograd, from being written into each other; the flush leaves each event to the system, which keeps it
+        # when the process is killed.
         data = pickle.dumps({"kind": kind, "step": self.step, **fields}, protocol=5)
         try:
             with self._lock:

@@ -55,6 +55,8 @@ class _Reducers:
 
     def begin_reductions(self) -> list[int]:
         """Record that a backward begins; returns the numbers of its calls."""
+        # A forward arms one backward: where the script calls two after it, DistributedDataParallel reduces in the first
+        # alone.
         armed, self._armed = self._armed, {}
         calls = list[int]()
         for key, ddp in armed.items():
@@ -105,6 +107,7 @@ def _backward(collectives: Collectives, reducers: _Reducers, backward: Any) -> A
             return backward(*args, **kwargs)  # type: ignore[no-any-return]
         calls = reducers.begin_reductions()
         error: BaseException | None = None
+        # Counted before and after, as a backward may give gradients other memory, by which tensors are found.
         collectives.names.backwards += 1
         collectives.in_backward += 1
         try:

@@ -28,6 +28,7 @@ class SpawnsOtherRanks(Exception):
 
 def install(recorder: Recorder) -> None:
     """Replace the functions that start ranks."""
+    # The address and the port are taken before the script runs, which may set others before it spawns.
     ranks, environment = int(recorder.plan["ranks"]), dict(os.environ)
     one = recorder.feed is not None
 

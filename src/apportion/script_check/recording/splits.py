@@ -84,6 +84,8 @@ class Splits:
         drawn = self._recorder.draws
         self._testing = True
         try:
+            # The halves must leave no trace: buffers such as running means are put back below, the generator by
+            # fork_rng, and the hooks ignore these forwards.
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 halves = [
                     module.forward(*half_of_rows(inputs, rows, half), **half_of_rows(kwargs, rows, half))

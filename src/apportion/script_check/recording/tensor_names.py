@@ -62,6 +62,7 @@ class TensorNames:
             for tensor, gradient in ((parameter.grad, True), (parameter, False)):
                 place = None if tensor is None else _place(tensor)
                 if place is not None:
+                    # Of a parameter that two networks share, the name in the first of them stays.
                     self._known.setdefault(place, (weakref.ref(parameter), name, gradient))
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -68,6 +68,7 @@ class Guard:
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         rule = self._rules.get(event)
+        # Called for every audit event of the process, most of which have no rule: this test has to be cheap.
         if rule is None or getattr(self._inside, "value", False):
             return
         self._inside.value = True  # what a rule does itself is not judged

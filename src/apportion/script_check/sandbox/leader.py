@@ -47,6 +47,8 @@ class Starter:
         for end in (woken, waker):
             os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # A signal handler in Python makes the end of a child readable in poll, without a race between a check and the
+        # wait; it must be a handler, as an ignored or default signal writes nothing to the descriptor.
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
@@ -104,10 +106,13 @@ class Starter:
     def _end_descendants(self) -> None:
         """Kills all descendants of this process (Linux), or the groups of all ranks: those whose own parent ends become
         its children. Removes the shared memory that they used, which the killed processes do not."""
+        # Before they are killed: a process that has ended has no maps.
         used = shared_memory.mapped(family(os.getpid())) - self._shared_memory
         for pid in self._ranks:
             _kill(-pid)
         while True:
+            # Again and again until no child is left: a process may fork while others are killed, and those whose parent
+            # ends become children of this process.
             for pid in _children():
                 _kill(pid)
             try:
@@ -126,6 +131,7 @@ def _kill(pid: int) -> None:
 
 def _exec_rank(rank: dict[str, Any], parent: int, control: socket.socket) -> NoReturn:
     """Turns this process, forked from the starter, into a rank."""
+    # A group of its own, by which the rank and what it starts are ended where there is no /proc.
     os.setsid()
     die_with_parent(parent)
     output = os.open(rank["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -134,6 +140,7 @@ def _exec_rank(rank: dict[str, Any], parent: int, control: socket.socket) -> NoR
     os.dup2(output, 2)
     try:
         os.chdir(rank["folder"])  # by its path, as the current folder is still that outside of the overlay
+        # Python ignores some signals, and ignored ones stay ignored in the program that is run.
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         # the kernel attaches this process's number as the receiver sees it
@@ -212,6 +219,7 @@ def _attempt(
         _run(lambda: _make(kind, configuration, control, there, spec, guardian))
     there.close()
     with here:
+        # To map all users takes privileges in the namespace outside, where only this process still is.
         while (reason := here.recv(4096).decode()) == "users":
             here.send(b"yes" if namespaces.map_all_users(maker) else b"no")
         _, status = os.waitpid(maker, 0)  # with this end open, by which the starter knows that this process lives
@@ -245,6 +253,7 @@ def _make(
             die_with_parent(guardian_pid)  # after the change of credentials, which would cancel it
         mounts.protect(FileScope(**spec["scope"]), spec["records"], configuration.user)
         if not configuration.processes:
+            # Last, as mounting needs the capabilities that this drops.
             namespaces.restrict_programs()
             return _start(kind, control, guardian)
         return _start_first(kind, control, guardian)
@@ -261,6 +270,7 @@ def _start_first(kind: str, control: socket.socket, guardian: socket.socket) -> 
         def serve() -> int:
             die_with_parent(0)  # the number of a parent outside
             try:
+                # The /proc of the new namespace, as the old one shows process numbers that do not exist in it.
                 linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
             except OSError as error:
                 guardian.send((error.strerror or str(error)).encode())

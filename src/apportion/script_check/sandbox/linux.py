@@ -119,6 +119,7 @@ def allow_writes_only_in(folders: Sequence[str], devices: Sequence[str] = ()) ->
     Raises OSError where the kernel does not offer it.
     """
     version = landlock_version()
+    # The kernel refuses a set of rules that names a right it does not know yet.
     changes = _CHANGES | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     attributes = struct.pack("Q", changes)
     rules = _landlock_call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0))
@@ -126,6 +127,7 @@ def allow_writes_only_in(folders: Sequence[str], devices: Sequence[str] = ()) ->
         for paths, allowed in ((folders, changes), (devices, changes & (_WRITE_FILE | _TRUNCATE))):
             for path in paths:
                 _allow_beneath(rules, path, allowed)
+        # Without privileges the kernel accepts the restriction only so.
         forbid_new_privileges()
         _landlock_call(_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0))
     finally:

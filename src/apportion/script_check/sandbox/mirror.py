@@ -122,6 +122,7 @@ class Mirror:
         real = os.path.realpath(place)
         if not within(place, [self.root]) or self.contains(real):
             return real
+        # Looked at again under the lock, as another rank may have replaced the link meanwhile.
         with self.locked():
             if os.path.islink(place):
                 _replace_link(place, real, content)
@@ -172,6 +173,7 @@ def _replace_link(place: str, real: str, content: bool) -> None:
     else:
         os.unlink(place)
         return
+    # In one step: another rank opens either the link or the copy, never half of it.
     os.replace(new, place)
 
 

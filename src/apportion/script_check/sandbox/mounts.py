@@ -155,6 +155,8 @@ class Layers:
         lower = os.open(path, os.O_PATH | os.O_DIRECTORY)
         try:
             layers = self._layers_of(path, os.path.basename(view))
+            # By descriptors, as a path in these options would have to be escaped, and might be covered by another
+            # mount.
             options = f"lowerdir=/proc/self/fd/{lower},upperdir={layers}/upper,workdir={layers}/work"
             # a folder of the user's can be renamed as such with redirect_dir alone, which takes the administrator's
             # attributes; without it the kernel has programs copy the folder, as between two disks
@@ -162,6 +164,7 @@ class Layers:
             linux.mount("overlay", view, "overlay", options=options)
         finally:
             os.close(lower)
+        # On some file systems the mount succeeds and the first write fails.
         _try_to_write(view)
         self._add(path, view)
 
@@ -261,8 +264,10 @@ def protect(scope: FileScope, records: str, user_namespace: bool) -> None:
     for path in scope.needed:
         if user_namespace and path not in scope.temporary:
             require_own(path)
+    # Private first: mounts of this namespace must not spread to the one outside, which shares them by default.
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     table = MountTable.read()
+    # Mounts that are made from here on, such as the overlays, stay writable.
     table.set_read_only()
     stage = os.path.join(records, STAGE)
     linux.mount("tmpfs", stage, "tmpfs", options="mode=755")

@@ -89,6 +89,7 @@ class Sandbox:
         self._control, theirs = socket.socketpair()
         if sys.platform == "linux":
             self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # Closed here once the leader has it: the end of the leader then shows as the end of the stream.
         with theirs:
             self._leader = subprocess.Popen(
                 [
@@ -182,6 +183,8 @@ class Sandbox:
             data, ancillary = b"", []
         if not data:
             self._set_closed()
+        # In a namespace of its own a process has another number than here; the kernel translates the one in the
+        # credentials.
         sender = next((_CREDENTIALS.unpack(content[: _CREDENTIALS.size])[0] for _, _, content in ancillary), 0)
         for line in data.decode().splitlines():
             self._handle_report(line, sender)
@@ -193,6 +196,7 @@ class Sandbox:
         except OSError:  # it has ended already
             pass
         try:
+            # The leader ends once all processes of the sandbox have, so that nothing of the script runs after this.
             self._leader.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._leader.kill()
