@@ -87,14 +87,12 @@ def _install(recorder: Recorder) -> Callable[[], None]:
         contributions,
         figures,
         functions,
-        gathers,
         loaders,
         modules,
         optimizers,
         plain_optimizers,
         precision,
         randomness,
-        reducers,
         reference_gradients,
         saves,
         spawning,
@@ -110,7 +108,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     # before any other hook asks for a name.
     networks = modules.install(recorder)
     calls = collectives.install(recorder, networks)
-    reducers.install(calls)
+    wrappers.install_reducers(calls)
     clipping.install(calls)
     # Outside of the wrapper that records clipping: in a replay, what is recorded is the clipping of the averaged
     # gradients.
@@ -121,7 +119,7 @@ def _install(recorder: Recorder) -> Callable[[], None]:
     # After the hook that records the script's own gradients, which the reference sets aside while it computes.
     if recorder.plan["reference"]:
         reference_gradients.install(recorder, networks)
-    gathers.install(recorder)
+    contributions.watch_gathers(recorder)
     if recorder.plan["by_rank"]:
         splits.install_by_rank(recorder, networks)
     saves.install(recorder)

@@ -122,7 +122,7 @@ class OptimizerSteps:
             made = self._replay is None or self._replay.last
             if made:
                 self._check_last(optimizer)
-        # After the rates of the script itself were recorded, and before a closure computes with those of the other pass.
+        # After the rates of the script itself were recorded, and before a closure computes with those fed.
         if made:
             self._feed_rates(optimizer, self._number(optimizer))
         return given
