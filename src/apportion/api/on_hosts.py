@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import cloudpickle
 
-from apportion.api.compared_row import ComparedRow
 from apportion.api.host_rank import HostJob, HostVerb
 from apportion.api.running import RunRequest
+from apportion.api.verb import Verb
 from apportion.core.event import Event
-from apportion.core.json_data import read
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.core.workload import Workload
-from apportion.errors import ApportionError
 from apportion.planner.decision import Planning
-from apportion.planner.plan import Plan
-from apportion.planner.plan_data import plan_of
 from apportion.reporting.recording import draw_report
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.checkpoint.event_lines import EVENTS
@@ -30,9 +26,7 @@ from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipp
 from apportion.runtime.hosts.hosts_run import HostsRun
 from apportion.runtime.hosts.hosts_verb import HostsVerb
 from apportion.runtime.hosts.started_hosts import Shipment
-from apportion.runtime.proof.proof import Proof
 
-Made = TypeVar("Made")
 UNKNOWN = "data_parallel"
 """The strategy that stands in the driver's job where the ranks choose one: they alone build it."""
 MOST_JOB_BYTES = 64 << 20
@@ -59,40 +53,11 @@ def started_on_hosts(
             draw_report(asked.run_dir)
 
 
-def answered_on_hosts(name: str, workload: Workload | str, launcher: HostsLauncher, **options: Any) -> Any:
-    """Carries out a verb on the hosts of the launcher, and returns its value, which is plain JSON. ``name``: the verb
-    in ``launched.answers``; ``options``: what else it is called with. Raises what it raises there."""
-    given = HostVerb(name=name, workload=_shipped(workload), launcher=launcher, options=options)
-    return HostsVerb(launcher, _shipment(workload, given)).value()
-
-
-def proof_on_hosts(workload: Workload | str, strategy: Strategy, launcher: HostsLauncher, *, steps: int) -> Proof:
-    """Proves a strategy on the hosts of the launcher."""
-    return _made(Proof.from_json, answered_on_hosts("check", workload, launcher, strategy=strategy, steps=steps))
-
-
-def rows_on_hosts(
-    workload: Workload | str, strategies: Sequence[Strategy], launcher: HostsLauncher, *, steps: int, every: bool
-) -> list[ComparedRow]:
-    """Measures strategies on the hosts of the launcher. ``every``: those that cannot run there are left out, of which
-    rank 0 warns."""
-    told = answered_on_hosts("compare", workload, launcher, strategies=list(strategies), steps=steps, every=every)
-    return _made(lambda rows: [read(ComparedRow, row) for row in rows], told)
-
-
-def plan_on_hosts(workload: Workload | str, launcher: HostsLauncher, *, trial: bool) -> Plan:
-    """Plans for the ranks of the hosts of the launcher."""
-    made: Plan = _made(plan_of, answered_on_hosts("plan", workload, launcher, trial=trial))
-    name = workload if isinstance(workload, str) else made.workload  # on the hosts its file lies elsewhere
-    return replace(made, workload=name, started_by=str(launcher))
-
-
-def _made(make: Callable[[Any], Made], told: Any) -> Made:
-    """Returns what a host's JSON describes. Raises ApportionError where it describes nothing of the kind."""
-    try:
-        return make(told)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ApportionError(f"what the first host has sent as the result is none: {error}") from error
+def answered_on_hosts(verb: Verb[Any], launcher: HostsLauncher) -> Any:
+    """Carries out a verb on the hosts of the launcher, and returns its answer, which is plain JSON. Raises what it
+    raises there."""
+    shipped = replace(verb, workload=_shipped(verb.workload))
+    return HostsVerb(launcher, _shipment(verb.workload, HostVerb(verb=shipped, launcher=launcher))).value()
 
 
 def _shipped(workload: Workload | str) -> Workload | str:

@@ -70,10 +70,48 @@ class RunRequest:
         )
 
 
-def started(
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that is about to begin, on whichever ranks a launcher has."""
+
+    asked: RunRequest
+    strategy: Strategy | None
+    """The strategy; None: one is chosen."""
+    planning: Planning
+    """The settings of that choice."""
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None and self.planning != Planning():
+            raise ValueError(
+                f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {self.strategy} is "
+                "given: leave either out"
+            )
+
+    def on_processes(self, launcher: Local) -> Generator[Event, None, None]:
+        """Runs on processes of this machine. A run that is gone on with keeps its strategy."""
+        training = self
+        if self.asked.resume == "auto":
+            asked = replace(self.asked, resume=has_checkpoint(self.asked.run_dir))
+            training = replace(training, asked=asked)
+        if training.strategy is None and training.asked.resume is True:
+            strategy: Strategy = parse(strategy_of(training.asked.run_dir), "apportion.strategies")
+            training = replace(training, strategy=strategy)
+        return _started(training.asked, training.strategy, launcher, training.planning)
+
+    def on_running_ranks(self, launcher: Env) -> Generator[Event, None, None]:
+        """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
+        return _launched(self.asked, self.strategy, launcher, self.planning)
+
+    def on_hosts(self, launcher: HostsLauncher) -> Generator[Event, None, None]:
+        """Runs on ranks that are started on the launcher's hosts. Where no strategy is given, they choose one."""
+        from apportion.api.on_hosts import started_on_hosts  # what goes to other hosts needs more
+
+        return started_on_hosts(self.asked, self.strategy, launcher, self.planning)
+
+
+def _started(
     asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
-    """Runs on processes of this machine."""
     with single_writer(asked.run_dir):
         if not asked.resume:
             refuse_started(asked.run_dir)  # before anything is measured, tried or proved
@@ -160,10 +198,9 @@ def _on_processes(
             requeue_job(job.policy)
 
 
-def launched(
+def _launched(
     asked: RunRequest, strategy: Strategy | None, launcher: Env, planning: Planning
 ) -> Generator[Event, None, None]:
-    """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
     from apportion.runtime.launched.rank_notice import RankNotice
 
     notice = RankNotice(RunControl())
@@ -296,8 +333,8 @@ def _chosen_together(
         written = strategy_of(asked.run_dir) if world.rank == 0 else None
         written = broadcast_message(written, world.group(), device=world.device)
         return parse(written, "apportion.strategies"), None
-    from apportion.api.launched.proof import all_or_none, must_agree
     from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
+    from apportion.runtime.launched.driving import all_or_none, must_agree
 
     # Before anything is measured; the other ranks may not have the disk.
     all_or_none(lambda: refuse_started(asked.run_dir) if world.rank == 0 else None, world)

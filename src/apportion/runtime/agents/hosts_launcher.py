@@ -9,10 +9,13 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import IO, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
 
 from apportion.core.value import Value
+
+if TYPE_CHECKING:
+    from apportion.core.launcher import Carried
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,16 @@ class HostsLauncher(Value, ABC):
         """Returns why the connection to an agent has ended, with the cure, where that was not the agent's own end; else
         None. ``status``: the exit status of the connection's process; ``said``: the last lines that it and the agent
         have printed; ``is_up``: the agent had begun to speak."""
+
+    @final
+    def with_workers(self, workers: int) -> Self:
+        """Returns this launcher for ``workers`` workers of each host."""
+        return replace(self, workers=workers)
+
+    @final
+    def dispatch(self, carried: Carried) -> Any:
+        """Has something done on ranks that are started on these hosts for it; returns what came of it."""
+        return carried.on_hosts(self)
 
     def release(self, hosts: Sequence[RunHost]) -> None:
         """Gives back what ``parsed`` has taken for these hosts, after the last agent has ended."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 from apportion.core.value import Value
+
+if TYPE_CHECKING:
+    from apportion.core.launcher import Carried
 
 
 @final
@@ -19,8 +22,16 @@ class Env(Value):
     """The number of data-loading processes of each worker."""
 
     insecure: bool = False
-    """True: ranks on several hosts need no secret in APPORTION_SECRET_FILE, and whoever reaches a port may take one's
-    place."""
+    """True: ranks on several hosts need no secret in APPORTION_SECRET_FILE, and any process that reaches a port may
+    take the place of one."""
 
     launched = True
     """True: the ranks are running already."""
+
+    def with_workers(self, workers: int) -> Env:
+        """Raises ValueError: the number of ranks is that of the processes that are running."""
+        raise ValueError(f"workers={workers} goes with local(): {self} finds its ranks running already")
+
+    def dispatch(self, carried: Carried) -> Any:
+        """Has something done on the ranks that call this; returns what came of it."""
+        return carried.on_running_ranks(self)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -17,6 +18,9 @@ from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.imports import Imports
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
+
+if TYPE_CHECKING:
+    from apportion.core.launcher import Carried
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,6 +45,14 @@ class Local(Value):
         self._must_be_whole("loaders", least=0)
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    def with_workers(self, workers: int) -> Local:
+        """Returns this launcher for ``workers`` workers."""
+        return replace(self, workers=workers)
+
+    def dispatch(self, carried: Carried) -> Any:
+        """Has something done on processes of this machine; returns what came of it."""
+        return carried.on_processes(self)
 
     def on_cpu(self) -> bool:
         """Tells whether the workers compute on the CPU."""
