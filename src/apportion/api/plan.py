@@ -98,7 +98,8 @@ def _of_ranks(workload: Workload | str | None, launcher: Launcher, *, trial: boo
         raise ValueError(f"launcher={launcher} needs a workload (FILE:NAME): the ranks measure it; give one")
     if isinstance(workload, str):
         check_place(workload)
-    plan: Plan = launcher.dispatch(PlanOfRanks(workload=workload, trial=trial))
+    name = workload if isinstance(workload, str) else None
+    plan: Plan = launcher.dispatch(PlanOfRanks(workload=workload, trial=trial, name=name))
     return plan
 
 
@@ -124,6 +125,8 @@ class PlanOfRanks(Verb[Plan]):
     """A plan of ranks that are running already, for themselves."""
 
     trial: bool
+    name: str | None
+    """The address of the workload as the user has given it."""
 
     def on_processes(self, launcher: Local) -> Plan:
         raise ValueError(
@@ -148,7 +151,7 @@ class PlanOfRanks(Verb[Plan]):
                     f"alone: start torchrun --nproc-per-node=2 --no-python apportion plan {name} --launcher env, or "
                     "leave --launcher out, and it is planned for this machine"
                 )
-            found = plan_launched(self.workload, world, trial=self.trial)
+            found = plan_launched(self.workload, world, trial=self.trial, name=self.name)
             data = None if found is None else plan_data(found)
             return broadcast_message(data, world.group(), device=world.device), world.rank
         finally:

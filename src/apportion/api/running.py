@@ -16,6 +16,7 @@ from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.event import Event
+from apportion.core.launcher import Launcher
 from apportion.core.own_frames import outside
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
@@ -40,8 +41,6 @@ from apportion.runtime.worker.training.loop import work
 if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
     from apportion.runtime.proof.proof import Settled
-
-Launcher = Local | Env | HostsLauncher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +346,7 @@ def _chosen_together(
         )
     fresh = world.renew()  # what is built to be tried is none of the run's
     try:
-        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial)
+        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial, name=asked.address)
     finally:
         fresh.close()
     return parse(told["strategy"], "apportion.strategies"), told
