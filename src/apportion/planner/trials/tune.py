@@ -58,7 +58,7 @@ class Offer:
 
     @property
     def local(self) -> Local:
-        """The launcher."""
+        """The layout as processes of this machine."""
         return self.launcher
 
     def __str__(self) -> str:
