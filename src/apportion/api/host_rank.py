@@ -11,44 +11,17 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from apportion.api.shipment import HostJob, HostVerb
 from apportion.comm.channel import Channel
 from apportion.core.json_data import cache_folder
-from apportion.core.strategy import Strategy
 from apportion.errors import PeerLost
 from apportion.process import PACKAGE
-from apportion.runtime.agents.hosts_launcher import HostsLauncher
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostJob:
-    """What every rank of a run on several hosts is given."""
-
-    asked: Any
-    """The ``RunRequest``; where its workload is an address, it is one below the folder of the run's code."""
-    strategy: Strategy | None
-    """The strategy; None: the ranks choose one."""
-    launcher: HostsLauncher
-    planning: Any
-    """The ``Planning`` by which they do."""
-    replaceable: bool = False
-    """True where other processes may take the places of ranks that are lost."""
-    ranks: int = 2
-    """About how many ranks there are: a spare gets ready for the share of one of so many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostVerb:
-    """What every rank is given of a verb that returns a value."""
-
-    verb: Any
-    """The ``api.verb.Verb``; where its workload is an address, it is one below the folder of the run's code."""
-    launcher: HostsLauncher
 
 
 def main(sock: socket.socket, payload: bytes) -> int:

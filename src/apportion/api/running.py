@@ -25,8 +25,9 @@ from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
 from apportion.planner.decision import Decision, Planning, next_best
-from apportion.reporting.recording import journaled
+from apportion.reporting.recording import draw_report, journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.checkpoint.event_lines import EVENTS
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
@@ -41,6 +42,10 @@ from apportion.runtime.worker.training.loop import work
 if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
     from apportion.runtime.proof.proof import Settled
+
+
+UNKNOWN = "data_parallel"
+"""The strategy that stands in the driver's job where the ranks of other hosts choose one: they alone build it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +108,7 @@ class Training:
 
     def on_hosts(self, launcher: HostsLauncher) -> Generator[Event, None, None]:
         """Runs on ranks that are started on the launcher's hosts. Where no strategy is given, they choose one."""
-        from apportion.api.on_hosts import started_on_hosts  # what goes to other hosts needs more
-
-        return started_on_hosts(self.asked, self.strategy, launcher, self.planning)
+        return _started_on_hosts(self.asked, self.strategy, launcher, self.planning)
 
 
 def _started(
@@ -115,6 +118,28 @@ def _started(
         if not asked.resume:
             refuse_started(asked.run_dir)  # before anything is measured, tried or proved
         yield from _run_here(asked, strategy, launcher, planning)
+
+
+def _started_on_hosts(
+    asked: RunRequest, strategy: Strategy | None, launcher: HostsLauncher, planning: Planning
+) -> Generator[Event, None, None]:
+    from apportion.api.shipment import HostJob, shipment_of, shipped_workload, whole_address
+    from apportion.runtime.hosts.hosts_run import HostsRun  # what goes to other hosts needs more
+
+    if not asked.resume:
+        refuse_started(asked.run_dir)  # the copy of the run would take its place
+    shipped = replace(asked, address=whole_address(asked.address), workload=shipped_workload(asked.workload))
+    replaceable = strategy is not None and not strategy.comes_and_goes
+    given = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
+    shipment = shipment_of(asked.workload, given)
+    job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
+    job = replace(job, replaceable=replaceable)
+    run = HostsRun(job, launcher, shipment, chooses=strategy is None)
+    try:
+        yield from run.events()
+    finally:
+        if run.is_late and Path(asked.run_dir, EVENTS).exists():
+            draw_report(asked.run_dir)
 
 
 def _run_here(

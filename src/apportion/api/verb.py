@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -71,9 +71,15 @@ class Verb(ABC, Generic[Value]):
     def on_hosts(self, launcher: HostsLauncher) -> Value:
         """Carries the verb out on ranks that are started on the launcher's hosts for it. Raises ApportionError where
         the first host's JSON is not an answer of this verb."""
-        from apportion.api.on_hosts import answered_on_hosts  # what goes to other hosts needs more
+        from apportion.api.shipment import (  # what goes to other hosts needs more
+            HostVerb,
+            shipment_of,
+            shipped_workload,
+        )
+        from apportion.runtime.hosts.hosts_verb import HostsVerb
 
-        answer = answered_on_hosts(self, launcher)
+        shipped = HostVerb(verb=replace(self, workload=shipped_workload(self.workload)), launcher=launcher)
+        answer = HostsVerb(launcher, shipment_of(self.workload, shipped)).value()
         try:
             value = self.value(answer, launcher)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
