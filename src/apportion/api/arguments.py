@@ -35,15 +35,15 @@ def strategy_of(given: Strategy | str) -> Strategy:
 def launcher_of(given: Any) -> Launcher:
     """Returns the launcher that is given by itself or as text, ``local()`` for None. Raises ValueError where it is
     neither."""
-    from apportion.runtime.agents.hosts_launcher import HostsLauncher
-    from apportion.runtime.launch.env import Env
-    from apportion.runtime.launch.local import Local
+    from apportion.core.launcher import Launcher
 
     if given is None:
+        from apportion.runtime.launch.local import Local
+
         return Local()
     if isinstance(given, int) and not isinstance(given, bool):
         raise ValueError(f"launcher={given} must be a launcher or its text: launcher=apportion.local(workers={given})")
-    found: Launcher = value_of(given, LAUNCHERS, (Local, Env, HostsLauncher))
+    found: Launcher = value_of(given, LAUNCHERS, Launcher)
     return found
 
 

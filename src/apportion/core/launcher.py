@@ -1,8 +1,11 @@
-"""The contract of a launcher: a value that says where ranks run, and carries verbs out there."""
+"""The contract of a launcher: a value that says where ranks run, and has verbs carried out there."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol, Self
+
+from apportion.core.value import Value
 
 
 class Carried(Protocol):
@@ -18,24 +21,22 @@ class Carried(Protocol):
         """Does it on ranks that are started on other hosts for it."""
 
 
-class Launcher(Protocol):
-    """Where ranks run. A launcher is one file in ``runtime/launch``, or an entry point of an installed package."""
+class Launcher(Value, ABC):
+    """Where ranks run. A launcher is a file in ``runtime/launch``, or an entry point of an installed package; nothing
+    else asks of which class it is."""
 
-    @property
-    def device(self) -> str | None:
-        """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
+    device: str | None
+    """The device type, "cpu" or "cuda"; None: the GPUs where there are any."""
+    loaders: int
+    """The number of data-loading processes of each worker."""
+    launched: ClassVar[bool] = False
+    """True where the ranks are running already, and need not be started."""
 
-    @property
-    def loaders(self) -> int:
-        """The number of data-loading processes of each worker."""
+    @abstractmethod
+    def with_workers(self, workers: int) -> Self:
+        """Returns this launcher for ``workers`` workers, of each host where there are several. Raises ValueError where
+        the ranks are running already."""
 
-    @property
-    def launched(self) -> bool:
-        """True where the ranks are running already."""
-
-    def with_workers(self, workers: int) -> Launcher:
-        """Returns this launcher for so many workers, of each host where there are several. Raises ValueError where the
-        ranks are running already."""
-
+    @abstractmethod
     def dispatch(self, carried: Carried) -> Any:
         """Has something done on these ranks, and returns what came of it."""

@@ -10,12 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol, Self, final
+from typing import IO, Any, ClassVar, Protocol, Self, final
 
-from apportion.core.value import Value
-
-if TYPE_CHECKING:
-    from apportion.core.launcher import Carried
+from apportion.core.launcher import Carried, Launcher
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class ConnectionProcess(subprocess.Popen[bytes]):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class HostsLauncher(Value, ABC):
+class HostsLauncher(Launcher, ABC):
     """A launcher that starts an agent on each of several hosts."""
 
     workers: int | None = None
@@ -93,8 +90,6 @@ class HostsLauncher(Value, ABC):
 
     python_by_host: ClassVar[bool] = False
     """Whether ``python`` may be a path for each host, by its name."""
-    launched: ClassVar[bool] = False
-    """False: the ranks are not running yet, and have to be started."""
     insecure: ClassVar[bool] = False
     """False: the ranks prove to each other that they know the secret of the run."""
     own_words: ClassVar[tuple[str, ...]] = ()
@@ -127,12 +122,10 @@ class HostsLauncher(Value, ABC):
 
     @final
     def with_workers(self, workers: int) -> Self:
-        """Returns this launcher for ``workers`` workers of each host."""
         return replace(self, workers=workers)
 
     @final
     def dispatch(self, carried: Carried) -> Any:
-        """Has something done on ranks that are started on these hosts for it; returns what came of it."""
         return carried.on_hosts(self)
 
     def release(self, hosts: Sequence[RunHost]) -> None:

@@ -8,23 +8,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import cloudpickle
 
-from apportion.core.value import Value
+from apportion.core.launcher import Carried, Launcher
 from apportion.process import most_threads, usable_cores
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.imports import Imports
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.spawn.template import template
 
-if TYPE_CHECKING:
-    from apportion.core.launcher import Carried
-
 
 @dataclass(frozen=True, repr=False)
-class Local(Value):
+class Local(Launcher):
     """Worker processes on this machine, each with a number of threads."""
 
     workers: int | None = None
@@ -37,21 +34,16 @@ class Local(Value):
     loaders: int = 0
     """The number of data-loading processes of each worker; they count against the cores."""
 
-    launched = False
-    """False: the ranks are not running yet, and have to be started."""
-
     def __post_init__(self) -> None:
         self._must_be_whole("workers", "threads")
         self._must_be_whole("loaders", least=0)
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
 
-    def with_workers(self, workers: int) -> Local:
-        """Returns this launcher for ``workers`` workers."""
+    def with_workers(self, workers: int) -> Self:
         return replace(self, workers=workers)
 
     def dispatch(self, carried: Carried) -> Any:
-        """Has something done on processes of this machine; returns what came of it."""
         return carried.on_processes(self)
 
     def on_cpu(self) -> bool:
