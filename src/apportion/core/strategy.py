@@ -15,11 +15,11 @@ from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
 from apportion.core.across_hosts import AcrossHosts
 from apportion.core.data.batch import Batch
+from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import fingerprint
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
 from apportion.core.value import Value
 from apportion.core.workload import Workload
 

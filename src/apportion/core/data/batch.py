@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from apportion.core.data.rows import misfit_of, row_count, rows_of
+from apportion.core.data.sampler import DataShard, Draws, Index, split
 from apportion.core.loss_terms import Count, examples, terms_of
-from apportion.core.sampling.sampler import DataShard, Draws, Index, split
 
 
 class BatchLoader(Protocol):

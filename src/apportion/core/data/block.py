@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from apportion.core.data.batch import Whole
-from apportion.core.sampling.sampler import DataShard, Index
+from apportion.core.data.sampler import DataShard, Index
 
 ALIGN = 64
 """The number of bytes that the address of a tensor's memory is a multiple of."""

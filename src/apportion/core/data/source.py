@@ -16,11 +16,10 @@ from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch, Whole
 from apportion.core.data.block import BatchPart, Block
 from apportion.core.data.fetch import RowFetcher
+from apportion.core.data.parts import PartedDataset
+from apportion.core.data.sampler import DataShard, PartSampler, Sampler
 from apportion.core.model_loss import resolved
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.sampler import PartSampler
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.sampling.sampler import DataShard, Sampler
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
 
