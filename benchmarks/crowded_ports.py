@@ -31,7 +31,7 @@ from apportion.comm.network.handshake import CLAIM_BYTES, Purpose, claim, hello
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import meet_again
-from apportion.comm.network.secret import NAME
+from apportion.comm.network.handshake import NAME
 
 KINDS = ("silent", "a little", "http", "random claim", "recorded hello", "recorded claim")
 HELD_SECONDS = 8.0

@@ -26,9 +26,9 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.data import sent_rows
-from apportion.core.data.parts import deal_parts, learn_lengths
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
+from apportion.core.parts import deal_parts, learn_lengths
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Strategy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.map_reduce import MapReduce

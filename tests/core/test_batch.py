@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import apportion.core.data.source
 from apportion import Workload
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
+from apportion.core.sampler import DataShard
 
 
 def source(

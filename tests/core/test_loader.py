@@ -22,8 +22,8 @@ from torch.utils.data import Dataset, TensorDataset
 import apportion
 from apportion.core.data.batch import Batch
 from apportion.core.data.loader import _Shelf
-from apportion.core.data.sampler import DataShard, Draws
 from apportion.core.data.source import BatchSource
+from apportion.core.sampler import DataShard, Draws
 from apportion.core.strategy import batches
 
 LOOKED_AT = 2

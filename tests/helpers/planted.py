@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.data.sampler import DataShard
 from apportion.core.fault_points import plant
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, Strategy
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel

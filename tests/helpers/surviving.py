@@ -25,10 +25,10 @@ from torch.utils.data import TensorDataset
 from apportion import Evaluation, Workload
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
 from apportion.core.fault_points import plant
 from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica

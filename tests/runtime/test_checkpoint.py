@@ -27,8 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from apportion.core.data.sampler import Sampler
 from apportion.core.fingerprint import check_fingerprint, fingerprint
+from apportion.core.sampler import Sampler
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError

@@ -27,8 +27,8 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.parallel.recurrent.cut import cut
 from apportion.parallel.recurrent.layer import LSTMLayer, RecurrentLayer, TorchLayer, chunk_length, chunks, layer

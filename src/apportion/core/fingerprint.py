@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.core.data.sampler import PartSampler, Sampler
+from apportion.core.sampler import PartSampler, Sampler
 from apportion.core.workload import Workload
 
 

@@ -13,15 +13,47 @@ from torch.optim import Optimizer
 
 from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
-from apportion.core.across_hosts import AcrossHosts
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import fingerprint
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
+from apportion.core.sampler import DataShard
 from apportion.core.value import Value
 from apportion.core.workload import Workload
+
+
+class AcrossHosts:
+    """The part of the interface of a strategy that is about several hosts."""
+
+    survives: ClassVar[bool]
+    """Does the strategy survive the loss of a worker on one host? Each says so itself."""
+
+    @property
+    def referenced_across_hosts(self) -> bool:
+        """True where ``reference`` says what ranks on several hosts compute, too; False where what hosts send each
+        other is changed on its way."""
+        return True
+
+    @property
+    def recovers_across_hosts(self) -> bool:
+        """True where those that are left of a run on several hosts go on with what they have after the loss of a
+        worker, too; False where what survives a worker lies in memory that all of them share, so that all begin again
+        from the last checkpoint."""
+        return self.survives
+
+    @property
+    def deals_parts(self) -> bool:
+        """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts? False:
+        every rank opens all of them, which is possible on one host."""
+        return False
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """May ranks that others have started come and go while the training goes on? Then they do not meet before it,
+        rank 0 alone saves and evaluates, and a rank that begins is told by it where the training is."""
+        return False
+
 
 if TYPE_CHECKING:  # a run needs no prices
     from apportion.cost_model.cost import Cost

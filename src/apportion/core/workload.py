@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from apportion.core.data.parts import PartedDataset
-from apportion.core.data.sampler import Draws, Order
-from apportion.core.loss_terms import Count, Derived, derived_count
-from apportion.core.model_loss import ModelTerms, takes_loss_of_model
+from apportion.core.loss_terms import Count, Derived, ModelTerms, derived_count, takes_loss_of_model
 from apportion.core.named_arguments import refuse_fields
+from apportion.core.parts import PartedDataset
+from apportion.core.sampler import Draws, Order
 from apportion.core.workload_rules import (
     check_evaluation,
     check_evaluation_fields,

@@ -40,9 +40,9 @@ from torch import Tensor, nn
 from apportion.comm.world import World
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.modes import refuse_making
 from apportion.core.replica_digest import Replicated
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.collectives import all_reduce

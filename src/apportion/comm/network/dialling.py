@@ -9,8 +9,15 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from apportion.comm.network.address import Address, dial
-from apportion.comm.network.handshake import GREETING_BYTES, PROOF_BYTES, Purpose, claim, hello, is_proved
-from apportion.comm.network.secret import NAME
+from apportion.comm.network.handshake import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    SECRET_ENV,
+    Purpose,
+    claim,
+    hello,
+    is_proved,
+)
 from apportion.errors import PeerLost
 
 HANDSHAKE_SECONDS = 10.0
@@ -85,7 +92,7 @@ def dial_first(
                 continue
             refused_since = time.monotonic() if refused_since is None else refused_since
             why = (
-                f"{address} did not let this rank in: {NAME} must name a file with the same contents on every "
+                f"{address} did not let this rank in: {SECRET_ENV} must name a file with the same contents on every "
                 "host, and the ranks must be of one run"
             )
             if time.monotonic() - refused_since > patience:

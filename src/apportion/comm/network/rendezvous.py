@@ -9,6 +9,8 @@
                     the others do
 
 Nothing that torchrun's store says is trusted: whoever answers at the address has to prove itself.
+
+Ranks that come and go (``RankService``) prove the same to rank 0, but none of them waits for any other than rank 0.
 """
 
 from __future__ import annotations
@@ -25,13 +27,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from apportion.comm.network.address import Address, is_readable
+from apportion.comm.network.address import Address, is_loopback, is_readable
 from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read_exactly
-from apportion.comm.network.handshake import Purpose, key_of_meeting
+from apportion.comm.network.handshake import MAKE_SECRET, SECRET_ENV, Purpose, key_of_meeting, secret_of_run
 from apportion.comm.network.launched_ranks import run_name
 from apportion.comm.network.meeting_place import GivenPlace, OneHost, SeveralHosts, where
 from apportion.comm.network.rank_listener import RankListener
-from apportion.comm.network.secret import MAKE, NAME, secret_of_run
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
@@ -193,9 +194,9 @@ def secret_for(*, one_host: bool, insecure: bool) -> bytes:
     secret = _OPEN if insecure or one_host else secret_of_run(os.environ)
     if secret is None:
         raise ValueError(
-            f"the ranks run on several hosts, and {NAME} is not set: whoever reaches a port could take a rank. Make a "
-            f"secret with {MAKE}, copy it to every host, and set {NAME}=~/apportion-secret there; or say "
-            "env(insecure=True) where nobody else reaches these hosts"
+            f"the ranks run on several hosts, and {SECRET_ENV} is not set: any process that reaches a port could take "
+            f"a rank. Make a secret with {MAKE_SECRET}, copy it to every host, and set {SECRET_ENV}=~/apportion-secret "
+            "there; or say env(insecure=True) where no other user reaches these hosts"
         )
     return secret
 
@@ -310,3 +311,26 @@ def _say_waiting(rank: int, size: int) -> None:
         "does rank 0 run there, and was every rank started?\n"
     )
     sys.stderr.flush()
+
+
+@final
+class RankService:
+    """The way to rank 0, and its own end of it. ``one_host`` and ``insecure`` as in a meeting."""
+
+    def __init__(self, *, one_host: bool, insecure: bool) -> None:
+        one_host = one_host or is_loopback(os.environ["MASTER_ADDR"])
+        self.name = "/".join((*run_name(os.environ), "service"))
+        """What connections to rank 0 are for."""
+        self._place = OneHost(self.name) if one_host else SeveralHosts(self.name, DEADLINE_SECONDS)
+        self._secret = key_of_meeting(secret_for(one_host=one_host, insecure=insecure), self.name)
+
+    def listen(self) -> RankListener:
+        """Listens, as rank 0, for ranks that come."""
+        listener = RankListener.at_first(self._place.of_rank_0(), self._secret)
+        self._place.tell(listener.address)
+        return listener
+
+    def dial(self, rank: int, seconds: float, stopped: Stopped) -> socket.socket:
+        """Connects to rank 0 as this rank. Raises PeerLost where it is not there within so many seconds."""
+        places = self._place.find_rank_0()
+        return dial_first(places, self._secret, Purpose(self.name, rank), seconds, stopped)[0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from apportion.core.data.rows import misfit_of, row_count, rows_of
-from apportion.core.data.sampler import DataShard, Draws, Index, split
 from apportion.core.loss_terms import Count, examples, terms_of
+from apportion.core.sampler import DataShard, Draws, Index, split
 
 
 class BatchLoader(Protocol):
@@ -234,3 +236,36 @@ class Batch:
         """One example of this global batch, for a rank that has none: computed with weight 0, so that it can take
         part in the collectives inside the model. A real one: where it gives a NaN, its owner's does too."""
         return self._part(np.array([self._whole.lender], dtype=np.int64), slice(self.rows.start, self.rows.start))
+
+
+ALIGN = 64
+"""The number of bytes that the address of a tensor's memory is a multiple of."""
+
+
+@dataclass(slots=True)
+class BatchPart:
+    """One shard's rows of one batch."""
+
+    whole: Whole
+    index: Index
+    rows: slice
+    loaded: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One shard's rows of several consecutive batches, gathered at once."""
+
+    shard: DataShard
+    first: int
+    parts: list[BatchPart]
+
+    def has(self, step: int, shard: DataShard) -> bool:
+        """Tells whether the block holds these rows."""
+        return shard is self.shard and 0 <= step - self.first < len(self.parts)
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """The rows in memory that begins as a batch's by itself would: products of matrices round by where their numbers
+    lie, and a block begins wherever a process has begun."""
+    return rows if rows.data_ptr() % ALIGN == 0 else rows.clone()

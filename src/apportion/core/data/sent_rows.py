@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from apportion.comm.group import bytes_of, collective
 from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World
-from apportion.core.data.parts import PartedDataset
-from apportion.core.data.sampler import DataShard
+from apportion.core.parts import PartedDataset
+from apportion.core.sampler import DataShard
 from apportion.errors import ApportionError
 
 _HEAD = struct.Struct("<Q")

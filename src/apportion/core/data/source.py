@@ -13,13 +13,12 @@ from torch.utils.data import Dataset
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.data.batch import Batch, Whole
-from apportion.core.data.block import BatchPart, Block
+from apportion.core.data.batch import Batch, BatchPart, Block, Whole
 from apportion.core.data.fetch import RowFetcher
-from apportion.core.data.parts import PartedDataset
-from apportion.core.data.sampler import DataShard, PartSampler, Sampler
-from apportion.core.model_loss import resolved
+from apportion.core.loss_terms import resolved
+from apportion.core.parts import PartedDataset
 from apportion.core.python_state.python_state import PythonState
+from apportion.core.sampler import DataShard, PartSampler, Sampler
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.replica_digest import Replicated
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State
 from apportion.core.workload import Workload
 from apportion.errors import StateLost

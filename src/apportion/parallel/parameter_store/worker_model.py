@@ -16,11 +16,11 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable

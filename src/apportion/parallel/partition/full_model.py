@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.core.data.sampler import Sampler
 from apportion.core.fingerprint import fingerprint
 from apportion.core.python_state.leaves import refuse_other_extra_state
+from apportion.core.sampler import Sampler
 from apportion.core.workload import Workload
 from apportion.parallel.partition.tensor_shards import TensorShard
 

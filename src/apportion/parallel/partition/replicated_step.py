@@ -26,12 +26,12 @@ from apportion.comm.group import Alone, Group, collective
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.data.sampler import DataShard
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import LabelTerms, examples
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload

@@ -12,8 +12,8 @@ import torch
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.data.sampler import Index, mix
 from apportion.core.event import EPISODE
+from apportion.core.sampler import Index, mix
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of

@@ -27,9 +27,9 @@ from apportion.comm.group import Group, Work
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
-from apportion.core.data.sampler import DataShard
 from apportion.core.loss_terms import examples, terms_of
 from apportion.core.modes import evaluating
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling import sync_batch_functions
 from apportion.parallel.ops.channels_last import channels_last

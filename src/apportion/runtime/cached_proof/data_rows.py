@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
-from apportion.core.data.parts import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.rng import seeded_rng
 from apportion.process import seconds_with_core
 from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal

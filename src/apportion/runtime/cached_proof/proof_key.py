@@ -17,7 +17,7 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from apportion.core.data.parts import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.rng import seeded_rng
 from apportion.core.workload import Workload
 from apportion.runtime.cached_proof.basis import Basis

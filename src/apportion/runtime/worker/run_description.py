@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from apportion.core.data.parts import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.rng import seeded_rng
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree

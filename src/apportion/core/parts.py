@@ -22,8 +22,8 @@ from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.sync import CACHE_LINE, CommitWord, Word, sleep_on, wake
 from apportion.comm.world import World
-from apportion.core.data.sampler import DataShard, Index, mix, webster
 from apportion.core.rng import seeded_rng
+from apportion.core.sampler import DataShard, Index, mix, webster
 from apportion.errors import ApportionError, StateLost
 
 
