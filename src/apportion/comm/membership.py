@@ -127,6 +127,8 @@ class Membership:
         """Begin a change of the table, and return the odd generation that survivors have to acknowledge, also where
         they have acknowledged one that was not closed. ``generation``: that number, where hosts agree on it."""
         self._generation.value = self.generation + 1 + self.generation % 2 if generation is None else generation
+        # The odd generation is seen before any line of the table changes, so that a worker which reads a mixture finds
+        # that its generation is over.
         fence()
         wake(self._generation)
         return self.generation
@@ -150,6 +152,8 @@ class Membership:
         self._write(slots, share)
         self._words[_BEGAN], self._words[_SAVED] = began, int(saved)
         self._words[_ENDING] = int(ending)
+        # Last of all: who reads the even generation finds the whole table. A supervisor that dies before leaves an odd
+        # generation, by which no worker begins.
         self._table.publish(self.generation + 1)
         wake(self._generation)
 
@@ -192,11 +196,14 @@ class Membership:
             generation = self._table.read()
             if generation % 2 == 0:
                 place = self.place(slot)
+                # The supervisor may have opened the next change while the line was read (the reader's side of a
+                # seqlock).
                 if self._table.is_still(generation):
                     if place.rank == NOBODY:
                         raise PeerLost(f"the run goes on without the worker on slot {slot}")
                     return place
                 continue
+            # Written again in each turn: a further change may have been opened, which has a generation of its own.
             self._words[self._at(slot, _ACKNOWLEDGED)] = generation
             if ticks != self._words[_TICKS] or not ticks:  # a supervisor that never ticks is not known to be stopped
                 before, ticked, ticks = ticked, time.monotonic(), self._words[_TICKS]

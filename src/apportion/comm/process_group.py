@@ -241,6 +241,7 @@ class ProcessGroup(Group):
         theirs = torch.empty_like(rows, memory_format=torch.contiguous_format)
         own, got = _lend(rows.contiguous().view(-1), theirs.view(-1))
         self._wait(self._start(self._pg.alltoall_base, got, own, [], []))
+        # Over dimension 0 in rank order, on every rank, so that the result does not depend on which rank came first.
         torch.sum(theirs, 0, out=into)
 
     def send(self, tensor: Tensor, to: int) -> Work:

@@ -232,6 +232,8 @@ def _function_of(loss: Any) -> types.FunctionType | None:
 def _only_reads(code: types.CodeType, *, calls: bool) -> bool:
     """Tells whether some code reads its arguments and returns what it has read. ``calls``: whether it may call methods
     of them, too."""
+    # A list of what is allowed and not of what is refused: an instruction of a later Python counts as one that may do
+    # something, and the loss as one that has to be stated.
     allowed = _HARMLESS | _CALLS if calls else _HARMLESS
     return all(
         i.opname in allowed or (i.opname == "BINARY_OP" and i.argrepr == "[]") for i in dis.get_instructions(code)

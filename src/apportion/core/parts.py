@@ -223,6 +223,7 @@ def learn_lengths(dataset: PartedDataset, shard: DataShard, world: World) -> Non
     if world.members is None:
         dataset.know(_told(dataset, own, world))
         return
+    # Through memory and not by a collective: a rank that replaces another comes alone, while the others train on.
     page = _LengthsPage(world.shared("lengths of parts", _LengthsPage.nbytes(dataset.parts)), dataset.parts)
     if world.local_size < world.size:
         dataset.know(_told_to_hosts(dataset, own, world, page))
@@ -256,6 +257,7 @@ def _told(dataset: PartedDataset, own: range, world: World) -> list[int]:
         failed = error
     mistake = isinstance(failed, ValueError)
     own_message = {"lengths": lengths, "failed": None if failed is None else str(failed), "mistake": mistake}
+    # A rank that failed takes part as well and sends its error: one that raised before would leave the others waiting.
     told = gather_messages({**own_message, "where": dataset.where}, world.group(), device=world.device)
     if failed is not None:
         raise failed
@@ -295,6 +297,7 @@ class _LengthsPage:
 
     def read(self) -> list[int] | None:
         """Return all lengths; None where some are not there yet."""
+        # 0 is "not written yet": a part without rows is refused when it is opened, so that no length is 0.
         lengths = [CommitWord(word).read() for word in self._lengths]
         return lengths if all(lengths) else None
 
@@ -302,6 +305,7 @@ class _LengthsPage:
         """Wait until all lengths are there, and return them. Raises MembershipChanged where a rank is lost meanwhile;
         one that hangs is found by the supervisor."""
         while True:
+            # Read before the lengths: a length that is written in between changes the word, and the sleep ends at once.
             seen = self._changes.value
             if (lengths := self.read()) is not None:
                 return lengths

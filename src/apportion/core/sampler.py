@@ -28,12 +28,15 @@ _MASK = (1 << 64) - 1
 
 def mix(*numbers: int) -> int:
     """One 63-bit seed from several numbers (splitmix64, chained): equal numbers, equal seed, on every machine."""
+    # The order of the numbers counts: each is added to the scrambled state of those before, so that (1, 2) and (2, 1)
+    # give unrelated seeds. The constants are splitmix64's; runs that resume depend on every bit of this.
     z = 0
     for number in numbers:
         z = (z + number + 0x9E3779B97F4A7C15) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z ^= z >> 31
+    # 63 bits: a seed fits a signed 64-bit number wherever it is stored.
     return z >> 1
 
 
@@ -59,6 +62,8 @@ class Draws:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        # The last number is a domain of its own: draws for examples must not repeat what permutations are drawn from
+        # (0xDEA1) or what parts are (0x9A27, 0x9A47).
         key = np.uint64(mix(seed, epoch, 0xD4A3))
         with np.errstate(over="ignore"):
             self._keys = _scramble(_scramble(index.astype(np.uint64) * _GOLDEN + key))
@@ -69,8 +74,11 @@ class Draws:
         self._calls += 1
         width = int(np.prod(shape, dtype=np.int64))
         with np.errstate(over="ignore"):
+            # The number of the call stands in the upper bits and the place within a row in the lower 40: two calls
+            # share no counter, and a row is drawn alike however many rows the batch has on this rank.
             counter = np.arange(width, dtype=np.uint64) + np.uint64((self._calls << 40) & _MASK)
             bits = _scramble(self._keys[:, None] + _scramble(counter * _GOLDEN)[None, :])
+        # The upper 53 bits, which is what a float64 holds: every result is exact and below 1.
         unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return unit.reshape(len(self._keys), *shape)
 
@@ -95,6 +103,7 @@ class Draws:
 
     def normal(self, *shape: int) -> Tensor:
         """Real numbers of shape (n, *shape) from the standard normal distribution (Box-Muller)."""
+        # 1 - u lies in (0, 1], so that the logarithm is finite.
         radius, angle = 1.0 - self._unit(shape), self._unit(shape)
         return self._tensor(np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle))
 
@@ -167,6 +176,8 @@ class Sampler:
         if self.order == "sequential":
             return np.arange(start, stop, dtype=np.int64)
         if epoch != self._epoch:
+            # A generator of its own: the permutation must not depend on what else was drawn in this process, nor move
+            # that.
             generator = torch.Generator().manual_seed(mix(self.seed, epoch, 0xDEA1))
             self._permutation = torch.randperm(self.examples, generator=generator).numpy()
             self._epoch = epoch

@@ -31,6 +31,7 @@ class CollectiveThread:
     def run(self, job: Job, group: Group) -> Work:
         """Begins a job once those before it have ended. Whoever waits for it waits by the group's clock."""
         self._last = Future()
+        # First in, first out: all ranks ask in one order, so that the collectives of their threads meet each other.
         self._jobs.put((job, self._last))
         return _ThreadWork(self._last, group)
 
@@ -79,6 +80,7 @@ def _wait_for(future: Future[None], group: Group) -> tuple[float, float]:
     clock, began = group.all_waits, time.perf_counter()
     clock.begin()
     try:
+        # In naps only while there are messages to move: otherwise the thread sleeps until the job is done.
         while clock.move_on() and not wait([future], NAP_SECONDS).done:
             pass
         wait([future])

@@ -127,6 +127,7 @@ def hello(secret: bytes) -> bytes:
 def nonce_of_hello(secret: bytes, given: bytes) -> bytes | None:
     """Returns the nonce of a hello; None where it was made without the secret."""
     nonce, mac = given[len(HELLO) : -_DIGEST_BYTES], given[-_DIGEST_BYTES:]
+    # Compared in constant time: the time of ``==`` would tell a stranger how many bytes of a guess are right.
     return nonce if hmac.compare_digest(mac, _mac(secret, b"hello", nonce)) else None
 
 
@@ -134,6 +135,8 @@ def claim(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
     """Returns what the dialling end answers. Raises ValueError where the greeting is not this protocol's."""
     if not greeting.startswith(MAGIC):
         raise ValueError(f"{greeting[: len(MAGIC)]!r} is not the greeting of a rank, {MAGIC!r}")
+    # A nonce of each end goes into both proofs, so that neither end can be made to prove something old; and the side
+    # stands in front, so that a proof cannot be sent back to the end that made it.
     nonce = secrets.token_bytes(NONCE_BYTES)
     return nonce + purpose + _mac(secret, b"dialled", greeting, nonce, purpose)
 

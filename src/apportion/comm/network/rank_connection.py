@@ -149,6 +149,7 @@ class RankConnection(PeerSocket):
         left = self._sends[0].nbytes
         number, counterpart, whole, due = self._exchanges[0] if self._exchanges else _NOT_EXCHANGED
         awaited = counterpart - self.through[1]
+        # Only the message at the head of the queue is held back, and only until its counterpart has come whole.
         if number != self.through[0] + 1 or awaited <= 0:  # it is no exchange's, or its counterpart has come
             return max(left, 1)
         came = due - self._receives[0].nbytes if awaited == 1 else 0
@@ -191,6 +192,7 @@ class RankConnection(PeerSocket):
         if not self._begun:
             self._head, self._begun = _HEADER.pack(self.through[0], data.nbytes), True
         try:
+            # Header and bytes in one call: a header by itself would leave as a packet of its own (TCP_NODELAY).
             gone = self._sock.sendmsg([self._head, data[:room]])
         except BlockingIOError:
             return False
@@ -213,6 +215,7 @@ class RankConnection(PeerSocket):
         left = _HEADER.size - len(self._got)
         head = bytearray(left)
         try:
+            # Never more than this message: what follows belongs to the next one, whose memory is not known yet.
             came = self._sock.recvmsg_into([head, into] if left else [into])[0]
         except BlockingIOError:
             self._wake_from(min(left + into.nbytes, WAKE_BYTES))
@@ -227,6 +230,7 @@ class RankConnection(PeerSocket):
             self._check(into.nbytes)
             self._came_at = time.perf_counter()
         came -= min(came, left)
+        # The end of the connection shows as 0 bytes, and so does a message of no bytes: hence the test above.
         self._receives[0] = into = into[came:]
         self.received += came
         if not into.nbytes:
@@ -240,6 +244,7 @@ class RankConnection(PeerSocket):
     def _wake_from(self, nbytes: int) -> None:
         if nbytes != self._wake_at:
             self._wake_at = nbytes
+            # Only where it changes: the call is made for each message otherwise, and costs as much as a small receive.
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _check(self, expected: int) -> None:
@@ -283,6 +288,7 @@ def move_until(
             now = time.perf_counter()
             if done != before:
                 before, last = done, now
+            # The deadline is of progress and not of the whole wait: a large message over a slow cable may take longer.
             elif now - last > seconds:
                 late = ", ".join(connection.name for connection in own if connection.events)
                 raise PeerLost(f"nothing has come from or gone to {late} for {seconds:.0f} s")

@@ -236,6 +236,7 @@ class RankListener:
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
+        # A taker, which runs in the listener's thread, may close the listener; a thread cannot wait for itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -342,6 +343,8 @@ class RankListener:
         purpose, proof = proved
         self._forget(pending)
         key = unpack(purpose)
+        # The proof is sent under the lock: the rank may call for its connection as soon as it has it, and must not come
+        # before it is entered here.
         with self._changed:  # a rank that has read the proof is found among those that are in
             try:
                 pending.sock.send(proof)
@@ -387,6 +390,8 @@ class RankListener:
     def _reset(self, pending: PendingHandshake) -> None:
         if not self._unix:
             with contextlib.suppress(OSError):
+                # A close in order would look like a refusal of the claim (``dialling``); a reset says that it was for
+                # want of room.
                 pending.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._drop(pending)
 

@@ -179,6 +179,8 @@ class Batch:
                 "into micro-batches; use a strategy that does not cut a batch on its rank"
             )
         if rows < examples:  # some were left out: the others are divided as evenly
+            # Both ends by one formula, so that neighbouring pieces meet and none of the rows is left out or taken
+            # twice.
             piece = slice(piece.start * rows // examples, piece.stop * rows // examples)
         return rows_of(inputs, piece, rows, "inputs"), rows_of(targets, piece, rows, "targets")
 
