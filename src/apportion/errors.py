@@ -95,7 +95,7 @@ class ToldToEnd(SystemExit):
     exit status that a shell gives for the signal: 128 and its number, 143 for SIGTERM and 129 for SIGHUP."""
 
     def __init__(self, number: int, cause: str) -> None:
-        """Takes the number of the signal, and in words who was told to end by what."""
+        """Takes the number of the signal, and in words which process was signalled, and by what."""
         super().__init__(128 + number)
         self.number, self.cause = number, cause
 

@@ -129,7 +129,7 @@ def keep_what_is_freed() -> None:
 
 
 def return_large(nbytes: int) -> None:
-    """Return a block of so many bytes or more to the system as soon as it is freed, from now on (glibc). By default
+    """Return a block of this many bytes or more to the system as soon as it is freed, from now on (glibc). By default
     blocks of up to 32 MiB stay with the process once one of their size has been freed, and what lies between two that
     are in use cannot be given back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -68,7 +68,7 @@ class Barrier:
         own, mark, pid = words[rank]
         # The order matters: the mark goes first and comes back last, with fences between, so that a rank which sees
         # this generation sees its own number and not the number that an earlier process of this slot has left.
-        mark.value = -1  # whoever still looks for the number of an older generation does not find one
+        mark.value = -1  # a rank that still looks for the number of an older generation does not find one
         fence()
         own.value = 0
         pid.value = os.getpid()
@@ -77,8 +77,8 @@ class Barrier:
         wake(own)
 
     def interrupt(self) -> None:
-        """Has whoever waits here stop waiting, with PeerLost, within ``SLEEP_SECONDS``. May be called from any thread;
-        nobody meets here any more."""
+        """Has those that wait here stop waiting, with PeerLost, within ``SLEEP_SECONDS``. May be called from any
+        thread; no rank meets here any more."""
         self._interrupted = True
 
     def arrive(self) -> None:

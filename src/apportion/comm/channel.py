@@ -111,7 +111,7 @@ class Channel:
         while True:
             reply = self._replies.get()
             if reply is None:
-                self._replies.put(None)  # for whoever asks next
+                self._replies.put(None)  # for the thread that asks next
                 raise ApportionError(f"the supervisor was gone before it gave the shared memory {name}")
             message, fd = reply
             if fd is None:

@@ -172,7 +172,7 @@ def received(like: Tensor, group: Group, source: int) -> Tensor:
 
     def back(gradient: Tensor) -> Tensor:
         work = group.send(gradient.contiguous(), source)
-        if work is not DONE:  # whoever takes it may first wait for something that this backward has yet to send
+        if work is not DONE:  # the rank that takes it may first wait for something that this backward has yet to send
             Variable._execution_engine.queue_callback(work.wait)
         return gradient.new_empty(0)
 

@@ -53,8 +53,8 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
 
 @collective
 def shared_memory(group: Group, size: int) -> memoryview | None:
-    """Make shared memory of so many bytes, zeros at first, that every rank of the group maps; None where not every rank
-    can. Called by all ranks of the group."""
+    """Make shared memory of this many bytes, zeros at first, that every rank of the group maps; None where not every
+    rank can. Called by all ranks of the group."""
     descriptor, token = _made(size) if group.rank == 0 else (-1, "")
     try:
         pid, number, token = broadcast_message([os.getpid(), descriptor, token], group)

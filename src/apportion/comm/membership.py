@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from apportion.comm.sync import CACHE_LINE, CommitWord, Word, fence, sleep_on, wake
 from apportion.errors import MembershipChanged, PeerLost
 
-NOBODY = -1
+NO_RANK = -1
 _WORDS = CACHE_LINE // 4
 _GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH, _BEGAN, _SAVED = range(10)
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
@@ -161,7 +161,7 @@ class Membership:
         order = list(slots)
         first, size = (0, len(order)) if share is None else (share.first, share.size)
         for slot in range(self.slots):
-            self._words[self._at(slot, _RANK)] = first + order.index(slot) if slot in order else NOBODY
+            self._words[self._at(slot, _RANK)] = first + order.index(slot) if slot in order else NO_RANK
         self._words[_SIZE], self._words[_FIRST], self._words[_HERE] = size, first, len(order)
         address = b"" if share is None else share.address.encode("ascii")
         self._address[: len(address)] = address
@@ -179,7 +179,7 @@ class Membership:
             raise MembershipChanged(f"generation {generation} is over")
 
     def await_change(self, generation: int, seconds: float) -> bool:
-        """Wait at most so many seconds until that generation is over, and return whether it is."""
+        """Wait at most this many seconds until that generation is over, and return whether it is."""
         end = time.monotonic() + seconds
         while self._generation.value == generation:
             left = end - time.monotonic()
@@ -190,7 +190,7 @@ class Membership:
 
     def rejoin(self, slot: int, seconds: float) -> MemberPlace:
         """Acknowledge the change, wait for the new table, and return this slot's place in it. PeerLost where the
-        supervisor has run for so many seconds without coming to an end, or has given the slot away."""
+        supervisor has run for this many seconds without coming to an end, or has given the slot away."""
         left, ticked, ticks = seconds, time.monotonic(), self._words[_TICKS]
         while True:
             generation = self._table.read()
@@ -199,7 +199,7 @@ class Membership:
                 # The supervisor may have opened the next change while the line was read (the reader's side of a
                 # seqlock).
                 if self._table.is_still(generation):
-                    if place.rank == NOBODY:
+                    if place.rank == NO_RANK:
                         raise PeerLost(f"the run goes on without the worker on slot {slot}")
                     return place
                 continue

@@ -5,10 +5,10 @@
     sender    tensor -> | header | piece | piece | ... |   the head goes on, with each piece
     receiver            | header | piece -> tensor         the tail follows
 
-A message is written as far as there is room, without waiting for whoever receives it; a large one streams through in
+A message is written as far as there is room, without waiting for the receiver; a large one streams through in
 pieces that stay in cache. Where the receiver has taken everything, the sender begins at the ring's start again, so
 no more memory is touched than was ever under way. Both ends count lines of 64 bytes; each belongs to a generation, and
-what the ends of an older one have left is nobody's message.
+what the ends of an older one have left is not a message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _End(ABC):
         self._begins = Word.from_buffer(memory, 4 * _BASE)
         """The count at which the ring was last begun anew; the sender writes it."""
         self._lines = self._base = 0
-        mark.value = -1  # whoever still looks for the count of an older generation does not find one
+        mark.value = -1  # a rank that still looks for the count of an older generation does not find one
         fence()
         self._own.value = 0
         self.asleep.value = 0
@@ -88,7 +88,7 @@ class _End(ABC):
         return self.word.value
 
     def _span(self, most: int, lines: int) -> tuple[int, int]:
-        """The (address, bytes) of what is next, of so many bytes and lines."""
+        """The (address, bytes) of what is next, of this many bytes and lines."""
         at = (self._lines - self._base) % _LINES
         return self._ring + at * CACHE_LINE, min(most, PIECE, lines * CACHE_LINE, (_LINES - at) * CACHE_LINE)
 

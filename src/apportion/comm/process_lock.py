@@ -1,8 +1,8 @@
 """A lock in shared memory that survives the death of its holder.
 
 glibc's robust mutex (pthread_mutexattr_setrobust): the kernel keeps a list of what each thread holds, and the next one
-to ask gets the lock of a dead holder, and is told so. Taking and releasing it costs 0.3 us, half of what a POSIX lock
-on a byte of the file does; one that nobody holds is taken without a system call.
+to ask gets the lock of a dead holder, and is informed. Taking and releasing it costs 0.3 us, half of what a POSIX lock
+on a byte of the file does; one that is free is taken without a system call.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 A tensor goes through in pieces that stay in a core's cache. Each rank writes its piece once and reads the others'
 where they lie; sums are taken in rank order, so they have the same bits on every rank and in every run. The slots are
-doubled, so that one meeting a piece is enough: whoever writes a slot again has met everyone after they had read it.
+doubled, so that one meeting a piece is enough: a rank that writes a slot again has met everyone after they had read it.
 
 gloo sends the same through TCP, also on one host.
 """
@@ -190,7 +190,7 @@ class SharedMemoryGroup(Group):
         )
 
     def _of(self, dtype: torch.dtype, n: int) -> list[Tensor]:
-        """The slots of this turn, as so many numbers of this type."""
+        """The slots of this turn, as this many numbers of this type."""
         # Two sets of slots in turn: a rank that is ahead writes the other set while late ones still read this one. It
         # can write this set again only after the next meeting, to which those have come.
         self._turn ^= 1

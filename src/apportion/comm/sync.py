@@ -43,7 +43,7 @@ def round_up(nbytes: int, multiple: int = CACHE_LINE) -> int:
 
 
 def sleep_on(word: Word, value: int, seconds: float) -> None:
-    """Return when the word is no longer this value, when it was woken, or after so many seconds (or earlier: look at
+    """Return when the word is no longer this value, when it was woken, or after this many seconds (or earlier: look at
     the word again)."""
     if _syscall is None:
         time.sleep(min(_NAP_SECONDS, seconds))
@@ -108,7 +108,7 @@ class CommitWord:
     ::
 
         writer   the data | fence | the word
-        reader   the word | fence | the data          whoever has read the word finds what was written before it
+        reader   the word | fence | the data          a reader of the word finds what was written before it
 
     A process that dies before it has written the word leaves what the word tells of as it was.
     """
@@ -131,7 +131,7 @@ class CommitWord:
         return number
 
     def withdraw(self) -> None:
-        """Set the word to 0 before anything else is written: nobody takes what comes next for whole."""
+        """Set the word to 0 before anything else is written: no reader takes what comes next for whole."""
         self._word.value = 0
         fence()
 

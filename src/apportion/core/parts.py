@@ -94,7 +94,7 @@ class PartedDataset(Dataset[Any]):
             try:
                 with seeded_rng(mix(self._seed, part, 0x9A47)):
                     data = self._make(part)
-            except Exception as error:  # whatever it is, all ranks are told
+            except Exception as error:  # whatever it is, every rank raises it
                 frame = traceback.extract_tb(error.__traceback__)[-1]
                 raise ApportionError(
                     f"part {part} of {self.parts} could not be opened{at}: {type(error).__name__}: {error} "
@@ -221,33 +221,33 @@ def learn_lengths(dataset: PartedDataset, shard: DataShard, world: World) -> Non
     dataset.where = f"rank {world.rank} on host {socket.gethostname()}"
     own = range(*shard.parts)
     if world.members is None:
-        dataset.know(_told(dataset, own, world))
+        dataset.know(_gathered_lengths(dataset, own, world))
         return
     # Through memory and not by a collective: a rank that replaces another comes alone, while the others train on.
     page = _LengthsPage(world.shared("lengths of parts", _LengthsPage.nbytes(dataset.parts)), dataset.parts)
     if world.local_size < world.size:
-        dataset.know(_told_to_hosts(dataset, own, world, page))
+        dataset.know(_lengths_of_hosts(dataset, own, world, page))
         return
     for part in own:
         page.write(part, len(dataset.open(part)))  # type: ignore[arg-type]
     dataset.know(page.wait(world))
 
 
-def _told_to_hosts(dataset: PartedDataset, own: range, world: World, page: _LengthsPage) -> list[int]:
+def _lengths_of_hosts(dataset: PartedDataset, own: range, world: World, page: _LengthsPage) -> list[int]:
     """The lengths that ranks of several hosts tell each other at the beginning; each host keeps them for those that
     come later. Raises StateLost on a host that has come later itself: all begin again."""
     lengths = page.read()
     if not world.under_way:
-        lengths = _told(dataset, own, world)
+        lengths = _gathered_lengths(dataset, own, world)
         for part, length in enumerate(lengths):
             page.write(part, length)
     elif lengths is None:
-        raise StateLost(f"{dataset.where} was not there when the lengths of the {dataset.parts} parts were told")
+        raise StateLost(f"{dataset.where} was not there when the lengths of the {dataset.parts} parts were exchanged")
     assert lengths is not None
     return lengths
 
 
-def _told(dataset: PartedDataset, own: range, world: World) -> list[int]:
+def _gathered_lengths(dataset: PartedDataset, own: range, world: World) -> list[int]:
     """The lengths that the ranks tell each other."""
     failed: ApportionError | ValueError | None = None
     lengths: dict[str, int] = {}
@@ -258,14 +258,14 @@ def _told(dataset: PartedDataset, own: range, world: World) -> list[int]:
     mistake = isinstance(failed, ValueError)
     own_message = {"lengths": lengths, "failed": None if failed is None else str(failed), "mistake": mistake}
     # A rank that failed takes part as well and sends its error: one that raised before would leave the others waiting.
-    told = gather_messages({**own_message, "where": dataset.where}, world.group(), device=world.device)
+    messages = gather_messages({**own_message, "where": dataset.where}, world.group(), device=world.device)
     if failed is not None:
         raise failed
-    for rank in told:
+    for rank in messages:
         if rank["failed"] is not None:
             raise (ValueError if rank["mistake"] else ApportionError)(rank["failed"])
     found: dict[int, tuple[int, str]] = {}
-    for rank in told:
+    for rank in messages:
         for part, length in rank["lengths"].items():
             known, where = found.setdefault(int(part), (length, rank["where"]))
             if known != length:
@@ -278,11 +278,11 @@ def _told(dataset: PartedDataset, own: range, world: World) -> list[int]:
 
 @final
 class _LengthsPage:
-    """The lengths of all parts in memory that the ranks of a host share; 0: nobody has written it yet."""
+    """The lengths of all parts in memory that the ranks of a host share; 0: not written yet."""
 
     def __init__(self, memory: memoryview, parts: int) -> None:
         self._changes = Word.from_buffer(memory)
-        """The number of changes, or about that many: whoever waits is woken when it changes."""
+        """The number of changes, or about that many: a rank that waits is woken when it changes."""
         self._lengths = [ctypes.c_int64.from_buffer(memory, CACHE_LINE + 8 * part) for part in range(parts)]
 
     @staticmethod

@@ -56,8 +56,8 @@ def check_replicated(held: Iterable[Replicated], *, rank: int, step: int, device
         # At first one number for all of them, which is enough where all is well.
         names = zlib.crc32("\n".join(digests).encode())
         total = zlib.crc32(np.array([*digests.values()], dtype=np.int64).tobytes())
-        told = group.all_gather(torch.tensor([names, total], dtype=torch.int64, device=device)).tolist()
-        if all(one == told[0] for one in told):
+        reports = group.all_gather(torch.tensor([names, total], dtype=torch.int64, device=device)).tolist()
+        if all(one == reports[0] for one in reports):
             continue
         # All ranks come here or none: each compares the same gathered numbers.
         answers = gather_messages({"rank": rank, "digests": digests}, group, device=device)
@@ -66,11 +66,11 @@ def check_replicated(held: Iterable[Replicated], *, rank: int, step: int, device
             raise RanksDiffer(_text(*found, step))
 
 
-def difference(told: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, int, int] | None:
+def difference(reports: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, int, int] | None:
     """Compare the (rank, digests by name) of all ranks: the first tensor that differs, a rank that holds another one
     than most, a rank that holds what most do, and how many tensors differ; None where all are equal."""
     held: dict[str, list[tuple[int, int]]] = {}
-    for rank, digests in told:
+    for rank, digests in reports:
         for name, digest in digests.items():
             held.setdefault(name, []).append((rank, digest))
     differ = [name for name, holders in held.items() if len({digest for _, digest in holders}) > 1]

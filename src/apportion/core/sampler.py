@@ -214,13 +214,13 @@ class Sampler:
 
 
 def split(n: int, parts: int) -> Sequence[slice]:
-    """Split n rows into so many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
+    """Split n rows into this many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
     slices = (DataShard(i, parts).rows(n) for i in range(parts))
     return [s for s in slices if s.stop > s.start]
 
 
 def rows_of_parts(lengths: Sequence[int], rows: int) -> list[int]:
-    """The number of rows of each part among the first so many rows of an epoch.
+    """The number of rows of each part among the first this many rows of an epoch.
 
     Row k of a part of n rows comes at the place (2 k + 1) / (2 n) of the epoch, of two at one place that of the first
     part first (the method of Webster and Sainte-Lague): the numbers only grow with ``rows``, and at the end of the
@@ -287,7 +287,7 @@ class PartSampler(Sampler):
         return step, index, rows, int(self._order_of(step // self.batches, part)[at]) + self._first[part]
 
     def first_rows(self, parts: Sequence[int], rows: int) -> Index:
-        """The indices of the rows that come first in the first epoch of these parts, so many at most."""
+        """The indices of the rows that come first in the first epoch of these parts, this many at most."""
         first = [self._order_of(0, part)[:rows] + self._first[part] for part in parts]
         return np.concatenate(first)[:rows]
 

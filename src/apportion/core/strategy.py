@@ -51,7 +51,7 @@ class AcrossHosts:
     @property
     def comes_and_goes(self) -> bool:
         """May ranks that others have started come and go while the training goes on? Then they do not meet before it,
-        rank 0 alone saves and evaluates, and a rank that begins is told by it where the training is."""
+        rank 0 alone saves and evaluates, and a rank that begins learns from it where the training is."""
         return False
 
 
@@ -141,7 +141,7 @@ class Step(ABC):
     rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
     ends_together: bool = True
     """Do all ranks wait for each other at the end of a run? False: the step knows by itself when the last update is
-    made, and a rank that is lost keeps nobody waiting."""
+    made, and a rank that is lost keeps no other rank waiting."""
     whole: bool = False
     """Does every rank take whole batches, of which one rank has the outputs? This is the case where the network is
     split."""
@@ -202,7 +202,7 @@ class Step(ABC):
         """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
         optimizer has, is put back as the last update left it."""
 
-    def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
+    def leave(self) -> None:  # noqa: B027 (no rank waits for it in the common case)
         """Take no more batches on this rank for now."""
 
     def stop(self) -> bool:
@@ -301,7 +301,7 @@ class Strategy(Value, AcrossHosts, ABC):
         return False
 
     def ranks(self, workers: int) -> int:
-        """The number of processes for so many workers that take batches (servers are additional)."""
+        """The number of processes for this many workers that take batches (servers are additional)."""
         return workers
 
     @classmethod
@@ -346,7 +346,7 @@ def cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
 
 def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:
     """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``; from where its
-    state is, to the end or until so many updates are done.
+    state is, to the end or until this many updates are done.
 
     ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
     ``loaders``: the number of processes that load what comes next.

@@ -76,8 +76,8 @@ class Value:
         return text if text.endswith(")") else text + "()"
 
     def _must_be_whole(self, *names: str, least: int = 1, unit: str = "") -> None:
-        """Raise ValueError where one of these fields is no whole number of at least so many, and not None where that is
-        its default."""
+        """Raise ValueError where one of these fields is not a whole number of at least this many, and not None where
+        that is its default."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         for name in names:
             value, optional = getattr(self, name), defaults[name] is None

@@ -242,7 +242,7 @@ class Workload:
         return max(1, round(self.epochs * steps_per_epoch))
 
     def must_feed(self, workers: int) -> None:
-        """Raise ValueError where a batch is too small to give each of so many workers an example."""
+        """Raise ValueError where a batch is too small to give each of this many workers an example."""
         if self.batch_size < workers:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot feed {workers} workers: each needs at least one example; "

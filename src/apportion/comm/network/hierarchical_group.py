@@ -244,7 +244,7 @@ class HierarchicalGroup(HostsGroup):
         return made
 
     def interrupt(self) -> None:
-        """Has whoever waits in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
+        """Has those that wait in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
         comes after it."""
         if self._memory is not None:
             self._memory.meeting.interrupt()

@@ -114,11 +114,11 @@ def hosts(slots: Sequence[Slot]) -> list[int]:
     return found
 
 
-def count_ranks(told: Sequence[tuple[str, int]], rank: int) -> int:
-    """Returns the number of ranks on the host of a rank. ``told``: the host and LOCAL_RANK of every rank. Raises
+def count_ranks(reports: Sequence[tuple[str, int]], rank: int) -> int:
+    """Returns the number of ranks on the host of a rank. ``reports``: the host and LOCAL_RANK of every rank. Raises
     ValueError, for every rank alike, where the ranks of a host are not numbered from 0 on."""
     numbers: dict[str, list[int]] = {}
-    for key, local_rank in told:
+    for key, local_rank in reports:
         numbers.setdefault(key, []).append(local_rank)
     for key, local_ranks in numbers.items():
         if sorted(local_ranks) != list(range(len(local_ranks))):
@@ -126,7 +126,7 @@ def count_ranks(told: Sequence[tuple[str, int]], rank: int) -> int:
                 f"the {len(local_ranks)} ranks on host {key.split('/')[0]} were given LOCAL_RANK={local_ranks}: they "
                 f"must be 0 to {len(local_ranks) - 1}, each once"
             )
-    return len(numbers[told[rank][0]])
+    return len(numbers[reports[rank][0]])
 
 
 def refuse_contradictions(slots: Sequence[Slot]) -> None:

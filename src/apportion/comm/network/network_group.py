@@ -248,7 +248,7 @@ class NetworkGroup(HostsGroup):
         return _Message(self, way, 1, number)
 
     def _way(self, peer: int, *, out: bool) -> RankConnection:
-        """Returns the connection of the messages to a rank, or from it: whoever sends dials, since the other end may
+        """Returns the connection of the messages to a rank, or from it: the sender dials, since the other end may
         not have asked for a message yet."""
         if (peer, out) not in self._ways:
             name = f"{self._name}/messages"
@@ -276,7 +276,7 @@ class NetworkGroup(HostsGroup):
         return self.part(range(self.size))
 
     def interrupt(self) -> None:
-        """Has whoever waits in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
+        """Has those that wait in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
         comes after it."""
         self._interrupted = True
         self._meeting.wake()
@@ -423,7 +423,7 @@ class NetworkGroup(HostsGroup):
             self._thread.wait_idle(self)
 
     def _take_scratch(self, like: Tensor, times: int = 1) -> Tensor:
-        """Returns memory for so many tensors like this one, which is another's after the next collective."""
+        """Returns memory for this many tensors like this one, which is another's after the next collective."""
         nbytes = like.nbytes * times
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)

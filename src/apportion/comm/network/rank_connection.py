@@ -63,7 +63,7 @@ class PeerSocket:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Gives the descriptor back, once nobody waits any more."""
+        """Gives the descriptor back, once no thread waits any more."""
         self.close()
         self._sock.close()
 
@@ -150,7 +150,7 @@ class RankConnection(PeerSocket):
         number, counterpart, whole, due = self._exchanges[0] if self._exchanges else _NOT_EXCHANGED
         awaited = counterpart - self.through[1]
         # Only the message at the head of the queue is held back, and only until its counterpart has come whole.
-        if number != self.through[0] + 1 or awaited <= 0:  # it is no exchange's, or its counterpart has come
+        if number != self.through[0] + 1 or awaited <= 0:  # it is not an exchange's, or its counterpart has come
             return max(left, 1)
         came = due - self._receives[0].nbytes if awaited == 1 else 0
         ahead, worth = whole - left - came, min(left, WAKE_BYTES)
@@ -160,7 +160,7 @@ class RankConnection(PeerSocket):
         return room if room >= worth else 0
 
     def _carried_ahead(self, came: int) -> int:
-        """Returns by how many bytes this end may go ahead, by the rate at which so many have come. The time that they
+        """Returns by how many bytes this end may go ahead, by the rate at which this many have come. The time that they
         took is counted as a little more than it was: what lay here already has come at once."""
         trip = round_trip(self._sock)
         took = time.perf_counter() - self._came_at + max(trip, AHEAD_SECONDS)
@@ -180,8 +180,8 @@ class RankConnection(PeerSocket):
 
     def move_aside(self) -> bool:
         """Moves on what can be moved while something else is waited for, and returns whether that may be gone on with.
-        That the connection has ended is said to whoever waits for its messages: where the other end has sent its last
-        one and has left, the one that was asked for ahead never comes, and nobody misses it."""
+        That the connection has ended is said to the thread that waits for its messages: where the other end has sent
+        its last one and has left, the one that was asked for ahead never comes, and is not missed."""
         try:
             return self.move()
         except PeerLost:
@@ -266,7 +266,7 @@ def move_until(
     moved: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
     """Moves the messages of these connections until a condition holds, and returns when it began and ended. ``moved``
-    is called when some bytes may have moved. Raises PeerLost where nothing has moved for so many seconds."""
+    is called when some bytes may have moved. Raises PeerLost where nothing has moved for this many seconds."""
     own = list(connections)
     keys = {id(connection) for connection in own}
     began = last = time.perf_counter()

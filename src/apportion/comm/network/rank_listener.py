@@ -187,7 +187,7 @@ class RankListener:
 
     def take(self, name: str, rank: int, seconds: float, stopped: Callable[[], bool] = lambda: False) -> socket.socket:
         """Waits until this rank has connected for the group of this name, and returns the connection. Raises PeerLost
-        where it has not within so many seconds, the listener was closed, or ``stopped()`` says so after ``wake``."""
+        where it has not in this many seconds, the listener was closed, or ``stopped()`` says so after ``wake``."""
         key = (named(name), rank)
         with self._changed:
             self._changed.wait_for(lambda: key in self._ready or self._closed or stopped(), seconds)
@@ -197,21 +197,22 @@ class RankListener:
         raise PeerLost(f"rank {rank} is not there: {why}")
 
     def poll(self, name: str, rank: int, seconds: float) -> socket.socket | None:
-        """Returns a rank's connection as ``take`` does, but None where it has not come within so many seconds."""
+        """Returns a rank's connection as ``take`` does, but None where it has not come in this many seconds."""
         key = (named(name), rank)
         with self._changed:
             self._changed.wait_for(lambda: key in self._ready, seconds)
             return self._ready.pop(key, None)
 
     def ready(self, name: str) -> list[int]:
-        """Returns the ranks that have connected for the group of this name, and whose connections nobody has taken."""
+        """Returns the ranks that have connected for the group of this name, and whose connections have not been
+        taken."""
         own = named(name)
         with self._changed:
             return sorted(rank for group, rank in self._ready if group == own)
 
     def hand_over(self, name: str, taker: Taker | None) -> None:
         """Gives the connections for the group of this name to a function from now on, as they come, those that wait
-        already among them. It is called in the listener's thread, and must not wait. None: to nobody any more."""
+        already among them. It is called in the listener's thread, and must not wait. None: to none any more."""
         key = named(name)
         with self._changed:
             if taker is None:

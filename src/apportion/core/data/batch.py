@@ -225,8 +225,8 @@ class Batch:
         return Batch(self._source, whole, index=self.index, rows=self.rows, first_lane=self.first_lane, cut=cut)
 
     def stream(self, most: int) -> Iterator[Batch]:
-        """These rows in order, at most so many at once. Each part is loaded when it is touched and gone when it is let
-        go: for what does not fit the memory at once. Collate and augment see one part at a time."""
+        """These rows in order, at most this many at once. Each part is loaded when it is touched and gone when it is
+        let go: for what does not fit the memory at once. Collate and augment see one part at a time."""
         pieces = -(-len(self.index) // most)
         if self._loaded is not None or pieces <= 1:
             yield from self.parts(pieces)

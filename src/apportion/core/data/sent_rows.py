@@ -161,15 +161,15 @@ def send_rows(
             raise ValueError(f"{len(data):,} bytes of rows are more than the {MOST_BYTES:,} that a rank sends")
     except Exception as error:  # whatever the data set raises, all ranks have to know
         failed = f"{dataset.where}: {error}"
-    told = gather_messages([len(data), failed], world.group(), device=world.device)
-    if reasons := [reason for _, reason in told if reason is not None]:
+    messages = gather_messages([len(data), failed], world.group(), device=world.device)
+    if reasons := [reason for _, reason in messages if reason is not None]:
         raise RowsNotSentError(f"the rows of all parts cannot be sent to rank 0: {reasons[0]}")
     if world.rank != 0:
         if data:
             world.group().send(torch.frombuffer(data, dtype=torch.uint8).to(world.device), 0).wait()
         return None
     found: dict[int, SentPart] = {}
-    for rank, (nbytes, _) in enumerate(told):
+    for rank, (nbytes, _) in enumerate(messages):
         examples = iter(decode(data if rank == 0 else _received(world, rank, nbytes)) if nbytes else ())
         for part in (part for part, sender in enumerate(senders) if sender == rank):
             found[part] = SentPart(part, dataset.lengths[part], {at: next(examples) for at in wanted[part]})

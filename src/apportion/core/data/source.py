@@ -87,7 +87,7 @@ class BatchSource:
         self.count = self._fetcher.counted(resolved(self.count, model))
 
     def load_ahead(self, processes: int) -> None:
-        """Have the coming batches loaded by so many child processes (0: by this process, when they are touched); the
+        """Have the coming batches loaded by this many child processes (0: by this process, when they are touched); the
         batches are the same. Each process opens the data for itself. Rows of a TensorDataset are only copied, which
         needs no such process. Where the batches go to a GPU, augment runs in this process, as it would without
         loaders."""

@@ -1,4 +1,4 @@
-"""The state of a training that is no tensor of the network's, with a committed copy: found, compared, carried.
+"""The state of a training that is not a tensor of the network's, with a committed copy: found, compared, carried.
 
 ::
 

@@ -171,7 +171,7 @@ class ValueReader:
                 self._numbered[stored["number"]] = found
             return found
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{str(stored)[:80]} is no value that was kept here ({error})") from None
+            raise ValueError(f"{str(stored)[:80]} is not a value that was kept here ({error})") from None
 
     def _value(self, stored: Mapping[str, Any], now: Any) -> Any:
         kind, inner = next(iter(stored.items()))
@@ -210,7 +210,7 @@ class ValueReader:
         named = stored["of"] if kind == "member" else stored[kind]
         of = self._classes.get(named)
         if of is None:
-            raise ValueError(f"{named} is no class that the code of the workload names, and what was kept is one")
+            raise ValueError(f"{named} is not a class that the code of the workload names, and what was kept is one")
         if issubclass(of, enum.Enum):
             return of(stored["member"]) if issubclass(of, enum.Flag) else of[stored["member"]]
         if kind == "named":

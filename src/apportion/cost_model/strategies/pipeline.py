@@ -211,7 +211,7 @@ class Pipeline:
         else:
             found = _closed(parts, self._links, self.microbatches)
         end = sum(found.values())
-        # The loss is told to all before anybody updates: a few numbers.
+        # The loss is sent to all before any rank updates: a few numbers.
         found["communicating"] = found.get("communicating", 0.0) + all_reduce(layout, range(layout.ranks), 24)
         found["updating"] = max(part.update for part in parts)
         found["waiting"] = found.get("computing", 0.0) * chance(layout)

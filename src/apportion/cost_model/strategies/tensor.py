@@ -149,7 +149,7 @@ class Slices:
         self._n, self._ranks = layout.ranks, Collective.among(layout, range(layout.ranks))
 
     def price(self, layers: Iterable[LayerProfile], *, rows: float) -> Sliced:
-        """The price of some of the layers, on so many rows."""
+        """The price of some of the layers, on this many rows."""
         found = Sliced()
         for layer in layers:
             cut = self._how.get(layer.name)

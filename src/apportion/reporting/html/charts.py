@@ -36,7 +36,7 @@ from apportion.reporting.journal import measure, number
 BROAD, SLIM = 1000, 490
 """The widths of a broad and of a slim picture in pixels, at which the type has the size of the page's."""
 SERIES = 8
-"""The number of colours that can be told apart; more workers than that are drawn as a band."""
+"""The number of colours that can be distinguished; more workers than that are drawn as a band."""
 MOST_BARS = 32
 
 _COLOURS = ("ink", "muted", "grid", "surface", "bad", *(f"series-{n}" for n in range(1, SERIES + 1)))

@@ -258,7 +258,7 @@ class _Reader:
 
 
 def _steps_of(values: int, last: int, since: int) -> Floats:
-    """Return the steps that so many values belong to: one each, up to the last; wider apart where there are fewer
+    """Return the steps that this many values belong to: one each, up to the last; wider apart where there are fewer
     values than steps."""
     return last - np.arange(values, dtype=np.float64)[::-1] * max(1.0, since / values)
 
@@ -281,7 +281,8 @@ def finite(curve: Curve) -> Curve:
 
 
 def thinned(curve: Curve, buckets: int = 500) -> Curve:
-    """Return the smallest and the largest value of each of so many stretches, in their order, so that no spike is lost.
+    """Return the smallest and the largest value of each of this many stretches, in their order, so that no spike is
+    lost.
 
     Values that are not finite stay as gaps.
     """
@@ -318,7 +319,7 @@ def _weighted(y: Floats, reach: int) -> Floats:
 
 
 def spread(count: int, most: int) -> NDArray[np.intp]:
-    """Return the indices of so many, or of ``most`` of them, from the first to the last."""
+    """Return the indices of this many, or of ``most`` of them, from the first to the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.intp))
 
 

@@ -77,13 +77,13 @@ def _strategies(plan: Mapping[str, Any], pictures: ModuleType | None) -> str:
 
 
 def _row(candidate: Mapping[str, Any]) -> list[str]:
-    told = [candidate["strategy"], candidate["launcher"], candidate["why"]]
+    cells = [candidate["strategy"], candidate["launcher"], candidate["why"]]
     exact = "yes" if candidate["exact"] else "no"
     if candidate["step_seconds"] is None:
-        return [*told, "", "", "", "", exact]
+        return [*cells, "", "", "", "", exact]
     measured = candidate["measured"]
     return [
-        *told,
+        *cells,
         _milliseconds(candidate["predicted_step_seconds"]),
         _milliseconds(measured["step_seconds"]) if measured else "",
         f"{number(candidate['examples_per_second'])} ±{candidate['error']:.0%}",

@@ -220,8 +220,8 @@ def _checkpoints(checkpoints: list[Moment]) -> str:
 
 def _environment(history: History) -> str:
     """Return the section of what else run.json holds, without the fingerprint, which is for programs."""
-    told = ("address", "strategy", "launcher", "fingerprint")
-    pairs = [pair for name, value in history.run.items() if name not in told for pair in _flat(name, value)]
+    shown = ("address", "strategy", "launcher", "fingerprint")
+    pairs = [pair for name, value in history.run.items() if name not in shown for pair in _flat(name, value)]
     return section("Environment", tables.facts(pairs)) if pairs else ""
 
 
