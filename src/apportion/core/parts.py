@@ -297,7 +297,7 @@ class _LengthsPage:
 
     def read(self) -> list[int] | None:
         """Return all lengths; None where some are not there yet."""
-        # 0 is "not written yet": a part without rows is refused when it is opened, so that no length is 0.
+        # 0 means "not written yet", so that this rests on every part having rows.
         lengths = [CommitWord(word).read() for word in self._lengths]
         return lengths if all(lengths) else None
 
