@@ -27,11 +27,10 @@ import torch
 
 from apportion.comm.network import dialling
 from apportion.comm.network.address import Address
-from apportion.comm.network.handshake import CLAIM_BYTES, Purpose, claim, hello
+from apportion.comm.network.handshake import CLAIM_BYTES, SECRET_ENV, Purpose, claim, hello
 from apportion.comm.network.network_group import NetworkGroup
 from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import meet_again
-from apportion.comm.network.secret import NAME
 
 KINDS = ("silent", "a little", "http", "random claim", "recorded hello", "recorded claim")
 HELD_SECONDS = 8.0
@@ -125,7 +124,7 @@ def joined(size, address, generation):
 def join_among_strangers(seconds, rate, size):
     """Lets ranks meet again and again among strangers, and prints how that went. Returns whether all were let in."""
     context = multiprocessing.get_context("spawn")
-    secret = bytes(Path(os.environ[NAME]).read_bytes()).strip()
+    secret = bytes(Path(os.environ[SECRET_ENV]).read_bytes()).strip()
     stop, made = context.Event(), context.Value("q", 0)
     recorded = hello(secret), claim(secret, b"apportion/1\n" + bytes(32), Purpose("run", 1).pack())
     crowd = context.Process(target=strangers, args=(os.getpid(), rate, recorded, stop, made), daemon=True)
@@ -210,7 +209,7 @@ def main():
     with tempfile.NamedTemporaryFile() as file:  # of mode 600
         file.write(secrets.token_hex(32).encode())
         file.flush()
-        os.environ[NAME] = file.name
+        os.environ[SECRET_ENV] = file.name
         with contextlib.redirect_stderr(io.StringIO()):  # where each listener names the first stranger that it refuses
             fine = [join_among_strangers(given.seconds, given.rate, given.ranks)]
         fine += [join_at_once(given.at_once, away) for away in (0.0, 0.3)]

@@ -25,11 +25,10 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
+from apportion.core.data import sent_rows
 from apportion.core.data.source import BatchSource
-from apportion.core.parts import sent_rows
-from apportion.core.parts.deal import deal_parts
-from apportion.core.parts.lengths import learn_lengths
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.parts import deal_parts, learn_lengths
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Strategy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.map_reduce import MapReduce

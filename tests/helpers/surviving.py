@@ -27,8 +27,8 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.fault_points import plant
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica

@@ -24,8 +24,7 @@ from browsers import Browser
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
 from apportion.reporting.html import write_html
-from apportion.reporting.html.curves import on_log_scale, smoothed, thinned
-from apportion.reporting.html.history import Curve, read_history
+from apportion.reporting.html.history import Curve, on_log_scale, read_history, smoothed, thinned
 from apportion.reporting.journal import Journal, duration, entries, measure, number, read_events, summary
 from apportion.runtime.checkpoint import append_only_file
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, batches
 from apportion.core.value import parse
 from apportion.parallel.parameter_store.push_log import PushLog

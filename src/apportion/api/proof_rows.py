@@ -12,10 +12,8 @@ from apportion.api.proof_passes import FEW_EACH, ROWS_EACH, STEPS
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.deal import deal_parts
-from apportion.core.parts.lengths import learn_lengths
-from apportion.core.parts.sent_rows import RowsNotSentError, SentRows, send_rows
+from apportion.core.data.sent_rows import RowsNotSentError, SentRows, send_rows
+from apportion.core.parts import PartedDataset, deal_parts, learn_lengths
 from apportion.core.workload import Workload
 from apportion.runtime.proof.proof_workload import rows_of_proof
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from apportion.comm.channel import Message
-from apportion.core.parts.sent_rows import SentRows
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.planner.trials.trial import Candidate

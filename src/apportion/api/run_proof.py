@@ -23,7 +23,7 @@ from apportion.api.prover import prove
 from apportion.api.shared_imports import shared_imports
 from apportion.api.workload_survey import WorkloadSurvey
 from apportion.core import fast_paths
-from apportion.core.parts.sent_rows import SentRows
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.strategy import cut_at
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate

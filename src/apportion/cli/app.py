@@ -447,7 +447,7 @@ def export(
 ) -> None:
     """Carry a trained net to other hardware, and hold what the file computes against the net."""
     with guarded():
-        from apportion.core.value_names import check_written
+        from apportion.core.value import check_written
 
         check_written(target, "apportion.exporting.targets")
         from apportion.api.export import export_run, verified

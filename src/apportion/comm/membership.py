@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from apportion.comm.sync import CACHE_LINE, CommitWord, Word, fence, sleep_on, wake
 from apportion.errors import MembershipChanged, PeerLost
 
-NOBODY = -1
+NO_RANK = -1
 _WORDS = CACHE_LINE // 4
 _GENERATION, _SIZE, _ENDING, _TICKS, _FIRST, _HERE, _PORT, _LENGTH, _BEGAN, _SAVED = range(10)
 _RANK, _ACKNOWLEDGED, _PID = 0, 1, 2
@@ -127,6 +127,8 @@ class Membership:
         """Begin a change of the table, and return the odd generation that survivors have to acknowledge, also where
         they have acknowledged one that was not closed. ``generation``: that number, where hosts agree on it."""
         self._generation.value = self.generation + 1 + self.generation % 2 if generation is None else generation
+        # The odd generation is seen before any line of the table changes, so that a worker which reads a mixture finds
+        # that its generation is over.
         fence()
         wake(self._generation)
         return self.generation
@@ -150,6 +152,8 @@ class Membership:
         self._write(slots, share)
         self._words[_BEGAN], self._words[_SAVED] = began, int(saved)
         self._words[_ENDING] = int(ending)
+        # Last of all: who reads the even generation finds the whole table. A supervisor that dies before leaves an odd
+        # generation, by which no worker begins.
         self._table.publish(self.generation + 1)
         wake(self._generation)
 
@@ -157,7 +161,7 @@ class Membership:
         order = list(slots)
         first, size = (0, len(order)) if share is None else (share.first, share.size)
         for slot in range(self.slots):
-            self._words[self._at(slot, _RANK)] = first + order.index(slot) if slot in order else NOBODY
+            self._words[self._at(slot, _RANK)] = first + order.index(slot) if slot in order else NO_RANK
         self._words[_SIZE], self._words[_FIRST], self._words[_HERE] = size, first, len(order)
         address = b"" if share is None else share.address.encode("ascii")
         self._address[: len(address)] = address
@@ -175,7 +179,7 @@ class Membership:
             raise MembershipChanged(f"generation {generation} is over")
 
     def await_change(self, generation: int, seconds: float) -> bool:
-        """Wait at most so many seconds until that generation is over, and return whether it is."""
+        """Wait at most this many seconds until that generation is over, and return whether it is."""
         end = time.monotonic() + seconds
         while self._generation.value == generation:
             left = end - time.monotonic()
@@ -186,17 +190,20 @@ class Membership:
 
     def rejoin(self, slot: int, seconds: float) -> MemberPlace:
         """Acknowledge the change, wait for the new table, and return this slot's place in it. PeerLost where the
-        supervisor has run for so many seconds without coming to an end, or has given the slot away."""
+        supervisor has run for this many seconds without coming to an end, or has given the slot away."""
         left, ticked, ticks = seconds, time.monotonic(), self._words[_TICKS]
         while True:
             generation = self._table.read()
             if generation % 2 == 0:
                 place = self.place(slot)
+                # The supervisor may have opened the next change while the line was read (the reader's side of a
+                # seqlock).
                 if self._table.is_still(generation):
-                    if place.rank == NOBODY:
+                    if place.rank == NO_RANK:
                         raise PeerLost(f"the run goes on without the worker on slot {slot}")
                     return place
                 continue
+            # Written again in each turn: a further change may have been opened, which has a generation of its own.
             self._words[self._at(slot, _ACKNOWLEDGED)] = generation
             if ticks != self._words[_TICKS] or not ticks:  # a supervisor that never ticks is not known to be stopped
                 before, ticked, ticks = ticked, time.monotonic(), self._words[_TICKS]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apportion.comm.channel import Message
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.optim.elementwise import rule_of
 from apportion.parallel.optim.fused import needs_whole_weights

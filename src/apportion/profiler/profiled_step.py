@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.single_process import OneDeviceStep

@@ -144,7 +144,7 @@ class _Scalars:
 
     def close(self) -> None:
         if self._records is not None:
-            with suppress(OSError):  # that the disk is full was told
+            with suppress(OSError):  # a full disk was reported already
                 self._records.close()
             self._records = None
         self._missing = True

@@ -1,4 +1,4 @@
-"""The events of a run on their way to whoever reads them: each is written into the run directory first, and a report is
+"""The events of a run on their way to their readers: each is written into the run directory first, and a report is
 drawn of them at the end."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.modes import refuse_making
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.collectives import all_reduce

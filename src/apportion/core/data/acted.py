@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from apportion.core.sampling.sampler import Index
+from apportion.core.sampler import Index
 
 
 class ActedDataset(ABC):

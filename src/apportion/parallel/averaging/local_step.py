@@ -14,7 +14,7 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State
 from apportion.core.workload import Workload
 from apportion.errors import StateLost

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from apportion.core import tree
 from apportion.core.data.rows import rows_of
-from apportion.core.loss_terms import terms_of
-from apportion.core.model_loss import resolved
-from apportion.core.sampling.rng import fork_rng, gpus_in_use
+from apportion.core.loss_terms import resolved, terms_of
+from apportion.core.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.row_probe import Called, Copied, Part, Ran
 from apportion.parallel.batch_coupling.sync_batch_functions import by_class, own_forwards

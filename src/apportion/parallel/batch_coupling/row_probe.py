@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from apportion.core import tree
-from apportion.core.sampling.rng import seed_everything
+from apportion.core.rng import seed_everything
 from apportion.core.torch_private import DropoutBase
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.sync_batch_functions import normalisation

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from apportion.core.json_data import from_plain, to_plain
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.rng import seeded_rng
 from apportion.core.strategy import State
 from apportion.core.torch_private import mark_stepped, remove_step_hooks
 from apportion.core.workload import Workload

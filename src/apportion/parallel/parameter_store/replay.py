@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.rng import seed_everything
+from apportion.core.rng import seed_everything
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.push_log import Pushed, PushLog

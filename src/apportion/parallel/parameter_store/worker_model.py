@@ -19,8 +19,8 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.python_state.leaves import refuse_other_extra_state
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from apportion.core.fingerprint import fingerprint
 from apportion.core.python_state.leaves import refuse_other_extra_state
-from apportion.core.sampling.sampler import Sampler
+from apportion.core.sampler import Sampler
 from apportion.core.workload import Workload
 from apportion.parallel.partition.tensor_shards import TensorShard
 

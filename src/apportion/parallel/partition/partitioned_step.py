@@ -26,7 +26,7 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import StateLost

@@ -26,8 +26,8 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.modes import refuse_making
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.partition import equivalence
 from apportion.parallel.partition.autograd_use import asked, refuse_gradients_of_gradients

@@ -30,8 +30,8 @@ from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import LabelTerms, examples
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload

@@ -13,7 +13,7 @@ from torch import Tensor
 from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_tensors, gather_messages
 from apportion.core.json_data import from_plain, to_plain
-from apportion.core.python_state.joined_records import joined
+from apportion.core.python_state.records import joined
 from apportion.core.strategy import State
 from apportion.errors import StateLost
 from apportion.parallel.partition.full_model import FullModel

@@ -18,8 +18,8 @@ from apportion.core.data.batch import Batch
 from apportion.core.modes import evaluating, evaluating_as_written, made_by_modes
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import mix
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import mix
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.core.workload_rules import checked_loss, refuse_without_gradient

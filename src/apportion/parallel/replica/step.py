@@ -12,12 +12,11 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.parts.deal import share_of
-from apportion.core.parts.lengths import learn_lengths
+from apportion.core.parts import learn_lengths, share_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
 from apportion.parallel.optim.closure import Closure

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.rng import seeded_rng
 from apportion.core.workload import Evaluation, Parameters, Workload
 from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.episodes import LONGEST_EPISODE, Episodes, judged, lasted

@@ -13,7 +13,7 @@ import torch
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.event import EPISODE
-from apportion.core.sampling.sampler import Index, mix
+from apportion.core.sampler import Index, mix
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.environments import Factory, open_environments
 from apportion.parallel.rollouts.policy import policy_of

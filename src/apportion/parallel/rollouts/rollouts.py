@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampling.sampler import Index
+from apportion.core.sampler import Index
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.actor import Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments

@@ -29,7 +29,7 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
 from apportion.core.loss_terms import examples, terms_of
 from apportion.core.modes import evaluating
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling import sync_batch_functions
 from apportion.parallel.ops.channels_last import channels_last

@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from apportion.comm.differentiable import copy_to, gather_from
 from apportion.comm.group import Group
-from apportion.core.sampling.rng import strategy_draws
-from apportion.core.sampling.sampler import mix
+from apportion.core.rng import strategy_draws
+from apportion.core.sampler import mix
 from apportion.parallel.ops.matmul import linear_form
 from apportion.parallel.tensor.slicing import Slicer, shares
 

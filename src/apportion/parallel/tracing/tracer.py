@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from apportion.core import tree
-from apportion.core.sampling.rng import fork_rng, gpus_in_use
+from apportion.core.rng import fork_rng, gpus_in_use
 from apportion.core.torch_private import hooked
 from apportion.parallel.tracing.forward_signature import Given, opened, with_names
 from apportion.parallel.tracing.side_effects import Before, draws

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.parts import PartedDataset
+from apportion.core.rng import seeded_rng
 from apportion.process import seconds_with_core
 from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.rng import seeded_rng
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import reference

@@ -17,8 +17,8 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.parts import PartedDataset
+from apportion.core.rng import seeded_rng
 from apportion.core.workload import Workload
 from apportion.runtime.cached_proof.basis import Basis
 from apportion.runtime.cached_proof.data_rows import OpenedParts, choose_rows, length

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from apportion.comm.network.slurm.allocation import allocated, environment_of_steps
+from apportion.comm.network.slurm import allocated, environment_of_steps
 from apportion.errors import ApportionError
 from apportion.runtime.agents.agent_command import HOST_CORES, REACHED_FROM, agent_command
 from apportion.runtime.agents.hosts_launcher import HostsLauncher, RunHost, as_texts

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
-from apportion.core.parts.sampler import PartSampler, rows_of_parts
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.rng import seeded_rng
+from apportion.core.sampler import PartSampler, rows_of_parts
 from apportion.core.workload import Parameters, Workload
 from apportion.runtime.proof.short_sequences import with_short_sequences
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
-from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.torch_private import pytree
 
 MOST = 256

@@ -19,9 +19,8 @@ import torch
 from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.deal import deal_parts
-from apportion.core.parts.sent_rows import broadcast_rows
+from apportion.core.data.sent_rows import broadcast_rows
+from apportion.core.parts import PartedDataset, deal_parts
 from apportion.core.strategy import Step, Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed

@@ -16,7 +16,7 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import examples
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.parallel.replica.loss_weighting import refuse_unjoined

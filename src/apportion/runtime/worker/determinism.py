@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from apportion.core.sampling.rng import plain_rng_states, strategy_is_drawing
-from apportion.core.sampling.sampler import mix
+from apportion.core.rng import plain_rng_states, strategy_is_drawing
+from apportion.core.sampler import mix
 from apportion.core.torch_private import DispatchMode
 from apportion.runtime.proof.computed_values import ComputedValues
 from apportion.runtime.proof.row_draws import RowSeeds, drawn_alike, drawn_by_row, has_rows, is_ambiguous

@@ -12,7 +12,7 @@ import torch
 from apportion.comm.group import Group, collective
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Evaluation
 from apportion.runtime.worker.metric_objects import MetricObjects
 

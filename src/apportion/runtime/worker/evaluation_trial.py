@@ -13,8 +13,8 @@ from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.rng import fork_rng
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import fork_rng
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Step
 from apportion.core.workload import Evaluation
 from apportion.errors import ApportionError, MembershipChanged

@@ -13,7 +13,7 @@ from torch import nn
 
 from apportion.core import fast_paths, tree
 from apportion.core.address import load_workload
-from apportion.core.parts.sent_rows import SentRows
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload

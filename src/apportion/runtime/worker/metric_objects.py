@@ -24,8 +24,8 @@ from apportion.comm.group import Group, collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import joined_structure, rows_of
+from apportion.core.data.sent_rows import decode, encode
 from apportion.core.data.source import BatchSource
-from apportion.core.parts.example_codec import decode, encode
 
 TRIED_BATCHES = 3
 """The number of batches on which metrics are tried whole and in parts: sums of one batch may agree by chance."""

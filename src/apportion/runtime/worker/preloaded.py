@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.rng import RngState, seed_everything
+from apportion.core.rng import RngState, seed_everything
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.runtime.spawn.fork_server import ForkServer

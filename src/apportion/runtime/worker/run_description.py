@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.parts import PartedDataset
+from apportion.core.rng import seeded_rng
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
 from apportion.core.workload import Workload

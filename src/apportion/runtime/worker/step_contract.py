@@ -12,8 +12,8 @@ from apportion.comm.group import collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
-from apportion.core.sampling.rng import seeded_rng
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seeded_rng
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState

@@ -28,7 +28,7 @@ from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Update, Workload
 from apportion.parallel.replica.replica import Replica

@@ -20,9 +20,8 @@ from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
-from apportion.core.loss_terms import Count, description_of
-from apportion.core.model_loss import resolved
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.loss_terms import Count, description_of, resolved
+from apportion.core.rng import seeded_rng
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.loss_probe import (
     ROWS,

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from apportion.comm.network.rank_connection import RankConnection, move_until
-from apportion.comm.network.service.rank_service import RankService
+from apportion.comm.network.rendezvous import RankService
 from apportion.comm.world import World
 from apportion.errors import ApportionError, PeerLost
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors

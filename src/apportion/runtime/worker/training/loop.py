@@ -22,7 +22,7 @@ import torch
 from apportion.comm.group import Alone
 from apportion.comm.world import World
 from apportion.core.event import Event
-from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.strategy import Recoverable, State, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost, StateLost

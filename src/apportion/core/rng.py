@@ -61,6 +61,7 @@ def seed_everything(seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would write a traceback for each kind of GPU
     else:
         torch.manual_seed(seed)
+    # numpy takes 32 bits; the seeds of Python and torch keep all of theirs.
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 

@@ -1,6 +1,6 @@
-"""The drawn curves: matplotlib's SVG, made to stand in a page and to take its colours and its type.
+"""The pictures of a run and of a plan: matplotlib's SVG, made to stand in a page and to take its colours and its type.
 
-The only file that imports matplotlib, besides ``plan_charts``. Figures are made without pyplot, and with matplotlib's
+The only file that imports matplotlib. Figures are made without pyplot, and with matplotlib's
 own defaults whatever style the user has set, so that a report written from a notebook changes nothing there.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -19,14 +19,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from apportion.reporting.html.curves import finite, on_log_scale, smoothed, spread, thinned
-from apportion.reporting.html.history import STAGES, Curve, History, Moment, WorkerHistory
+from apportion.reporting.html.history import (
+    STAGES,
+    Curve,
+    History,
+    Moment,
+    WorkerHistory,
+    finite,
+    on_log_scale,
+    smoothed,
+    spread,
+    thinned,
+)
 from apportion.reporting.journal import measure, number
 
 BROAD, SLIM = 1000, 490
 """The widths of a broad and of a slim picture in pixels, at which the type has the size of the page's."""
 SERIES = 8
-"""The number of colours that can be told apart; more workers than that are drawn as a band."""
+"""The number of colours that can be distinguished; more workers than that are drawn as a band."""
 MOST_BARS = 32
 
 _COLOURS = ("ink", "muted", "grid", "surface", "bad", *(f"series-{n}" for n in range(1, SERIES + 1)))
@@ -368,3 +378,87 @@ def _with_own_ids(svg: str, prefix: str) -> str:
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
     svg = re.sub(r' id="([^"]*)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", svg)
     return re.sub(r'(url\(#|href="#)', rf"\1{prefix}-", svg)
+
+
+TERMS = ("computing", "updating", "loading", "communicating", "bubble", "waiting")
+MOST_CANDIDATES = 14
+MOST_ROWS = 24
+"""The largest number of devices and links in the timeline."""
+TERM_COLOURS = {term: f"series-{n}" for n, term in enumerate(TERMS, 1)}
+
+
+def terms_picture(candidates: Sequence[Mapping[str, Any]], batch_size: int) -> Picture | None:
+    """Draw a bar for each candidate: predicted seconds for one batch by term, and a mark at what was measured. None
+    where there are no candidates."""
+    shown = candidates[:MOST_CANDIDATES]
+    if not shown:
+        return None
+    rows = np.arange(len(shown))
+    per_batch = np.array([batch_size / c["examples"] for c in shown]) * 1e3
+    measured = [(i, c["measured"]["step_seconds"] * per_batch[i]) for i, c in enumerate(shown) if c["measured"]]
+
+    def draw(axes: Axes) -> None:
+        left = np.zeros(len(shown))
+        for term, colour in TERM_COLOURS.items():
+            widths = np.array([c["terms"][term] for c in shown]) * per_batch
+            for bar in axes.barh(rows, widths, left=left, height=0.62, color=MARKS[colour]):
+                bar.set(edgecolor=MARKS["surface"], linewidth=1.5)
+            left += widths
+        for row, total in enumerate(left):
+            axes.annotate(f"{number(total)} ms", (total, row), (6, 0), textcoords="offset points", va="center")
+        for row, seconds in measured:
+            axes.plot([seconds] * 2, [row - 0.42, row + 0.42], color=MARKS["ink"], linewidth=3)
+        axes.set_yticks(rows, [_name(c) for c in shown])
+        axes.set_ylim(len(shown) - 0.4, -0.6)
+        axes.set_xlim(0, max([float(left.max()), *(s for _, s in measured)]) * 1.14)
+        _across(axes)
+
+    keys = [(term, colour) for term, colour in TERM_COLOURS.items() if any(c["terms"][term] for c in shown)]
+    if measured:
+        keys.append(("measured", "ink"))
+    what = "milliseconds for one batch by what they go to, by strategy"
+    return Picture(broad_and_slim(one_plot(draw), what, 70 + 44 * len(shown)), keys)
+
+
+def timeline_picture(spans: Sequence[Mapping[str, Any]]) -> Picture | None:
+    """Draw one step: a row for each device or link, a stretch for each thing that it does. None where there are no
+    spans."""
+    names = list(dict.fromkeys(span["on"] for span in spans))[:MOST_ROWS]
+    if not names:
+        return None
+    at = {name: row for row, name in enumerate(names)}
+
+    def draw(axes: Axes) -> None:
+        for kind, colour in TERM_COLOURS.items():
+            own = [s for s in spans if s["kind"] == kind and s["on"] in at]
+            axes.barh(
+                [at[s["on"]] for s in own],
+                [(s["end"] - s["begin"]) * 1e3 for s in own],
+                left=[s["begin"] * 1e3 for s in own],
+                height=0.7,
+                color=MARKS[colour],
+                edgecolor=MARKS["surface"],
+                linewidth=0.8,
+            )
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        _across(axes)
+
+    keys = [(kind, colour) for kind, colour in TERM_COLOURS.items() if any(s["kind"] == kind for s in spans)]
+    return Picture(broad_and_slim(one_plot(draw), "one step by device and link", 70 + 30 * len(names)), keys)
+
+
+def _name(candidate: Mapping[str, Any]) -> str:
+    """Return the text beside a bar, without the launcher, which is in the table."""
+    text, many = candidate["strategy"], candidate["workers"]
+    short = text if len(text) <= 44 else f"{text[:42]}.."
+    return f"{short}\n{many} worker{'' if many == 1 else 's'} x {candidate['threads']}"
+
+
+def _across(axes: Axes) -> None:
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    axes.spines["bottom"].set_visible(False)
+    axes.tick_params(bottom=False)
+    axes.set_xlabel("milliseconds")

@@ -2,13 +2,17 @@
 
 So any run can resume, be split among another number of workers, and be compared; and every example is
 accounted for exactly once an epoch.
+
+Of a data set in parts, every batch has rows of all parts, in proportion to their lengths, and those of a part lie
+together in it: ranks that have different parts take different rows of it, whichever ranks those are.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -24,12 +28,15 @@ _MASK = (1 << 64) - 1
 
 def mix(*numbers: int) -> int:
     """One 63-bit seed from several numbers (splitmix64, chained): equal numbers, equal seed, on every machine."""
+    # The order of the numbers counts: each is added to the scrambled state of those before, so that (1, 2) and (2, 1)
+    # give unrelated seeds. The constants are splitmix64's; runs that resume depend on every bit of this.
     z = 0
     for number in numbers:
         z = (z + number + 0x9E3779B97F4A7C15) & _MASK
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
         z ^= z >> 31
+    # 63 bits: a seed fits a signed 64-bit number wherever it is stored.
     return z >> 1
 
 
@@ -55,6 +62,8 @@ class Draws:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        # The last number is a domain of its own: draws for examples must not repeat what permutations are drawn from
+        # (0xDEA1) or what parts are (0x9A27, 0x9A47).
         key = np.uint64(mix(seed, epoch, 0xD4A3))
         with np.errstate(over="ignore"):
             self._keys = _scramble(_scramble(index.astype(np.uint64) * _GOLDEN + key))
@@ -65,8 +74,11 @@ class Draws:
         self._calls += 1
         width = int(np.prod(shape, dtype=np.int64))
         with np.errstate(over="ignore"):
+            # The number of the call stands in the upper bits and the place within a row in the lower 40: two calls
+            # share no counter, and a row is drawn alike however many rows the batch has on this rank.
             counter = np.arange(width, dtype=np.uint64) + np.uint64((self._calls << 40) & _MASK)
             bits = _scramble(self._keys[:, None] + _scramble(counter * _GOLDEN)[None, :])
+        # The upper 53 bits, which is what a float64 holds: every result is exact and below 1.
         unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return unit.reshape(len(self._keys), *shape)
 
@@ -91,6 +103,7 @@ class Draws:
 
     def normal(self, *shape: int) -> Tensor:
         """Real numbers of shape (n, *shape) from the standard normal distribution (Box-Muller)."""
+        # 1 - u lies in (0, 1], so that the logarithm is finite.
         radius, angle = 1.0 - self._unit(shape), self._unit(shape)
         return self._tensor(np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle))
 
@@ -163,6 +176,8 @@ class Sampler:
         if self.order == "sequential":
             return np.arange(start, stop, dtype=np.int64)
         if epoch != self._epoch:
+            # A generator of its own: the permutation must not depend on what else was drawn in this process, nor move
+            # that.
             generator = torch.Generator().manual_seed(mix(self.seed, epoch, 0xDEA1))
             self._permutation = torch.randperm(self.examples, generator=generator).numpy()
             self._epoch = epoch
@@ -199,6 +214,118 @@ class Sampler:
 
 
 def split(n: int, parts: int) -> Sequence[slice]:
-    """Split n rows into so many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
+    """Split n rows into this many contiguous parts, whose sizes differ by one at most; empty parts are left out."""
     slices = (DataShard(i, parts).rows(n) for i in range(parts))
     return [s for s in slices if s.stop > s.start]
+
+
+def rows_of_parts(lengths: Sequence[int], rows: int) -> list[int]:
+    """The number of rows of each part among the first this many rows of an epoch.
+
+    Row k of a part of n rows comes at the place (2 k + 1) / (2 n) of the epoch, of two at one place that of the first
+    part first (the method of Webster and Sainte-Lague): the numbers only grow with ``rows``, and at the end of the
+    epoch they are the lengths.
+    """
+    total, parts = sum(lengths), len(lengths)
+    # Rounding all parts moves a place by parts / (2 total) at most: this many rows of each come before that place for
+    # certain, and only the few that are left need the heap.
+    counts = [max(0, ((2 * rows - parts) * n - 3 * total) // (2 * total)) for n in lengths]
+    return webster(counts, lengths, rows - sum(counts))
+
+
+def webster(counts: Sequence[int], sizes: Sequence[int], more: int) -> list[int]:
+    """The counts after ``more`` more units are apportioned in proportion to ``sizes`` by the method of Webster and
+    Sainte-Lague; of two equal claims the first has precedence."""
+    counts = [*counts]
+    claims = [((2 * count + 1) / size, at) for at, (count, size) in enumerate(zip(counts, sizes, strict=True))]
+    heapq.heapify(claims)
+    for _ in range(more):
+        at = claims[0][1]
+        counts[at] += 1
+        heapq.heapreplace(claims, ((2 * counts[at] + 1) / sizes[at], at))
+    return counts
+
+
+@final
+class PartSampler(Sampler):
+    """Takes the rows of all parts in global batches, in the order of the parts within each batch.
+
+    ``shuffled``: every part by a permutation of its own, drawn from (seed, epoch, part). ``sequential``: every part in
+    its order. A rank that asks for the rows of its own parts draws no permutation of another part.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, *, order: Order = "shuffled", seed: int = 0) -> None:
+        super().__init__(sum(lengths), batch_size, order=order, seed=seed)
+        self.lengths = tuple(lengths)
+        self._first = [0, *np.cumsum(lengths).tolist()]
+        self._orders: dict[int, Index] = {}
+        self._ordered_epoch = -1
+        self._counted: dict[int, list[int]] = {}
+
+    def index(self, step: int) -> Index:
+        return self._rows(step, slice(0, self.size(step)))
+
+    def shard(self, step: int, shard: DataShard) -> tuple[int, slice]:
+        if shard.parts is None:
+            return super().shard(step, shard)
+        first, end = shard.parts
+        begin, stop = self._bounds(step)
+        before = sum(stop[:first]) - sum(begin[:first])
+        rows = shard.rows(sum(stop[first:end]) - sum(begin[first:end]))
+        return step, slice(before + rows.start, before + rows.stop)
+
+    def take(self, step: int, shard: DataShard) -> tuple[int, Index, slice, int]:
+        step, rows = self.shard(step, shard)
+        index = self._rows(step, rows)
+        if len(index):
+            return step, index, rows, int(index[0])
+        if shard.parts is None:
+            return step, index, rows, int(self._rows(step, slice(0, 1))[0])
+        # A row of another part cannot be read here: the next one of its own stands in.
+        part = shard.parts[0]
+        at = min(self._bounds(step)[0][part], self.lengths[part] - 1)
+        return step, index, rows, int(self._order_of(step // self.batches, part)[at]) + self._first[part]
+
+    def first_rows(self, parts: Sequence[int], rows: int) -> Index:
+        """The indices of the rows that come first in the first epoch of these parts, this many at most."""
+        first = [self._order_of(0, part)[:rows] + self._first[part] for part in parts]
+        return np.concatenate(first)[:rows]
+
+    def _rows(self, step: int, rows: slice) -> Index:
+        """The indices of these rows of a step's batch."""
+        begin, stop = self._bounds(step)
+        found, before = [], 0
+        for part, (low, high) in enumerate(zip(begin, stop, strict=True)):
+            start, end = max(rows.start - before, 0), min(rows.stop - before, high - low)
+            if end > start:
+                found.append(self._order_of(step // self.batches, part)[low + start : low + end] + self._first[part])
+            before += high - low
+        return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+
+    def _bounds(self, step: int) -> tuple[list[int], list[int]]:
+        """The number of rows of each part that are taken in an epoch before a step's batch, and with it."""
+        start = step % self.batches * self.batch_size
+        return self._counts(start), self._counts(min(start + self.batch_size, self.examples))
+
+    def _counts(self, rows: int) -> list[int]:
+        if rows not in self._counted:
+            if len(self._counted) > 2:  # the batch before, this one, and the next
+                self._counted.pop(next(iter(self._counted)))
+            self._counted[rows] = rows_of_parts(self.lengths, rows)
+        return self._counted[rows]
+
+    def _order_of(self, epoch: int, part: int) -> Index:
+        if self.order == "sequential":
+            epoch = 0
+        if epoch != self._ordered_epoch:
+            self._orders, self._ordered_epoch = {}, epoch
+        if part not in self._orders:
+            self._orders[part] = self._drawn(epoch, part)
+        return self._orders[part]
+
+    def _drawn(self, epoch: int, part: int) -> Index:
+        if self.order == "sequential":
+            return np.arange(self.lengths[part], dtype=np.int64)
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch, part, 0x9A27))
+        drawn: Index = torch.randperm(self.lengths[part], generator=generator).numpy()
+        return drawn
