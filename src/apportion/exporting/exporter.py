@@ -325,7 +325,7 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Raise ApportionError, with the file's name and the cure, where there is no room for it."""
+    """Raise ApportionError, with the file's name and the cure, where the disk has no room for it."""
     try:
         yield
     except OSError as error:

@@ -76,7 +76,7 @@ def sizes_sentence(program: Any, trained: TrainedNetwork, described: Sequence[Ma
 
 
 def _bounds(program: Any, trained: TrainedNetwork) -> Iterator[tuple[VaryingDimension, tuple[int, int | None]]]:
-    """The least and the largest size of each dimension that varies; None: there is no largest."""
+    """The least and the largest size of each dimension that varies; None: the largest is not limited."""
     names = list(program.graph_signature.user_inputs)
     values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
     for one in trained.varying:

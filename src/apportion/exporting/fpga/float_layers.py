@@ -264,7 +264,7 @@ class _Importer:
         count = window[0] * window[1]
         if count & (count - 1):
             _refuse(
-                node, f"an average over {count} numbers is no shift of bits", "use windows of 2, 4, 8 or 16 numbers"
+                node, f"an average over {count} numbers is not a shift of bits", "use windows of 2, 4, 8 or 16 numbers"
             )  # fmt: skip
 
     def reshape(self, node: fx.Node) -> None:

@@ -78,7 +78,7 @@ class Term:
         magnitude = abs(float(factor))
         shift = math.frexp(magnitude)[1] - 1
         if 2.0**shift != magnitude or (self.constant and shift < 0):
-            raise AssertionError(f"an adder graph multiplies by {factor}, which is no power of two")
+            raise AssertionError(f"an adder graph multiplies by {factor}, which is not a power of two")
         negative, constant = self.negative ^ (factor < 0), int(self.constant * factor)
         return replace(self, shift=self.shift + shift, negative=negative, constant=constant)
 
@@ -105,7 +105,7 @@ class Netlist:
         self._known: dict[Op, int] = {}
 
     def add(self, op: Op, limits: IntegerRange | None = None) -> int:
-        """Return the number of this operation, which is added where there is no such one yet."""
+        """Return the number of this operation, which is added where it is not there yet."""
         if op in self._known:
             return self._known[op]
         number = len(self.ops)

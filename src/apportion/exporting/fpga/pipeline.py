@@ -1,6 +1,6 @@
 """The stages of a circuit: which operations are computed between two edges of the clock.
 
-A new example comes every so many cycles, as its numbers enter in several beats. A register that holds a stage's result
+A new example comes every few cycles, as its numbers enter in several beats. A register that holds a stage's result
 is therefore stable for as many cycles, and later stages read it there: it is copied only where one reads it later.
 """
 

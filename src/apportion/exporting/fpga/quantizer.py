@@ -25,7 +25,7 @@ WIDEST = 8
 
 
 def quantized(layers: Sequence[FloatLayer], calibration: Tensor, bits: int) -> FixedNet:
-    """Return the network in integers of so many bits: its input, its weights and what passes from layer to layer.
+    """Return the network in integers of ``bits`` bits: its input, its weights and what passes from layer to layer.
 
     ``calibration``: inputs, dimension 0 the example. Raises ValueError where a sum could exceed 2**53.
     """
@@ -139,7 +139,7 @@ class _Walk:
 
 
 def chosen(numbers: Tensor, bits: int, *, signed: bool) -> IntegerFormat:
-    """Return the format of so many bits in which these numbers have the least squared error."""
+    """Return the format of ``bits`` bits in which these numbers have the least squared error."""
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     largest = float(numbers.abs().max())
     if not 0 < largest < math.inf:
@@ -151,7 +151,7 @@ def chosen(numbers: Tensor, bits: int, *, signed: bool) -> IntegerFormat:
 
 
 def weights(weight: Tensor, bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the integers of so many bits of a weight, and the exponent of each output channel."""
+    """Return the integers of ``bits`` bits of a weight, and the exponent of each output channel."""
     integers, exponents = [], []
     rows = weight.detach().double()
     most = chosen(rows, bits, signed=True).exponent + WIDEST

@@ -135,7 +135,7 @@ def _written(made: Any, model: Any, metadata: Mapping[str, str]) -> bytes:
 
 
 def _feeds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
-    """The inputs by the names of the graph's, so many at once as the calibration takes."""
+    """The inputs by the names of the graph's, as many at once as the calibration takes."""
     names = [value.name for value in model.graph.input]
     leaves = [x.detach().numpy() for x in pytree.tree_leaves(inputs)]
     for at in range(0, len(leaves[0]), quantizers.AT_ONCE):

@@ -15,7 +15,7 @@ TIMES, SECONDS = 60, 1.0
 
 
 def seconds_each(files: Sequence[Path | bytes], feed: Mapping[str, Any], *, threads: int) -> list[float]:
-    """Return the median of the seconds that each file takes for these inputs, with so many threads."""
+    """Return the median of the seconds that each file takes for these inputs, with ``threads`` threads."""
     made = [session(file, threads=threads) for file in files]
     taken: list[list[float]] = [[] for _ in made]
     end = time.monotonic() + SECONDS * len(made)

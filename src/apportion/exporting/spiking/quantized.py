@@ -50,7 +50,7 @@ def integers(graph: SpikingGraph, x: Tensor) -> Tensor:
 def quantized(net: RateNet, x: Tensor, *, levels: int) -> SpikingGraph:
     """Quantise a float32 net by calibration examples: a graph of ``signed`` neurons whose weights, biases and
     thresholds are integers, which takes ``integers`` and has ``units``. Raises ValueError where two linear layers
-    follow each other, for whose sum there is no integer of 8 bits."""
+    follow each other, whose sum cannot be rounded to integers of 8 bits."""
     found = rounded(net, x, levels=levels)
     scales = [scale.double() / levels for scale in found.scales]
     net = found.net.to(torch.float64)

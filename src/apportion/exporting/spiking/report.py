@@ -26,7 +26,7 @@ class SpikingCost:
     layers: tuple[tuple[str, int, float, float], ...]
     """(layer, neurons, spikes, synaptic operations)."""
     input_macs: int
-    """Multiplications of the inputs' current, which flows into the first layer and is no spikes."""
+    """Multiplications of the inputs' current, which flows into the first layer and does not consist of spikes."""
     macs: int
     """Multiplications and additions of the net itself."""
     timesteps: int

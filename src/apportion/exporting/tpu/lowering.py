@@ -173,7 +173,7 @@ def step_of(loss: JaxFunction, trained: set[str]) -> Callable[..., Any]:
 
 
 def leaves_of(tree: Any, what: str) -> list[Any]:
-    """Return the arrays of inputs or targets, in their order. Raises ValueError where one is no tensor."""
+    """Return the arrays of inputs or targets, in their order. Raises ValueError where one is not a tensor."""
     leaves = pytree.tree_leaves(tree)
     for each in leaves:
         if not isinstance(each, Tensor):

@@ -154,12 +154,12 @@ def _any_number(tree: Any) -> Any:
 
 
 def refuse_what_no_program_is(traced: TracedProgram) -> None:
-    """Raise ValueError, with the layer's name and the cure, where a program in functional operators is no function of
-    its inputs alone."""
+    """Raise ValueError, with the layer's name and the cure, where a program in functional operators is not a
+    function of its inputs alone."""
     signature, whole = traced.program.graph_signature, named_layer(traced.network, "")
     for given in signature.input_specs:
         if given.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-            raise ValueError(f"{whole} holds {given.target}, which is no tensor: make it one")
+            raise ValueError(f"{whole} holds {given.target}, which is not a tensor: make it one")
     if any(made.kind is OutputKind.USER_INPUT_MUTATION for made in signature.output_specs):
         raise ValueError(f"{whole} writes into its inputs: let it work on a copy, x.clone()")
     for node in traced.program.graph.nodes:

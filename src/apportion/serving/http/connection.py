@@ -8,7 +8,7 @@
 
 It is implemented here, on httptools' parser, to control what happens between a body's first byte and an answer's last
 one: a server that hands bodies on in pieces takes longer over half a megabyte than all else here together. Every state
-has a time limit: ``look`` disconnects a client that sends or reads too slowly.
+has a time limit: ``enforce_time_limits`` disconnects a client that sends or reads too slowly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since = self._loop.time()
         self._advancing, self._last = False, last
 
-    # Of asyncio
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -75,10 +75,10 @@ class Connection(asyncio.BufferedProtocol):
         self._state = OVER
         request, self._request = self._request, None
         if request is not None and request.asked is not None:
-            request.asked.leave()
+            request.asked.abandon()
 
     def eof_received(self) -> bool:
-        return False  # nobody who waits for an answer says that it sends no more: the client has gone
+        return False  # a client that waits for an answer keeps its side open: this one has gone
 
     def pause_writing(self) -> None:
         self._writer.pause(self._loop.time())
@@ -106,9 +106,9 @@ class Connection(asyncio.BufferedProtocol):
         if request is not None and request.body is not None and self._state is BODY:
             request.filled += nbytes
             if request.filled == len(request.body):
-                self._whole(request)
+                self._body_complete(request)
             else:
-                self._judge(request)
+                self._check_partial(request)
             return
         self._received.end += nbytes
         self._advance()
@@ -169,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
         if head.length is None:
             request.chunks = Chunks(CHUNKED_BYTES)
         elif head.length == 0:
-            self._whole(request)
+            self._body_complete(request)
 
     def _room(self, asked: ConnectionRequest, length: int) -> tuple[memoryview, Lease | None]:
         """Return memory for the body, if need be that of bodies which hardly come."""
@@ -200,18 +200,18 @@ class Connection(asyncio.BufferedProtocol):
         some.release()
         received.begin = received.fed = received.begin + took
         if whole:
-            self._whole(request)
+            self._body_complete(request)
         else:
-            self._judge(request)
+            self._check_partial(request)
         return whole or took > 0
 
-    def _judge(self, request: IncomingRequest) -> None:
+    def _check_partial(self, request: IncomingRequest) -> None:
         try:
-            request.judge()
+            request.check_partial()
         except Exception as error:
             self._refuse(error)
 
-    def _whole(self, request: IncomingRequest) -> None:
+    def _body_complete(self, request: IncomingRequest) -> None:
         if request.refusal is not None:
             self._answer(request.refusal)
         else:
@@ -232,7 +232,8 @@ class Connection(asyncio.BufferedProtocol):
         if last:
             self._state = ENDING
             self._read_on()
-            # A socket that is closed with bytes unread takes back what was sent: ``look`` ends the connection.
+            # A socket that is closed with bytes unread sends a reset, which may discard the answer before the client
+            # has read it: the connection lingers until ``enforce_time_limits`` ends it.
             if self._writer.done:
                 self._writer.write_eof()
         else:
@@ -246,7 +247,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._transport.is_reading():
             self._transport.resume_reading()
-        if self._received.begin < self._received.end:  # not at once: whoever has given this answer is to finish first
+        if self._received.begin < self._received.end:  # not at once: the caller that gave this answer finishes first
             self._loop.call_soon(self._advance)
 
     def _refuse(self, error: Exception) -> None:
@@ -254,15 +255,15 @@ class Connection(asyncio.BufferedProtocol):
         if self._request is not None and self._request.asked is not None:
             self._answer(self._request.asked.failed(error), last=True)
         else:
-            assert isinstance(error, HTTPError), "only who takes a body knows what else may be wrong"
+            assert isinstance(error, HTTPError), "only the request that takes a body raises other errors"
             self._answer(error.reply(), last=True)
 
-    # From outside
+    # Called by the listener
 
-    def look(self, now: float) -> None:
+    def enforce_time_limits(self, now: float) -> None:
         """Disconnect the client where a time limit has passed. Called every ``LOOK_SECONDS`` by the listener."""
         if self._writer.stuck_since is not None:
-            self._writer.look(now)
+            self._writer.enforce_time_limits(now)
         elif self._state is ENDING and now > self._since + LINGER_SECONDS:
             self._transport.abort()
         elif self._state is HEAD and self._received.fed <= self._received.begin and now > self._since + IDLE_SECONDS:

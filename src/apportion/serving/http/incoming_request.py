@@ -11,7 +11,7 @@ from apportion.serving.http.response import Response
 from apportion.serving.pool.shared_arena import Lease
 
 SLOW_SECONDS = 0.25
-"""The seconds that every body has to come, also where there is no memory for others."""
+"""The seconds that every body has to come, also where others wait for memory."""
 DROPPED_BYTES = 1 << 20
 """The number of bytes of an unwanted body that are read to keep the connection; with a longer one it ends."""
 
@@ -22,17 +22,17 @@ class ConnectionRequest(Protocol):
     def room(self, length: int) -> tuple[memoryview, Lease | None]:
         """Return memory for the body. Raises HTTPError, or Overloaded where there is none."""
 
-    def judged(self, so_far: memoryview) -> bool:
+    def check_partial(self, so_far: memoryview) -> bool:
         """Look at a long body of which so much has come. Returns whether no more of it need be looked at before it is
         whole; raises the error with which it is refused."""
 
-    def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
-        """Take the complete body. ``told`` is called once with the response, perhaps at once."""
+    def body_received(self, body: memoryview, held: Lease | None, respond: Callable[[Response], None]) -> None:
+        """Take the complete body. ``respond`` is called once with the response, perhaps at once."""
 
     def failed(self, error: Exception) -> Response:
         """Return the response where the body did not come."""
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Give the request up, because the client has gone."""
 
 
@@ -69,23 +69,23 @@ class IncomingRequest:
         self.filled += took
         return took, self.filled == length
 
-    def judge(self) -> None:
+    def check_partial(self) -> None:
         """Look at a long body as it comes. Raises what it is refused with, as soon as what has come says that it is
         wrong."""
         if self._judged or self.asked is None or self.body is None or len(self.body) <= DROPPED_BYTES:
             return
-        self._judged = self.asked.judged(self.body[: self.filled])
+        self._judged = self.asked.check_partial(self.body[: self.filled])
 
     def slow(self, seconds: float, allowed: float) -> bool:
-        """Return whether the request holds memory for a body of which less has come in so many seconds than ``allowed``
-        seconds for all of it make due."""
+        """Return whether the request holds memory for a body of which less has come in ``seconds`` than is due if all
+        of it has to come within ``allowed`` seconds."""
         if self.held is None or self.body is None:
             return False
         return seconds > SLOW_SECONDS and self.filled * allowed < len(self.body) * seconds
 
-    def hand_over(self, told: Callable[[Response], None]) -> None:
-        """Hand the complete body over. ``told`` is called once with the response, perhaps at once."""
+    def hand_over(self, respond: Callable[[Response], None]) -> None:
+        """Hand the complete body over. ``respond`` is called once with the response, perhaps at once."""
         assert self.asked is not None
         body = memoryview(self.chunks.body) if self.chunks is not None else self.body
         assert body is not None
-        self.asked.came(body, self.held, told)
+        self.asked.body_received(body, self.held, respond)

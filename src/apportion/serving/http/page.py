@@ -36,23 +36,23 @@ def pages(
 def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -> dict[str, Any]:
     """Return the numbers that the page shows."""
     now, members = time.monotonic(), []
-    for name, slot in staffed.ensemble.members.items():
+    for name, member in staffed.ensemble.members.items():
         members.append(
             {
                 "name": name,
-                "pid": None if slot.process is None else slot.process.pid,
-                "state": slot.state if slot.state != "up" else slot.breaker.state(now),
-                "proven": slot.batcher.proven,
-                "runtime": slot.runtime,
-                "batched": slot.batcher.batched,
-                "row_ms": round(slot.batcher.times.pace.expected(1) * 1e3, 3),
-                "waiting": slot.batcher.waiting,
-                "computing": sum(len(flight.works) for flight in slot.batcher.in_flight.values()),
-                "batches": slot.batcher.counts.batches,
-                "rows": slot.batcher.counts.rows,
-                "late": slot.batcher.counts.late,
-                "lost": slot.batcher.counts.lost,
-                "restarts": slot.restarts,
+                "pid": None if member.process is None else member.process.pid,
+                "state": member.state if member.state != "up" else member.breaker.state(now),
+                "proven": member.batcher.proven,
+                "runtime": member.runtime,
+                "batched": member.batcher.batched,
+                "row_ms": round(member.batcher.times.pace.expected(1) * 1e3, 3),
+                "waiting": member.batcher.waiting,
+                "computing": sum(len(flight.works) for flight in member.batcher.in_flight.values()),
+                "batches": member.batcher.counts.batches,
+                "rows": member.batcher.counts.rows,
+                "late": member.batcher.counts.late,
+                "lost": member.batcher.counts.lost,
+                "restarts": member.restarts,
             }
         )
     return {
@@ -67,14 +67,14 @@ def status(staffed: Staffed, serving: Serving, inbox: Arena, metrics: Metrics) -
 
 def _metrics(staffed: Staffed, metrics: Metrics) -> bytes:
     now = time.monotonic()
-    for name, slot in staffed.ensemble.members.items():
-        up = slot.state == "up" and slot.breaker.state(now) == "closed"
+    for name, member in staffed.ensemble.members.items():
+        up = member.state == "up" and member.breaker.state(now) == "closed"
         for gauge, value in (
-            (metrics.restarts, slot.restarts),
-            (metrics.queued, slot.batcher.waiting),
+            (metrics.restarts, member.restarts),
+            (metrics.queued, member.batcher.waiting),
             (metrics.up, int(up)),
-            (metrics.batches, slot.batcher.counts.batches),
-            (metrics.rows, slot.batcher.counts.rows),
+            (metrics.batches, member.batcher.counts.batches),
+            (metrics.rows, member.batcher.counts.rows),
         ):
             metrics.of(gauge, name).set(value)
     return metrics.text()

@@ -36,7 +36,7 @@ class ReceiveBuffer:
         return memoryview(self.memory)[self.end :]
 
     def begin_head(self) -> None:
-        """Find where a head begins: an empty line before a request is no part of it."""
+        """Find where a head begins: an empty line before a request does not belong to it."""
         while self.memory.startswith(b"\r\n", self.begin, self.end):
             self.begin += 2
         self.fed = self.begin

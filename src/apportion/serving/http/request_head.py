@@ -30,7 +30,7 @@ class Head:
     json_bytes: bytes | None = None
     encoding: bytes = b"identity"
     waits: bool = False
-    """Tells whether the client waits to be told to go on (``Expect: 100-continue``)."""
+    """Tells whether the client waits for a response before it sends the body (``Expect: 100-continue``)."""
     host: bytes | None = None
     origin: bytes | None = None
 

@@ -78,7 +78,7 @@ class ResponseWriter:
         self.note_unread(now)
         self._unread.make_room(now, newest=self._reader)
 
-    def look(self, now: float) -> None:
+    def enforce_time_limits(self, now: float) -> None:
         """Disconnect a client that is stuck where a time limit has passed."""
         assert self.stuck_since is not None
         if now > self._read_by:

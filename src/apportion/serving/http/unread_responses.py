@@ -50,7 +50,7 @@ class Unread:
         self._freed = False
 
     def note(self, reader: ResponseReader, nbytes: int, now: float) -> None:
-        """Record that so many bytes are left of a client's answer; 0 where it has been read, or the connection is
+        """Record that ``nbytes`` are left of a client's answer; 0 where it has been read, or the connection is
         over."""
         before = self._of.pop(reader, None)
         self.total += nbytes - (0 if before is None else before.nbytes)
@@ -58,7 +58,7 @@ class Unread:
             self._of[reader] = _Left(nbytes, _queued(reader.fileno()), now)
 
     def make_room(self, now: float, *, coming: int = 0, newest: ResponseReader | None = None) -> None:
-        """Disconnect clients that read nothing, until the others, and so many bytes more, are within the limit.
+        """Disconnect clients that read nothing, until the others and ``coming`` more bytes are within the limit.
         ``newest`` stays."""
         if self.total + coming <= self.most:
             return
@@ -73,7 +73,7 @@ class Unread:
             self.let_go, self._freed = self.let_go + 1, True
             reader.abort()
 
-    def look(self, now: float) -> None:
+    def enforce_limits(self, now: float) -> None:
         """Give freed memory back to the system and make room. Called now and then by the listener."""
         if self._freed:
             self._freed = False

@@ -3,7 +3,7 @@ back.
 
 ::
 
-    closed  -- `misses` in a row -->  open  -- after `rest` -->  half open: one request probes it, nobody waits for that
+    closed  -- `misses` in a row -->  open  -- after `rest` -->  half open: a request probes it without waiting for it
       ^                                ^                           |
       |                                +--- late: rests longer ----+
       +------------------- in time --------------------------------+
@@ -32,7 +32,9 @@ class BreakerConfig:
 
     def __post_init__(self) -> None:
         if self.misses < 1:
-            raise ValueError(f"misses={self.misses} must be at least 1: a member is left out after so many in a row")
+            raise ValueError(
+                f"misses={self.misses} must be at least 1: after that number in a row a member is left out"
+            )
         for name in ("rest", "longest", "proven"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive: it is a time in seconds")

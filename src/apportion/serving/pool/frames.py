@@ -49,7 +49,7 @@ class Kind(IntEnum):
     """A reply of the process: the model does not take these inputs; text says why."""
     FAILED = 5
     """A reply of the process: the outputs could not be computed; text says why."""
-    TOLD = 6
+    CONTROL = 6
     """A message in either direction: JSON that does not belong to a single request."""
 
 
@@ -66,8 +66,8 @@ def placed(
     tensors: Iterable[tuple[str, Array]], inbox: Arena, held: Sequence[Lease] = ()
 ) -> tuple[list[Placed], list[Lease]]:
     """Return (the tensors as they are sent, the leases of the memory they lie in) for (datatype, array) pairs: large
-    ones lie in the inbox already, ``held`` by these leases, or are copied there; where there is no room they are sent
-    as they are."""
+    ones lie in the inbox already, ``held`` by these leases, or are copied there; where the inbox is full they
+    are sent as they are."""
     found, leases = [], [*held]
     for datatype, array in tensors:
         offset = inbox.offset(array) if held and datatype != "BYTES" else None
@@ -113,9 +113,9 @@ def rest_of(buffer: bytes | bytearray | memoryview, at: int = 0) -> int:
 
 def decode(frame: memoryview, shared: memoryview) -> Frame:
     """Decode a whole frame. Arrays are views of the frame, or of the shared memory."""
-    _, kind, many, number, deadline = _HEAD.unpack_from(frame)
+    _, kind, count, number, deadline = _HEAD.unpack_from(frame)
     at, found = _HEAD.size, []
-    for _ in range(many):
+    for _ in range(count):
         code, dims, offset, size = _TENSOR.unpack_from(frame, at)
         at += _TENSOR.size
         found.append((_DATATYPES[code], struct.unpack_from(f"<{dims}q", frame, at), offset, size))
@@ -128,12 +128,12 @@ def decode(frame: memoryview, shared: memoryview) -> Frame:
             data = shared[offset : offset + size]
         array: np.ndarray[Any, Any] = from_bytes(data, datatype, math.prod(shape)).reshape(shape)
         tensors.append(Placed(datatype, array, None if offset == INLINE else offset))
-    return Frame(Kind(kind), number, deadline, tuple(tensors), bytes(frame[at:]) if not many else b"")
+    return Frame(Kind(kind), number, deadline, tuple(tensors), bytes(frame[at:]) if not count else b"")
 
 
 class Reader:
-    """A reader of frames out of a stream: bytes are received into ``room``, as much as there is, then ``came`` is told
-    how many."""
+    """A reader of frames out of a stream: bytes are received into ``room``, as much as there is, then ``advance`` is
+    called with their number."""
 
     def __init__(self) -> None:
         self._buffer, self._end = bytearray(ROOM), 0
@@ -143,8 +143,8 @@ class Reader:
         """The memory to receive into, which is never empty."""
         return memoryview(self._buffer)[self._end :]
 
-    def came(self, nbytes: int) -> list[memoryview]:
-        """Return the frames that are complete after so many bytes more."""
+    def advance(self, nbytes: int) -> list[memoryview]:
+        """Return the frames that are complete after ``nbytes`` more bytes."""
         self._end += nbytes
         whole, at = [], 0
         while self._end - at >= HEAD_BYTES:

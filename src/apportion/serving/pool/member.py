@@ -59,13 +59,13 @@ class Member:
         """Return whether the member has a process and is waited for."""
         return self.state == "up" and self.breaker.open_since is None
 
-    def process_started(self, process: WorkerHandle, told: dict[str, Any]) -> None:
-        """Take a process that has become this member; ``told``: what it said of the model."""
-        self.batcher.process_started(process, batched=told["batched"])
+    def process_started(self, process: WorkerHandle, answer: dict[str, Any]) -> None:
+        """Take a process that has become this member; ``answer``: what it reported of the model."""
+        self.batcher.process_started(process, batched=answer["batched"])
         self.state, process.gone = "up", self._gone
-        self.inputs, self.outputs = (tuple(map(Spec.from_json, told[what])) for what in ("inputs", "outputs"))
-        self.runtime = told["runtime"]
-        self.batcher.times.restarted(told.get("seconds", []))
+        self.inputs, self.outputs = (tuple(map(Spec.from_json, answer[what])) for what in ("inputs", "outputs"))
+        self.runtime = answer["runtime"]
+        self.batcher.times.restarted(answer.get("seconds", []))
         self._probe()
 
     def _probe(self) -> None:

@@ -1,7 +1,7 @@
 """Memory that the server shares with the members' processes: large tensors lie in it, and only where they lie is sent.
 
 One arena holds what requests bring, for all members to read: a body is received into it and copied no more. Its ranges
-are leases, which go back when nobody holds them any longer. The memory is a file without a name: it goes with the last
+are leases, which go back when they are no longer referenced. The memory is a file without a name: it goes with the last
 process that maps it.
 """
 
@@ -34,9 +34,9 @@ class Lease:
 
 
 class Arena:
-    """A shared memory of which ranges are given out. ``descriptor``: None makes the memory, of so many bytes; else it
-    is mapped. ``readonly``: other processes read the memory too, and a model that computes in place must not change it
-    under them."""
+    """A shared memory of which ranges are given out. ``descriptor``: None creates memory of ``nbytes``; otherwise the
+    memory of the descriptor is mapped. ``readonly``: other processes read the memory too, and a model that computes in
+    place must not change it under them."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None, *, readonly: bool = False) -> None:
         self.nbytes = nbytes
@@ -51,7 +51,7 @@ class Arena:
         """The ranges whose leases no longer exist."""
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return the lease of a range of so many bytes; None where there is none left."""
+        """Return the lease of a range of ``nbytes``; None where there is none left."""
         taken = self.take(nbytes)
         return None if taken is None else Lease(self, taken, nbytes)
 
@@ -61,7 +61,7 @@ class Arena:
         return at if 0 <= at < self.nbytes else None
 
     def copied(self, array: Array) -> tuple[Array, Lease] | None:
-        """Return (a copy of the array that lies in this memory, its lease); None where there is no room."""
+        """Return (a copy of the array that lies in this memory, its lease); None where the memory is full."""
         if (lease := self.lease(array.nbytes)) is None:
             return None
         there = np.frombuffer(lease.memory, array.dtype).reshape(array.shape)
@@ -69,7 +69,7 @@ class Arena:
         return there, lease
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Take a range of at least so many bytes, and return (offset, bytes); None where there is none left."""
+        """Take a range of at least ``nbytes``, and return (offset, bytes); None where there is none left."""
         wanted = round_up(nbytes)
         self._collect()
         for place, (offset, size) in enumerate(self._free):

@@ -50,8 +50,8 @@ def from_bf16(bits: Array) -> Array:
 
 
 def from_json(data: object, datatype: str, elements: int) -> Array:
-    """Read so many values in row-major order, given flat or nested, or as the array of numbers that ``json_numbers``
-    made of them. Raises ValueError where they are not of this type, or not so many."""
+    """Read ``elements`` values in row-major order, given flat or nested, or as the array of numbers that
+    ``json_numbers`` made of them. Raises ValueError where they are of another type or number."""
     if isinstance(data, np.ndarray):
         values = _fitted(data, datatype).reshape(-1)
     elif isinstance(data, list):
@@ -156,8 +156,8 @@ def _kind(value: object) -> str:
 
 
 def from_bytes(data: memoryview, datatype: str, elements: int) -> Array:
-    """Read so many values in row-major order, little-endian: a view of the bytes where the values are numbers. Raises
-    ValueError where they are more or fewer."""
+    """Read ``elements`` values in row-major order, little-endian: a view of the bytes where the values are numbers.
+    Raises ValueError where they are more or fewer."""
     if datatype == "BYTES":
         if elements > MOST_TEXTS:
             raise ValueError(f"its shape asks for {elements} values of BYTES, of {MOST_TEXTS} at most")

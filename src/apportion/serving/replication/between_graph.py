@@ -5,7 +5,7 @@
     request --+--> queue m1 --> process m1 --+
               +--> queue m2 --> process m2 --+--> what is there by the deadline
               +--> queue m3 --> process m3 --+
-                                spare process: every net loaded, becomes whoever dies
+                                spare process: every net loaded, takes a dead member's place
 
 It wins where an answer by the deadline matters, and where members are large enough for several cores. It loses on
 members so small that a message to each is what takes the time.
@@ -24,25 +24,25 @@ from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.runtimes.source import Source
 
 
-def staffed(
+def create_members(
     sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
 ) -> tuple[list[Member], MemberPool]:
     """Return a member for each source, and the pool that gives out their processes; none is started."""
-    slots = [
+    members = [
         Member(
             source=source,
             batcher=DynamicBatcher(source.name, serving.queue_length, serving.most_rows),
             breaker=Breaker(patience=serving.patience),
-            process_died=lambda slot, process: staff.process_died(slot, process),
+            process_died=lambda member, process: pool.process_died(member, process),
         )
         for source in sources
     ]
-    staff = MemberPool(
-        slots,
+    pool = MemberPool(
+        members,
         log,
         inbox=inbox,
         outbox_bytes=serving.outbox_bytes,
         load_seconds=serving.load_seconds,
         timing_seconds=timing_seconds,
     )
-    return slots, staff
+    return members, pool

@@ -79,7 +79,7 @@ class GraphNode:
 
     def rows(self, at: int) -> RowAxis | None:
         """Return where the rows of an input are; None where it has none. Raises RowsMixed where it depends on their
-        number, which is no number that a row may be computed with."""
+        number, with which no row may be computed."""
         if not self.has(at):
             return None
         rows = self.tensor(at).rows

@@ -160,5 +160,5 @@ class RemoteRuntime(Runtime):
             pass
 
 
-def _spec(told: dict[str, Any]) -> Spec:
-    return Spec(told["name"], told["datatype"], tuple(None if n < 0 else n for n in told["shape"]))
+def _spec(described: dict[str, Any]) -> Spec:
+    return Spec(described["name"], described["datatype"], tuple(None if n < 0 else n for n in described["shape"]))

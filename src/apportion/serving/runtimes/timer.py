@@ -1,6 +1,6 @@
-"""A thread that calls a function at a time of ``time.monotonic``, unless it is told otherwise before.
+"""A thread that calls a function at a time of ``time.monotonic``, unless it is set to another time before.
 
-The deadline that it watches changes every few milliseconds and seldom passes. So the thread is not woken to be told of
+The deadline that it watches changes every few milliseconds and seldom passes. So the thread is not woken for
 a later time, or of none: it wakes at the time it knew, looks, and sleeps on.
 """
 

@@ -131,7 +131,7 @@ def opened(path: Path) -> tuple[nn.Module, Any]:
                 program = torch.export.load(archive)
         except OSError:
             raise
-        except Exception as error:  # whatever a file that is no program leads to
+        except Exception as error:  # a file that does not hold a program raises errors of many classes
             raise ValueError(f"{path} is not a program of torch.export that can be served: {error}") from error
         if program.example_inputs is None:
             raise ValueError(f"{path} has no example inputs: save it with those that it was exported with")

@@ -53,7 +53,7 @@ def fine_tuned(  # noqa: PLR0913 (each is a separate part of the training)
     examples: int,
     like: Neurons = SUBTRACT,
 ) -> Calibrated:
-    """Train a copy of the net on so many examples; ``data``: items, of which ``collate`` makes (inputs, targets);
+    """Train a copy of the net on ``examples`` examples; ``data``: items, of which ``collate`` makes (inputs, targets);
     ``teacher``: inputs -> what is to be learned, the activations of all stages and the outputs, or the outputs alone;
     ``like``: neurons with the rule of those that will fire. Raises ValueError where the loss is not finite."""
     net, trained = _trainable(start.net)

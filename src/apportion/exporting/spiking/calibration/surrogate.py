@@ -67,7 +67,7 @@ class _SpikeTrain(torch.autograd.Function):
         for v, spikes, g, flow in reversed(list(parts)):
             share = v / scale
             slope = _slope(share, ctx.reset)
-            if ctx.reset == "zero":  # that it begins anew is no function of how much there was
+            if ctx.reset == "zero":  # where it begins anew does not depend on how much there was
                 pull = g
                 torch.mul(later, spikes == 0, out=flow)
             else:

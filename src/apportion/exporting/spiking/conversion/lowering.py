@@ -191,13 +191,15 @@ def _stage(program: _Program, value: _Sum, node: fx.Node, otherwise: str, ceilin
     )
 
 
-# One rule for each operation: (program, node) -> its value, or None where it is no value.
+# One rule for each operation: (program, node) -> its value, or None where it is not a value.
 
 
 def _value(program: _Program, node: fx.Node, at: int = 0) -> _Sum:
     found = program.values.get(node.args[at])  # type: ignore[arg-type]
     if not isinstance(found, _Sum):
-        _refuse(program, node, "it computes with something that is no activation; make it a layer with its own weights")
+        _refuse(
+            program, node, "it computes with something that is not an activation; make it a layer with its own weights"
+        )
     return found
 
 

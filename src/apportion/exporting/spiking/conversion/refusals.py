@@ -6,7 +6,7 @@ from torch import nn
 
 _CURES = {
     "max_pool": (
-        "the largest rate of several neurons is no sum of their spikes; use an average pool, or "
+        "the largest rate of several neurons is not a sum of their spikes; use an average pool, or "
         'spiking(max_pool="average"), which puts one there and trains the net again'
     ),
     "softmax": "a softmax divides by what all neurons fire; leave it out at the end, and use no attention",
@@ -14,8 +14,7 @@ _CURES = {
     "recurrent": "its state and gates are no rates; use convolutions or linear layers over a window of time",
     "norm": "it takes its statistics from each example, which no weights can hold; use BatchNorm2d",
     "activation": "a rate is at least 0 and linear in the current; use ReLU or ReLU6",
-    "other": "there is no rule for it; build the net of convolutions, linear layers, BatchNorm2d, ReLU, average pools "
-    "and sums",
+    "other": "there is no rule for it; build the net of convolutions, linear layers, BatchNorm2d, ReLU, average pools and sums",
 }
 _OF_OPERATORS = {
     "softmax": "softmax",  # before "max", which is a part of it

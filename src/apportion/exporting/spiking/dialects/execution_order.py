@@ -4,7 +4,7 @@ nirtorch's ``GraphExecutor``, by which sinabs and norse run a file, computes the
 meets them that follows the first edge of each node to its end before the second::
 
     n0 --> a --> n1 --> b --> n2 --> ...         computed: n0 a n1 b n2 ... s
-     `-----------> s --------^                   the sum in n2 is without s, and nobody is told
+     `-----------> s --------^                   the sum in n2 is without s, and no error is raised
 
 Whichever branch is first, n2 is computed before the other one. A synapse whose weights are all zero cures that: it adds
 nothing, and leads the walk from the end of one branch to the beginning of the other::
@@ -134,7 +134,7 @@ def _leading(graph: SpikingGraph, before: Node, node: Node) -> Node:
 
 
 def _way(comes: int, goes: int, kernel: int) -> tuple[int, int] | None:
-    """Return (stride, padding) by which a convolution makes so many rows out of so many; None: there are none."""
+    """Return (stride, padding) by which a convolution makes ``goes`` rows out of ``comes``; None: there are none."""
     found = (
         (stride, padding)
         for padding, stride in product(range(max(goes - comes, 0) + kernel), range(1, comes + 1))
