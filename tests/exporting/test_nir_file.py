@@ -30,8 +30,8 @@ from spiking_graphs import (
     traced,
 )
 
+from apportion.exporting.spiking.dialects.adaptation import depth_first, led_depth_first, too_early
 from apportion.exporting.spiking.dialects.dialect import dialect
-from apportion.exporting.spiking.dialects.execution_order import depth_first, led_depth_first, too_early
 from apportion.exporting.spiking.graph import Convolution, Dense, Neurons, SpikingGraph
 from apportion.exporting.spiking.nir_file import read, write
 from apportion.exporting.spiking.simulator import simulate

@@ -24,15 +24,12 @@ from served import SECONDS, Server, eventually, net, save_net, serving
 
 from apportion.serving.batching import Pace
 from apportion.serving.http import connection as connections
-from apportion.serving.http.chunked_body import Chunks
-from apportion.serving.http.connection import Connection
-from apportion.serving.http.connection_state import FOLLOWING, ConnectionState
+from apportion.serving.http.connection import FOLLOWING, Connection, ConnectionState
+from apportion.serving.http.incoming_request import Chunks
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.response_writer import SENT_SECONDS
-from apportion.serving.pool.dynamic_batcher import AT_ONCE, DynamicBatcher
+from apportion.serving.http.response import SENT_SECONDS, HTTPError, Response
+from apportion.serving.pool.dynamic_batcher import AT_ONCE, DynamicBatcher, MemberTask
 from apportion.serving.pool.frames import Frame, Kind, Placed, decode
-from apportion.serving.pool.task import MemberTask
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 
 pytestmark = pytest.mark.processes

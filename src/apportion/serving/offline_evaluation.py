@@ -76,7 +76,7 @@ def _npz(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
 def _workload(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
     from apportion.core.address import load_workload
     from apportion.core.torch_private import pytree
-    from apportion.exporting.tensor_names import input_names
+    from apportion.exporting.target import input_names
 
     workload = load_workload(data)
     if workload.evaluation is None:

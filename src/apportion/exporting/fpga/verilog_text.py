@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from apportion.exporting.fpga.netlist import IntegerRange, Netlist, Op
-from apportion.exporting.fpga.pipeline import CircuitPipeline
+from apportion.exporting.fpga.netlist import CircuitPipeline, IntegerRange, Netlist, Op
 
 MARK = "// apportion verilog "
 CONTROL_PINS = 5

@@ -17,8 +17,7 @@ from apportion.exporting.quantization import quantizers
 from apportion.exporting.quantization.choice import CalibrationTask, QuantizedModel, quantized
 from apportion.exporting.quantization.evaluator import AT_ONCE, evaluator
 from apportion.exporting.quantization.graph import compacted, halved, layers_of_nodes, with_metadata
-from apportion.exporting.quantization.processor import this_processor
-from apportion.exporting.quantization.speed import seconds_each
+from apportion.exporting.quantization.processor import seconds_each, this_processor
 from apportion.exporting.target import Compiled, Examples, Inputs, Table, TrainedNetwork, called
 
 LIMIT = 0.05

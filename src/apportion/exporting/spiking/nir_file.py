@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.dialects.adaptation import adapted
+from apportion.exporting.spiking.dialects.adaptation import adapted, too_early, without_zeros
 from apportion.exporting.spiking.dialects.dialect import DIALECTS, Dialect, dialect
-from apportion.exporting.spiking.dialects.execution_order import too_early, without_zeros
 from apportion.exporting.spiking.graph import (
     Convolution,
     CurrentSource,

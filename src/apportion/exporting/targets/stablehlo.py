@@ -27,7 +27,7 @@ from apportion.exporting.target import Compiled, Examples, Inputs, Reading, Tabl
 from apportion.exporting.tpu import cost, lowering, training_check
 from apportion.exporting.tpu.archive import FORWARD, STEP, Archive
 from apportion.exporting.tpu.jax_packages import jax_package, versions
-from apportion.exporting.tpu.traced import for_training, traced_loss, traced_network
+from apportion.exporting.tpu.lowering import for_training, traced_loss, traced_network
 from apportion.exporting.tpu.training_check import LEARNING_RATE
 
 PLATFORMS = ("tpu", "cpu", "cuda", "rocm")

@@ -15,18 +15,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableSet
+from enum import IntEnum
 from typing import cast
 
 from apportion.serving.errors import Overloaded
-from apportion.serving.http.chunked_body import Chunks
-from apportion.serving.http.connection_state import ConnectionState
-from apportion.serving.http.incoming_request import DROPPED_BYTES, ConnectionRequest, IncomingRequest
-from apportion.serving.http.receive_buffer import ReceiveBuffer
-from apportion.serving.http.request_head import MOST_BYTES, Head
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.response_writer import ResponseWriter
-from apportion.serving.http.unread_responses import Unread
+from apportion.serving.http.incoming_request import DROPPED_BYTES, Chunks, ConnectionRequest, IncomingRequest
+from apportion.serving.http.request_head import MOST_BYTES, Head, ReceiveBuffer
+from apportion.serving.http.response import HTTPError, Response, ResponseWriter, Unread
 from apportion.serving.pool.shared_arena import Lease
+
+
+class ConnectionState(IntEnum):
+    """The part of a request that a connection is at."""
+
+    HEAD = 0
+    """A head is due, or on its way; the answer before it may still be being sent."""
+    BODY = 1
+    """A head has come, and its body has not, or not all of it."""
+    ANSWER = 2
+    """A whole request has come, and its answer is due."""
+    ENDING = 3
+    """The last answer is given: what the client still sends is dropped."""
+    OVER = 4
+    """The connection is lost."""
+
+
+_S = ConnectionState
+FOLLOWING: tuple[frozenset[ConnectionState], ...] = (
+    frozenset({_S.BODY, _S.ENDING, _S.OVER}),
+    frozenset({_S.ANSWER, _S.HEAD, _S.ENDING, _S.OVER}),
+    frozenset({_S.HEAD, _S.ENDING, _S.OVER}),
+    frozenset({_S.OVER}),
+    frozenset(),
+)
+"""The states that may follow each state, by its number."""
+
 
 IDLE_SECONDS = 75.0
 """The seconds that a connection may be idle between two requests."""

@@ -13,8 +13,7 @@ from apportion.serving.ensemble.deadline import absolute_deadline
 from apportion.serving.ensemble.ensemble import Ensemble, EnsembleResult, InferenceRequest, PendingRequest
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.http.request_head import Head, number
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.unread_responses import Unread
+from apportion.serving.http.response import HTTPError, Response, Unread
 from apportion.serving.log import log
 from apportion.serving.pool.frames import INLINE_BYTES, placed
 from apportion.serving.pool.shared_arena import Arena, Lease

@@ -18,8 +18,7 @@ from apportion.serving.errors import Overloaded
 from apportion.serving.http.host_names import Hosts
 from apportion.serving.http.infer_request import VERSION, InferCall, ServedModel, defect, reply_to
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.unread_responses import Unread
+from apportion.serving.http.response import HTTPError, Response, Unread
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.pool.shared_arena import Arena

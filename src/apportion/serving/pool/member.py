@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from apportion.serving.pool.circuit_breaker import Breaker
-from apportion.serving.pool.dynamic_batcher import DynamicBatcher
+from apportion.serving.pool.dynamic_batcher import DynamicBatcher, MemberTask
 from apportion.serving.pool.frames import Placed
-from apportion.serving.pool.task import MemberTask
 from apportion.serving.pool.worker_handle import WorkerHandle
 from apportion.serving.runtimes.runtime import Spec
 from apportion.serving.runtimes.source import Source

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.errors import ApportionError
-from apportion.serving.runtimes.arranged import ServedTensor
-from apportion.serving.runtimes.source import Source
+from apportion.serving.runtimes.source import ServedTensor, Source
 
 MOST_BYTES = 2**31 - 2**20
 """The largest size in bytes of an ONNX file."""

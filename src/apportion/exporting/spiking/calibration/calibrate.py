@@ -22,7 +22,7 @@ from torch import Tensor
 from apportion.exporting.spiking.conversion.linear_maps import applied
 from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, computed, per_channel
 from apportion.exporting.spiking.graph import Neurons, Reset
-from apportion.exporting.spiking.membranes import fired
+from apportion.exporting.spiking.simulator import fired
 
 PERCENTILE = 0.9995
 """The percentile of the activations of a channel that its scales are multiples of."""
