@@ -148,6 +148,8 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
         texts = {f"{path.name}{ending}": text for ending, text in (report(written) if report else {}).items()}
         for name, text in texts.items():
             (Path(folder) / name).write_text(text)
+        # Each ``os.replace`` is atomic and within one file system, since the folder is beside the path. A reader that
+        # sees the named file finds the others in place.
         files = sorted(Path(folder).iterdir(), key=lambda file: file == made)  # the one that is asked for comes last
         for file in files:
             os.replace(file, path.parent / file.name)
@@ -315,6 +317,8 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
         if own.shape != np.shape(theirs):
             return float("inf")
         a, b = own.astype(np.float64).reshape(-1), np.asarray(theirs).astype(np.float64).reshape(-1)
+        # Equal infinities and NaN at the same place count as equal; the difference of two infinities would be NaN and
+        # compare as neither.
         other = np.flatnonzero(~((a == b) | (np.isnan(a) & np.isnan(b))))
         if other.size:
             most = np.abs(a[np.isfinite(a)]).max(initial=1e-12)

@@ -33,6 +33,8 @@ class Pace:
 
     def took(self, rows: int, seconds: float) -> None:
         """Record the seconds that a batch of this size took."""
+        # Above LARGE rows sizes are rounded up to powers of two, which bounds the number of entries and lets sizes that
+        # seldom occur share their measurements.
         rows = rows if rows <= LARGE else 1 << (rows - 1).bit_length()
         if rows < 1:
             return
@@ -89,6 +91,8 @@ def batch_size(waiting: Sequence[tuple[int, float]], now: float, pace: Pace, mos
     for count, (more, deadline) in enumerate(waiting[1:], start=2):
         rows, earliest = rows + more, min(earliest, deadline)
         seconds = pace.expected(rows)
+        # Deadlines only get earlier and batches longer as requests are added: once a batch cannot be in time, no longer
+        # one can.
         if rows > most_rows or now + seconds > earliest:
             break
         if rows / max(seconds, 1e-9) >= GAIN * best_rate or seconds == 0.0:

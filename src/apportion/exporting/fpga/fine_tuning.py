@@ -110,6 +110,8 @@ def _rounded(numbers: Tensor, form: IntegerFormat) -> Tensor:
     scale = 2.0**form.exponent
     limited = numbers.clamp(form.low / scale, form.high / scale)
     with torch.no_grad():
+        # Straight-through: the rounding error is a constant for autograd, so that the gradient is that of the clamp
+        # alone, which is 0 where a number is limited.
         off = (form.of(numbers) / scale).to(numbers.dtype) - limited
     return limited + off
 

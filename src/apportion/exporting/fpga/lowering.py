@@ -133,6 +133,7 @@ def _array(terms: list[Term], shape: tuple[int, ...]) -> NDArray[np.object_]:
 
 
 def _total(terms: list[Term]) -> Term:
+    # A balanced tree: its depth, and with it the number of stages, grows with the logarithm of the window.
     while len(terms) > 1:
         terms = [terms[n] + terms[n + 1] if n + 1 < len(terms) else terms[n] for n in range(0, len(terms), 2)]
     return terms[0]
@@ -141,6 +142,7 @@ def _total(terms: list[Term]) -> Term:
 def _largest(terms: list[Term]) -> Term:
     netlist = terms[0].netlist
     numbers = [netlist.settled(term) for term in terms]
+    # A balanced tree, as above.
     while len(numbers) > 1:
         numbers = [
             netlist.larger(*numbers[n : n + 2]) if n + 1 < len(numbers) else numbers[n]

@@ -49,6 +49,8 @@ class IntegerRange:
     @property
     def width(self) -> int:
         """The number of bits of a two's complement that holds it."""
+        # Two's complement: a negative number n needs the bits of ~n, and one more for the sign; -8 fits in 4 bits and 8
+        # does not.
         return max((~self.low if self.low < 0 else self.low).bit_length(), max(self.high, 0).bit_length(), 0) + 1
 
 
@@ -172,7 +174,11 @@ class Netlist:
         """Return a term divided by 2**shift, rounded to the nearest integer, halves up, and limited."""
         if shift < 0:
             return self.requantised(term * 2.0**-shift, 0, low, high)
+        # Rounding half up is adding half a step before the shift, which floors. The half is part of the constant, so
+        # that it costs no adder of its own.
         total = term.constant + (2 ** (shift - 1) if shift else 0)
+        # A sum that is a multiple of 2**k cannot carry out of its k low bits: only the constant is there, and floor((a
+        # * 2**k + c) / 2**s) = floor((a + floor(c / 2**k)) / 2**(s - k)).
         same = min(shift, term.shift if term.op is not None else shift)  # the low bits that only the constant has
         number = self.settled(replace(term, shift=term.shift - same, constant=total >> same))
         limited = self.clamp(number, shift - same, low, high)
@@ -182,6 +188,8 @@ class Netlist:
     def clamp(self, number: int, shift: int, low: int, high: int) -> int:
         """Return the number of the operation that divides by 2**shift, rounds down and limits."""
         before = self.ranges[number]
+        # Shift and limit are monotonic, so that the ends of the range give the range of the result exactly. Python's >>
+        # floors for negative numbers, as Verilog's >>> does.
         least = min(max(before.low >> shift, low), high)
         most = min(max(before.high >> shift, low), high)
         return self.add(Op("clamp", (number,), (shift, low, high)), IntegerRange(least, most))
@@ -210,6 +218,8 @@ def range_of(form: tuple[Mapping[int, int], int], ranges: Any) -> IntegerRange:
     low = high = form[1]
     for key, factor in form[0].items():
         ends = factor * ranges[key].low, factor * ranges[key].high
+        # The inputs of a stage are taken to be independent: for these ranges the extremes are reached, and no width is
+        # larger than they need.
         low, high = low + min(ends), high + max(ends)
     return IntegerRange(low, high)
 
@@ -234,6 +244,8 @@ class CircuitPipeline:
     def source(self, op: int, stage: int) -> tuple[int, int] | None:
         """Return the register that a stage reads the value of an operation from; None: the operation itself."""
         made = self.stages[op]
+        # A value is valid in its register for ``beats`` cycles, then the next example overwrites it: it is copied every
+        # ``beats`` stages, and a reader takes the latest copy before it.
         return None if stage == made else (op, made + self.beats * ((stage - made - 1) // self.beats))
 
 
@@ -246,11 +258,17 @@ def pipelined(netlist: Netlist, device: FpgaDevice, period_ns: float, beats: int
     times: list[float] = []  # from the beginning of its stage until the value is there, in ns
     for op, extent in zip(netlist.ops, netlist.ranges, strict=True):
         carried = device.carry_ns * extent.width if op.kind in ("sum", "larger") else 0.0
+        # A carry chain adds its time per bit to the look-up table that feeds it; a comparison is a subtraction and has
+        # one too.
         takes = device.step_ns * STEPS[op.kind] + carried
         if op.kind == "sum" and not op.operands:
             takes = 0.0
         stage = max((stages[x] for x in op.operands), default=0)
+        # Operands of earlier stages come out of registers, at the beginning of this stage: only those of the same stage
+        # delay it.
         begins = max((times[x] for x in op.operands if stages[x] == stage), default=device.step_ns)
+        # An operation that is alone in its stage stays there even if it is too slow: another register could not make it
+        # faster, and the compiler finds out by placing it.
         if begins + takes > period_ns and begins > device.step_ns:
             stage, begins = stage + 1, device.step_ns
         stages.append(stage)

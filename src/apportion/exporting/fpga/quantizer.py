@@ -107,6 +107,8 @@ class _Walk:
         common = int(exponents.max())
         bias = np.zeros(len(integers)) if layer.bias is None else layer.bias.numpy()
         up = 2 ** (common - exponents)
+        # The bias is rounded at the scale of its own channel, as its products are, and then moved to the common
+        # exponent: so channels keep the precision that they have.
         added = np.floor(bias * 2.0 ** (exponents + before.exponent) + 0.5).astype(np.int64) * up
         integers = integers * up.reshape(-1, *[1] * (integers.ndim - 1))
         flat = integers.reshape(len(integers), -1)
@@ -115,6 +117,8 @@ class _Walk:
             name=layer.name, kind=layer.kind, inputs=(number,), shape=layer.shape, arguments=layer.arguments,
             exponent=common + before.exponent, weight=integers, bias=added,
         )  # fmt: skip
+        # Of each weight the worse end of its input's range is taken: no sum over fewer inputs, as at the border, leaves
+        # this range.
         low = int((np.minimum(ends.min(0), 0).sum(1) + added).min())  # 0: what padding adds
         self._append(made, _Extent(low, int((np.maximum(ends.max(0), 0).sum(1) + added).max()), narrow=False))
 
@@ -144,6 +148,8 @@ def chosen(numbers: Tensor, bits: int, *, signed: bool) -> IntegerFormat:
     largest = float(numbers.abs().max())
     if not 0 < largest < math.inf:
         return IntegerFormat(low, high, 0)
+    # The largest exponent at which the largest number still rounds to ``high``: from there each further one halves the
+    # step and clips more.
     first = math.floor(math.log2((high + 0.5) / largest))
     tried = [IntegerFormat(low, high, first + n) for n in range(CANDIDATES)]
     errors = [float((form.of(numbers) / 2.0**form.exponent - numbers).square().sum()) for form in tried]

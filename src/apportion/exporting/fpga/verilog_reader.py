@@ -72,6 +72,8 @@ class VerilogCircuit:
                 for n, value in enumerate(given):
                     total += numbers[2 * n] * (value << numbers[2 * n + 1])
                 half = 1 << (statement.width - 1)
+                # Two's complement of ``width`` bits: wrap around as the hardware does, and move the range back to -half
+                # ... half - 1.
                 values[statement.name] = ((total + half) & (2 * half - 1)) - half
             elif statement.kind == "output":
                 outputs[numbers[0]] = given[0]

@@ -69,6 +69,8 @@ class _RoundedLayer(ScaleSearch):
         """The rounded activations."""
         shape = (-1, *[1] * (self.z.ndim - 2))
         step = (scale / self.levels).reshape(shape)
+        # The same rounding, half up and limited, as that of the neurons, so that the search optimizes what will be
+        # computed.
         return ((self.z + correction.reshape(shape)) / step + 0.5).floor_().clamp_(0, self.levels).mul_(step)
 
 
@@ -108,6 +110,8 @@ def quantized(net: RateNet, x: Tensor, *, levels: int) -> SpikingGraph:
         current="first_step",
         units=(input_step, float(units[graph.readout.name][0])),
     )
+    # Every sum and membrane is an integer below 2**23: float32 has a mantissa of 24 bits and is exact in any order of
+    # addition. Otherwise float64 is, up to 2**53.
     return made.to(torch.float32 if _largest(made) < 2**23 else torch.float64)
 
 
@@ -126,6 +130,8 @@ def quantized_outputs(graph: SpikingGraph, x: Tensor) -> Tensor:
             total = total.flatten(1)
         elif isinstance(node, Neurons):
             threshold = node.threshold.reshape(-1, *[1] * (len(node.shape) - 1))
+            # In int64 and by floor, since the quotient of two float64 could be rounded up to the next integer just
+            # below a multiple of the threshold.
             whole = torch.div(total.long(), threshold.long(), rounding_mode="floor")
             total = whole.clamp(0, node.levels).double()
         values[node.name] = total
@@ -172,6 +178,8 @@ def _integer(graph: SpikingGraph, node: Node, units: dict[str, Tensor]) -> Node:
     unit = units[to.name]
     bias = (node.bias / unit).round()
     if isinstance(to, Neurons) and graph.into(to.name)[0] is node:
+        # Half a threshold rounds the level to the nearest instead of cutting it off. It is added on one of the paths
+        # only: the others flow into the same sum.
         bias = bias + torch.floor((1 / unit).round().clamp(min=1) / 2)
     return replace(node, weight=(node.weight / unit.reshape(-1, *[1] * (node.weight.ndim - 1))).round(), bias=bias)
 

@@ -84,6 +84,7 @@ class Membranes:
         self.count += self.spikes
 
     def _clipped_multi(self) -> None:
+        # Clipped before it fires, since sinabs applies its lower limit to the membrane that it then divides.
         torch.maximum(self.v, -self.threshold, out=self.v)
         torch.div(self.v, self.threshold, rounding_mode="trunc", out=self.spikes)  # as sinabs rounds
         self.spikes.clamp_(min=0)
@@ -94,6 +95,8 @@ class Membranes:
         assert self.neurons.levels is not None
         assert self.fired is not None
         torch.ge(self.v, self.threshold, out=self.spikes)
+        # Comparisons are by state and not by spikes of this step: a neuron at its highest level stays quiet, and one at
+        # 0 has no spike to take back. Both keep the count in 0 ... levels.
         self.spikes *= self.count < self.neurons.levels
         self.spikes -= ((self.v < 0) & (self.count > 0)).to(self.v.dtype)
         self._take(self.spikes)
@@ -189,6 +192,8 @@ def simulate(graph: SpikingGraph, x: Tensor) -> Simulated:
             )
     steps = graph.timesteps
     for t in range(graph.timesteps):
+        # With the input in the first step alone, a step without a spike changes no membrane: all later ones would be
+        # quiet as well.
         if not _one_step(run, fed, first=t == 0) and graph.current == "first_step" and t > 0:
             steps = t + 1
             break

@@ -59,6 +59,7 @@ class QuorumState:
 
     def __post_init__(self) -> None:
         check_quorum(self.quorum, self.members)
+        # Asserted once for each selection of members, and not for every request: see ``until``.
         strangers = self.awaited - set(self.members)
         assert not strangers, f"awaited {sorted(strangers)} of {self.members}"
 
@@ -96,6 +97,7 @@ class QuorumState:
         waited_for, reached = self.open, len(self.answered) >= self.quorum
         if reached and (not waited_for or now >= self.deadline):
             return self._answer()
+        # Those that are still open could all answer: only if even that would not reach the quorum is waiting pointless.
         unreachable = len(self.answered) + len(waited_for) < self.quorum or (not waited_for and not self.awaited)
         # What a client is to do next depends on the time alone, also where members have failed as well: a member's
         # word that its time is up may come before this process's own timer.

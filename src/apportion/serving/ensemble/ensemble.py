@@ -147,6 +147,8 @@ class PendingRequest:
         self.began = now = loop.time()
         quorum = min(self.ensemble.quorum, len(self.names))
         awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
+        # Members get the client's deadline, the decision is taken a little before it: combining the outputs and sending
+        # the response must fit into the rest.
         ends = self.deadline - self.ensemble.reserve
         self.gathering = self.ensemble.unanswered(self.names, tuple(awaited), quorum).until(ends)
         self.timer = loop.call_at(ends, self._decide, ends)
@@ -216,6 +218,8 @@ class PendingRequest:
 
     def _answered(self, member: Member, names: list[str], outputs: list[Array], now: float) -> None:
         every = [name for name, other in self.ensemble.members.items() if other is member]
+        # A member of several names (in_graph) returns all their outputs in the order of the names; each has as many as
+        # the others.
         each = len(outputs) // len(every)
         last = not self.gathering.open - {*names}
         if now > self.deadline or (last and self._holds_up(member)):

@@ -119,6 +119,8 @@ class Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         request = self._request
         if request is not None and request.body is not None and self._state is BODY:
+            # The socket is read straight into the memory of the request, which members share where it is large: this
+            # process copies no more of it than what came together with the head.
             return request.body[request.filled :]
         return memoryview(self._received.memory) if self._state is ENDING else self._received.room()
 
@@ -141,6 +143,8 @@ class Connection(asyncio.BufferedProtocol):
     # A request, as far as it has come
 
     def _advance(self) -> None:
+        # An answer may be given while the loop below runs, and it resumes reading: without this guard the parser would
+        # be entered twice.
         if self._advancing:
             return
         self._advancing = True
@@ -156,6 +160,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error)
         finally:
             self._advancing = False
+        # All was used: the next head begins at the front, and the buffer seldom has to be moved or to grow.
         if received.begin == received.end:
             received.begin = received.end = received.fed = 0
 

@@ -17,6 +17,7 @@ MOST_LINE = 4096
 """The largest number of bytes of a line: a length with what may follow it, or a trailer."""
 MOST_TRAILERS = 64 << 10
 """The largest number of bytes of all trailers, which are not read."""
+# At most 15 hexadecimal digits, which stay below 2**63; extensions after ";" are skipped (RFC 9112, 7.1.1).
 _LENGTH = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
 
 
@@ -45,6 +46,7 @@ class Chunks:
             self.body += took
             self._left -= len(took)
             return len(took)
+        # The line end after a chunk may be split between two receives: it is only consumed as a whole.
         if len(data) < 2:
             return None
         if bytes(data[:2]) != b"\r\n":
@@ -59,6 +61,8 @@ class Chunks:
             if len(line) > MOST_LINE:
                 raise HTTPError(400, f"a line between chunks has more than {MOST_LINE} bytes")
             return None
+        # A bare CR or LF is read as a line end by some servers: accepting it would let two of them disagree about where
+        # a body ends.
         if any(mark in line[:end] for mark in (b"\n", b"\r", b"\0")):
             raise HTTPError(
                 400, "a line between chunks or after them has a line feed, a carriage return or a zero in it"
@@ -72,6 +76,7 @@ class Chunks:
         if found is None:
             raise HTTPError(400, f"{line[: min(end, 40)]!r} must be the length of a chunk")
         self._left = int(found[1], 16)
+        # Checked by the announced length, before any byte of the chunk is stored.
         if len(self.body) + self._left > self._most:
             raise HTTPError(413, f"the body has more than {self._most} bytes: say its content-length")
         self._last, self._within = self._left == 0, self._left > 0

@@ -114,6 +114,8 @@ class InferCall:
         self._check_json(length if self._json_bytes is None else self._json_bytes)
         if length <= INLINE_BYTES:
             return memoryview(bytearray(length)), None
+        # The tensors begin after the JSON: the lease is shifted so that their first byte, and not that of the JSON,
+        # lies on a cache line. Members then read the first tensor without copying it.
         before = -(self._json_bytes or 0) % CACHE_LINE
         lease = self._app.inbox.lease(before + length)
         if lease is None:
@@ -192,6 +194,7 @@ class InferCall:
         request, specs = self._request, self._app.specs(self._model).outputs
         found = {s.name: NamedTensor(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
         coming = sum(tensor.array.nbytes for tensor in found.values())
+        # Room is made before the response is encoded, since encoding doubles the memory that the outputs take.
         self._app.unread.make_room(asyncio.get_running_loop().time(), coming=coming)
         asked = list(found.values()) if request.outputs is None else [found[asked.name] for asked in request.outputs]
         pieces, said = write_response(_head(self._model, request, result), asked, request)

@@ -15,6 +15,8 @@ MOST_BYTES = 64 << 10
 """The largest size in bytes of a head."""
 END = b"\r\n\r\n"
 _JSON_BYTES = HEADER.lower().encode()
+# A header that decides where a body ends, or whom it is for, must not be given twice: a proxy in front may have taken
+# the other one (request smuggling, RFC 9112, 11.2).
 _ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", _JSON_BYTES)
 
 
@@ -83,6 +85,8 @@ class HeadReader:
             raise HTTPError(400, "a request of HTTP/1.1 says by its host header whom it asks: there is none")
         length: int | None = 0
         if (coding := found.get(b"transfer-encoding")) is not None:
+            # Both headers at once are refused for the same reason (RFC 9112, 6.3), and other codings because the end of
+            # such a body would not be known.
             if coding.strip().lower() != b"chunked" or b"content-length" in found:
                 raise HTTPError(
                     400, f"transfer-encoding {_text(coding)!r} is not read: chunked is, or a content-length"
@@ -105,6 +109,8 @@ class HeadReader:
 
 def number(name: bytes, value: bytes) -> int:
     """Return the number of bytes that a header gives. Raises HTTPError where it is not a number."""
+    # ``isdigit`` of bytes allows ASCII digits alone: no sign, blank or underscore, which ``int`` would take. 18 digits
+    # stay below 2**63.
     if not value.isdigit() or len(value) > 18:
         raise HTTPError(400, f"{name.decode()}: {_text(value)[:60]!r} must be a number of bytes")
     return int(value)
@@ -145,6 +151,8 @@ class ReceiveBuffer:
     def room(self) -> memoryview:
         """Return memory for what comes next."""
         if self.begin and self.end == len(self.memory):
+            # What is unread is moved to the front only when the buffer has been filled to its end, so that the usual
+            # request is never moved.
             left = self.end - self.begin
             self.memory[:left] = self.memory[self.begin : self.end]
             self.begin, self.end, self.fed = 0, left, self.fed - self.begin
@@ -160,6 +168,8 @@ class ReceiveBuffer:
 
     def take_head(self) -> Head | None:
         """Read what has come of a head, and return it once it is complete. Raises HTTPError."""
+        # The mark may be split between two receives: the search begins three bytes before what is new, and never scans
+        # the head twice.
         at = self.memory.find(END, max(self.begin, self.fed - len(END) + 1), self.end)
         end = self.end if at < 0 else at + len(END)
         if end - self.begin > MOST_BYTES:

@@ -112,6 +112,8 @@ class Unread:
         for reader, left in self._of.items():
             if (queued := _queued(reader.fileno())) != left.queued:
                 left.queued, left.since = queued, now
+        # The connection's id breaks ties, since connections cannot be compared. ``newest`` stays: its client had no
+        # time to read yet.
         stuck = [(left.since, id(reader), reader) for reader, left in self._of.items() if reader is not newest]
         for since, _, reader in sorted(stuck):
             if self.total + coming <= self.most or now <= since + STUCK_SECONDS:
@@ -132,6 +134,8 @@ def _queued(descriptor: int) -> int:
     """Return the number of bytes that the system holds for this socket and the client's system has not taken."""
     if descriptor < 0:
         return 0
+    # TIOCOUTQ is what the peer has not acknowledged: it shrinks as soon as the client's system takes bytes, while
+    # asyncio's buffer only changes in steps of what the local kernel takes.
     found: int = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))[0]
     return found
 

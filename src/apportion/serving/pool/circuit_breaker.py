@@ -93,6 +93,8 @@ class Breaker:
         return Breaker(patience=self.patience, closed_since=now)
 
     def _opened(self, now: float) -> Breaker:
+        # Rests double after a late probe, and for a member that was left out again soon after it had come back; one
+        # that has been in time for ``proven`` seconds starts from the shortest rest.
         again = self.open_since is not None or now - self.closed_since < self.patience.proven
         rest = min(self.patience.longest, 2 * self.rest) if again and self.rest else self.patience.rest
         return replace(self, missed=0, open_since=now, rest=rest, probing=False)

@@ -122,7 +122,9 @@ class DynamicBatcher:
 
     def process_died(self) -> None:
         """Settle what the process had with Lost; what waits is kept for the next process."""
+        # Before any caller is settled, since a caller may submit again at once and must not reach the dead process.
         self.process, self.proven = None, False
+        # Swapped first: ``_settle`` runs foreign code, which may come back here.
         flights, self.in_flight = self.in_flight, {}
         for flight in flights.values():
             for work in flight.works:
@@ -145,6 +147,8 @@ class DynamicBatcher:
         flight = next(iter(self.in_flight.values()), None)  # the one that it is at
         if self.process is None or flight is None:
             return False
+        # The process works on one batch after the other: the oldest one began when it was sent or when the one before
+        # it was answered, whichever was later.
         began = max(flight.sent, self._heard_at)
         patience = max(LEAST_HUNG, HUNG * self.times.pace.expected(flight.rows))
         return now > (began if flight.deadline == float("inf") else max(flight.deadline, began)) + patience
@@ -203,6 +207,8 @@ class DynamicBatcher:
 
     def _send_batch(self, process: WorkerHandle, works: list[MemberTask], now: float) -> None:
         self._number += 1
+        # The batch may run until the latest of its deadlines; a request whose own one passes before is settled by its
+        # timer all the same.
         rows, deadline = sum(w.rows for w in works), max(w.deadline for w in works)
         self.in_flight[self._number] = InFlightBatch(works, rows, now, deadline)
         process.send(encode(Kind.RUN, self._number, deadline, [tensor for work in works for tensor in work.tensors]))
@@ -212,8 +218,12 @@ class DynamicBatcher:
             message = json.loads(frame.text)
             assert message["what"] == "prepared", message
             return
+        # Answers come in the order in which batches were sent, but each is found by its number, so that a batch that
+        # was settled otherwise cannot be mistaken for it.
         flight = self.in_flight.pop(frame.number)
         now = asyncio.get_running_loop().time()
+        # The time between two answers, not since the batch was sent: while the batch before was computed this one
+        # waited.
         took, self._heard_at = now - max(flight.sent, self._heard_at), now
         try:
             self._complete(flight, frame, took)
@@ -229,6 +239,7 @@ class DynamicBatcher:
         elif frame.kind in (Kind.REFUSED, Kind.FAILED) and together:
             self._retry_alone(flight.works)  # one of them is to blame
         elif frame.kind == Kind.DONE:
+            # Only a computed answer proves the process: EXPIRED says nothing about the model.
             self.proven = True
             self.times.took(flight.rows, took)
             self.counts.batches += 1
@@ -249,6 +260,7 @@ class DynamicBatcher:
                     self._settle(work, _failure(frame.kind, self.name, frame.text.decode()))
 
     def _retry_alone(self, works: Sequence[MemberTask]) -> None:
+        # In reverse, since each goes to the front: they keep their order among each other.
         for work in reversed(works):
             if not work.over:
                 work.alone = True

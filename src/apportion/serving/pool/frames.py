@@ -21,6 +21,8 @@ import numpy as np
 from apportion.serving.pool.shared_arena import Arena, Lease
 from apportion.serving.protocol.datatypes import DATATYPES, Array, from_bytes, to_bytes
 
+# Little-endian and without implicit padding ("<"): 24 bytes, so that a tensor's head, of 24 bytes as well, and the dims
+# after it stay aligned to 8 bytes. The length covers what follows the head, not the head itself.
 _HEAD = struct.Struct("<IBxHQd")
 _TENSOR = struct.Struct("<BBxxxxxxqQ")
 _DATATYPES = tuple(DATATYPES)
@@ -97,6 +99,8 @@ def encode(kind: Kind, number: int, deadline: float, tensors: Sequence[Placed] =
         if tensor.offset is None:
             body = to_bytes(tensor.array, tensor.datatype)
             size, offset = len(body), INLINE
+            # Each body is padded to a multiple of 8 bytes: numpy reads the next one in place, and an unaligned array
+            # would have to be copied. The size that is sent is that without the padding.
             bodies += [body, b"\0" * (-size % ALIGNED)]
         else:
             size, offset = tensor.array.nbytes, tensor.offset
@@ -123,6 +127,7 @@ def decode(frame: memoryview, shared: memoryview) -> Frame:
     tensors = []
     for datatype, shape, offset, size in found:
         if offset == INLINE:
+            # Only bodies that are in the frame advance the position: a tensor in shared memory has no bytes here.
             data, at = frame[at : at + size], at + size + -size % ALIGNED
         else:
             data = shared[offset : offset + size]
@@ -150,15 +155,19 @@ class Reader:
         while self._end - at >= HEAD_BYTES:
             size = HEAD_BYTES + rest_of(self._buffer, at)
             if self._end - at < size:
+                # The frame cannot fit: the buffer grows to exactly its size, so that the following receives end at its
+                # last byte and nothing is moved again. A frame that fits is completed where it is.
                 if size > len(self._buffer):
                     self._buffer = self._buffer[at : self._end] + bytearray(size - (self._end - at))
                     at, self._end = 0, self._end - at
                 break
+            # A copy, since views of the frame outlive this call and the buffer is written again by the next receive.
             whole.append(memoryview(bytes(memoryview(self._buffer)[at : at + size])))
             at += size
         if at:
             self._buffer[: self._end - at] = self._buffer[at : self._end]
             self._end -= at
+        # A large frame must not keep its memory for the lifetime of the connection.
         if not self._end and len(self._buffer) > ROOM:
             self._buffer = bytearray(ROOM)
         return whole

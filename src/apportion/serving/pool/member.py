@@ -90,6 +90,8 @@ class Member:
     def _gone(self) -> None:
         process, self.state = self.process, "down"
         assert process is not None
+        # The pool is informed before the batcher settles the lost requests: a caller that asks again finds the
+        # replacement already under way.
         self.restarts += 1
         self.process_died(self, process)
         self.batcher.process_died()

@@ -94,6 +94,8 @@ class MemberPool:
         child.kill()  # its socket has ended; this makes sure that the process has as well
         self._dead.append(child)
         now = asyncio.get_running_loop().time()
+        # A process that dies right after its start will probably die again: its member waits twice as long each time,
+        # and the machine is not kept busy with starting processes.
         young = now - self._born.get(member, now) < LEAST_LIFE
         self._waits[member] = min(LONGEST_WAIT, 2 * (self._waits.get(member) or 0.125)) if young else 0.0
         self._log("member died", level="warning", member=member.name, restarts=member.restarts)
@@ -124,6 +126,8 @@ class MemberPool:
         """Give the member a process: this one, which has its model loaded, or a new one. Returns what the process
         answers."""
         process = child or self._new_process(member.source.threads)
+        # The first process of a member was timed alone, when the server started. A later one starts beside others that
+        # compute, where timing would measure their load; it inherits what is known.
         known = bool(member.batcher.times.pace.seconds)
         try:
             answer = await self._ask(
@@ -193,6 +197,8 @@ class MemberPool:
                 self._log("still starting", pid=pid, why=f"it {doing}, for {now - began:.0f} s so far")
             await asyncio.wait({future}, timeout=min(LOOK_SECONDS, began + seconds - now))
             last, now = now, loop.time()
+            # A pause of this process itself must not count as one of the child, so that a single step adds at most
+            # STALLED_SECONDS.
             stopped = stopped + min(now - last, STALLED_SECONDS) if is_stopped(pid) else 0.0
         return future.result()
 

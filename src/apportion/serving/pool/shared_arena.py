@@ -42,6 +42,7 @@ class Arena:
         self.nbytes = nbytes
         self.descriptor = memory_file("apportion-serve") if descriptor is None else descriptor
         if descriptor is None:
+            # The file is sparse: pages are committed when they are first written, not here.
             os.ftruncate(self.descriptor, nbytes)
         self._map = mmap.mmap(self.descriptor, nbytes, prot=mmap.PROT_READ | (0 if readonly else mmap.PROT_WRITE))
         self.memory = memoryview(self._map)
@@ -57,6 +58,8 @@ class Arena:
 
     def offset(self, array: Array) -> int | None:
         """Return the offset at which this array lies in the memory; None where it lies elsewhere."""
+        # By address and not by ``array.base``: views of views, and arrays that the protocol made of a body, are found
+        # as well. No datatype is stored here by reference, so that an address in the range means the bytes are there.
         at = _address(array) - self._begins
         return at if 0 <= at < self.nbytes else None
 
@@ -70,8 +73,12 @@ class Arena:
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Take a range of at least ``nbytes``, and return (offset, bytes); None where there is none left."""
+        # Whole cache lines: two processes that write neighbouring ranges never share a line, and every range begins
+        # aligned for numpy.
         wanted = round_up(nbytes)
         self._collect()
+        # First fit: requests are short-lived and ranges are merged when they come back, so that the list stays short
+        # and a better fit is not worth the search.
         for place, (offset, size) in enumerate(self._free):
             if size >= wanted:
                 self._free[place : place + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
@@ -79,6 +86,8 @@ class Arena:
         return None
 
     def _collect(self) -> None:
+        # ``deque.append`` and ``popleft`` are atomic: a lease may be finalized by the garbage collector in the middle
+        # of ``take`` or of another finalizer, which is why ``__del__`` changes nothing else.
         while self.returned:
             self.give_back(self.returned.popleft())
 

@@ -79,6 +79,8 @@ class WorkerHandle:
             except BlockingIOError:
                 pass
             except OSError:
+                # Not at once: ``gone`` settles what is in flight and calls the callers, which must not happen while the
+                # one that sends is in the middle of its own loop.
                 self._loop.call_soon(self._end)
                 return
             if frame:
@@ -131,6 +133,8 @@ class WorkerHandle:
         if self._over:
             return
         self._over = True
+        # The order matters: the loop has to forget the descriptor before it is closed, since the number may be reused
+        # by the next socket.
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()

@@ -100,6 +100,8 @@ class MemberProcess:
     # Batches
 
     def _answer(self, frame: Frame) -> bytes:
+        # The deadline is absolute on CLOCK_MONOTONIC, which all processes of a host share: time that the frame spent in
+        # the socket counts.
         if time.monotonic() >= frame.deadline:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         assert self._program is not None
@@ -125,10 +127,13 @@ class MemberProcess:
     def _place_outputs(self, number: int, outputs: Sequence[Array]) -> list[Placed]:
         """Lay outputs in shared memory where they are large and fit; the others are sent."""
         assert self._program is not None
+        # Batches are numbered in turn and at most two are in flight (AT_ONCE). The server has copied the outputs of
+        # batch n before it sends batch n + 2, which uses the same half again: no lock is needed.
         half = self._outbox.nbytes // 2
         place = number % 2 * half
         end, placed = place + half, []
         for spec, output in zip(self._program.outputs, outputs, strict=True):
+            # Each output begins on a cache line, which also aligns it for its dtype.
             place = round_up(place)
             if output.nbytes <= INLINE_BYTES or spec.datatype == "BYTES" or place + output.nbytes > end:
                 placed.append(Placed(spec.datatype, output))
@@ -155,6 +160,8 @@ def main() -> None:
             MemberProcess(sock, Arena(inbox_bytes, inbox, readonly=True), Arena(outbox_bytes, outbox)).serve()
         except (BrokenPipeError, ConnectionResetError):  # the server has gone
             pass
+    # Without interpreter shutdown: threads of a runtime may still hold buffers, and waiting for them would delay the
+    # end of the server.
     os._exit(0)  # nothing is left to be saved
 
 

@@ -46,6 +46,8 @@ def joined(found: Sequence[RowAxis]) -> RowAxis:
     """Return the rows of what is computed element by element from tensors with these rows. Raises RowsMixed where row n
     of one meets another row of the other."""
     first = found[0]
+    # Only layouts in which both tensors have row n at the same elements survive: with any other one an element would be
+    # combined with that of another row.
     layouts = frozenset.intersection(*(rows.layouts for rows in found))
     if any(rows.axis != first.axis for rows in found) or not layouts:
         raise RowsMixed("puts each row beside other rows")
@@ -60,6 +62,8 @@ def reshaped(rows: RowAxis, before: Sequence[int], shapes: Sequence[tuple[int, .
         raise RowsMixed("joins rows with other dimensions")
     axis, shape, found = grown[0], shapes[0], set()
     for outer, inner in rows.layouts:
+        # In units of single elements: the dimensions before and after the axis are taken into outer and inner, and
+        # divided out again by those of the new shape. A remainder means that rows are split across dimensions.
         outer *= math.prod(before[: rows.axis])
         inner *= math.prod(before[rows.axis + 1 :])
         left, right = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])

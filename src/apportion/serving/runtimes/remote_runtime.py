@@ -39,6 +39,8 @@ class Alarm:
         """Set the time at which to ring, in the place of the one before."""
         with self._changed:
             self._at = at
+            # Only an earlier time has to wake the thread: for a later one it wakes by itself, finds that nothing is due
+            # and sleeps on. So a request costs no thread switch.
             if at < self._sleeps_until:
                 self._changed.notify()
 
@@ -151,6 +153,8 @@ class RemoteRuntime(Runtime):
     ) -> tuple[int, int | None, bytes]:
         """Send a request and return (status, bytes of JSON, body)."""
         connection = self._connection
+        # A kept connection may have been closed by the other side while it was idle: one failure on it is retried on a
+        # new one, a failure on a new one is reported.
         for fresh in (connection.sock is None, True):
             try:
                 return self._asked_once(method, path, body, headers, deadline)

@@ -94,6 +94,8 @@ class _SpikeTrain(torch.autograd.Function):
             # The threshold moves what it lets out, and where it is: d(scale * spikes) / d(scale).
             of_scale += pull * (spikes / scale - slope * share)
             if ctx.reset == "subtract_clipped_multi":
+                # Below minus the threshold the membrane was clipped: what had flowed in before has no effect on later
+                # steps.
                 flow *= share > -1
             later = flow
             of_each += flow
