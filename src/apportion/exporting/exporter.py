@@ -148,8 +148,6 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
         texts = {f"{path.name}{ending}": text for ending, text in (report(written) if report else {}).items()}
         for name, text in texts.items():
             (Path(folder) / name).write_text(text)
-        # Each ``os.replace`` is atomic and within one file system, since the folder is beside the path. A reader that
-        # sees the named file finds the others in place.
         files = sorted(Path(folder).iterdir(), key=lambda file: file == made)  # the one that is asked for comes last
         for file in files:
             os.replace(file, path.parent / file.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -428,18 +429,6 @@ def _pad(program: _Program, node: fx.Node) -> _Sum:
     )  # fmt: skip
 
 
-def _same(program: _Program, node: fx.Node) -> _Sum:
-    return _value(program, node)
-
-
-def _dropout(program: _Program, node: fx.Node) -> _Sum:
-    return _value(program, node)
-
-
-def _nothing(program: _Program, node: fx.Node) -> None:
-    return None
-
-
 def _pair(x: Any) -> tuple[int, int]:
     numbers = [int(x)] * 2 if isinstance(x, int) else [int(n) for n in x]
     return (numbers[0], numbers[-1])
@@ -459,43 +448,26 @@ def _filled(node: fx.Node, defaults: tuple[Any, ...], *, skip: int) -> list[Any]
 
 _WITH_WEIGHTS = (aten.conv2d.default, aten.conv2d.padding, aten.linear.default)
 _RULES: dict[Any, Callable[[_Program, fx.Node], _Sum | None]] = {
-    aten.conv2d.default: _convolution,
-    aten.conv2d.padding: _convolution,
+    **dict.fromkeys((aten.conv2d.default, aten.conv2d.padding), _convolution),
     aten.linear.default: _linear,
     aten.batch_norm.default: _batch_norm,
-    aten.relu.default: _rectify,
-    aten.relu_.default: _rectify,
+    **dict.fromkeys((aten.relu.default, aten.relu_.default), _rectify),
     aten.relu6.default: lambda program, node: _rectify(program, node, 6.0),
-    aten.hardtanh.default: lambda program, node: _clip(program, node, (-1.0, 1.0)),
-    aten.hardtanh_.default: lambda program, node: _clip(program, node, (-1.0, 1.0)),
-    aten.clamp.default: _clip,
-    aten.clamp_.default: _clip,
-    aten.clamp_min.default: _clip,
-    aten.clamp_min_.default: _clip,
-    aten.add.Tensor: _add,
-    aten.add_.Tensor: _add,
-    aten.sub.Tensor: lambda program, node: _add(program, node, -1.0),
-    aten.sub_.Tensor: lambda program, node: _add(program, node, -1.0),
-    aten.mul.Tensor: _times,
-    aten.mul_.Tensor: _times,
-    aten.div.Tensor: lambda program, node: _times(program, node, divide=True),
-    aten.div_.Tensor: lambda program, node: _times(program, node, divide=True),
+    **dict.fromkeys((aten.hardtanh.default, aten.hardtanh_.default), partial(_clip, default=(-1.0, 1.0))),
+    **dict.fromkeys((aten.clamp.default, aten.clamp_.default), _clip),
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min_.default), _clip),
+    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub_.Tensor), partial(_add, sign=-1.0)),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul_.Tensor), _times),
+    **dict.fromkeys((aten.div.Tensor, aten.div_.Tensor), partial(_times, divide=True)),
     aten.avg_pool2d.default: _average,
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
     aten.max_pool2d.default: _max,
-    aten.flatten.using_ints: _reshape,
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
+    **dict.fromkeys((aten.flatten.using_ints, aten.view.default, aten.reshape.default), _reshape),
     aten.slice.Tensor: _slice,
-    aten.pad.default: _pad,
-    aten.constant_pad_nd.default: _pad,
-    aten.contiguous.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
-    aten.detach.default: _same,
-    aten.dropout.default: _dropout,
-    aten.dropout_.default: _dropout,
-    aten.feature_dropout.default: _dropout,
-    aten.sym_size.int: _nothing,
+    **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), _pad),
+    **dict.fromkeys((aten.contiguous.default, aten.alias.default, aten.clone.default, aten.detach.default), _value),
+    **dict.fromkeys((aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default), _value),
+    aten.sym_size.int: lambda program, node: None,
 }
