@@ -78,24 +78,24 @@ class OrderedStep(StoreStep):
         return values
 
     def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
-        store, seats = self.store, self._member.seats
-        told = store.memory.told[seats[self._owner(number)]]
+        store, workers = self.store, self._member.workers
+        report = store.memory.reports[workers[self._owner(number)]]
         if own:
             assert self._own is not None
-            store.deal.wait(lambda: store.deal.all_entered(seats), lambda: "every rank to pull")
-            told.loss, told.staleness = float(self._own), float(self._owner(number))
+            store.deal.wait(lambda: store.deal.all_entered(workers), lambda: "every rank to pull")
+            report.loss, report.staleness = float(self._own), float(self._owner(number))
             self._cycle.push(number)
             self._own = None
         else:
             store.deal.wait(lambda: store.done > number, lambda: f"rank {self._owner(number)} to push batch {number}")
         self._number = number + 1
-        return {"loss": torch.tensor(told.loss), "staleness": torch.tensor(told.staleness, dtype=torch.float64)}
+        return {"loss": torch.tensor(report.loss), "staleness": torch.tensor(report.staleness, dtype=torch.float64)}
 
     def state_dict(self) -> State:
         self._enter()
         with self._lock:
             state = self._worker.state(self.done, self.store.read())
-        self._member.world.group().barrier()  # nobody goes on while another still reads
+        self._member.world.group().barrier()  # no rank goes on while another still reads
         return state
 
     def committed(self) -> State | None:

@@ -29,7 +29,7 @@ class PushPullSchedule:
 
 
 class PushQueue(Protocol):
-    """What is told of batches as a worker computes them."""
+    """The records that a worker makes of its batches as it computes them."""
 
     def note(self, pulled: Sequence[int] | None) -> None:
         """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that

@@ -70,7 +70,7 @@ class Servers(Protocol):
 
 
 class Store:
-    """One worker's view of the store, from its seat; or a ``server``'s, which does what that worker asks. ``check()``
+    """One worker's view of the store, as that worker; or a ``server``'s, which does what that worker asks. ``check()``
     raises where waiting has become pointless."""
 
     def __init__(
@@ -78,28 +78,28 @@ class Store:
         extent: StoreSpec,
         memory: memoryview,
         *,
-        seat: int = 0,
+        worker: int = 0,
         server: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.extent, self.layout, self.rule = extent, extent.layout, extent.layout.rule
-        self.seat, self._check = seat, check
+        self.worker, self._check = worker, check
         self.memory = m = StoreMemory(extent, memory)
-        self.deal = BatchQueue(m, seat, check)
-        self._line = m.lines[seat]
-        self.gradient = m.seats.gradients[seat]
+        self.deal = BatchQueue(m, worker, check)
+        self._line = m.lines[worker]
+        self.gradient = m.workers.gradients[worker]
         """The gradient that the next push brings: flat, filled by the caller."""
-        self.change = m.seats.changes[seat]
+        self.change = m.workers.changes[worker]
         """The change of each buffer that the next push brings: flat, filled by the caller."""
-        self.weights = m.seats.own[seat]
+        self.weights = m.workers.own[worker]
         """The weights that were pulled, as a flat vector."""
         self.buffers = torch.zeros(extent.buffers, dtype=torch.float64)
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
         """The servers that apply pushes; None: this process does it itself."""
-        self.applying = ShardApplier(m, seat, server, check)
-        first = seat * self.layout.shards // extent.seats
+        self.applying = ShardApplier(m, worker, server, check)
+        first = worker * self.layout.shards // extent.workers
         every = list(range(self.layout.shards))
         self._tour = [*every[first:], *every[:first], *range(self.layout.shards, extent.shards)]
         self._hyper: Sequence[Sequence[float]] | None = None
@@ -170,7 +170,7 @@ class Store:
 
     @property
     def pushes(self) -> int:
-        """The number of pushes made by all seats."""
+        """The number of pushes made by all workers."""
         return sum(line.pushes for line in self.memory.lines)
 
     def pull(self) -> None:
@@ -212,8 +212,8 @@ class Store:
             found = self.servers.apply(push)
         else:
             self.apply(push, list(self._tour))
-        self._end(self.seat)
-        shards, row = self.memory.extent.shards, self.memory.log.row(self.seat, push.number)
+        self._end(self.worker)
+        shards, row = self.memory.extent.shards, self.memory.log.row(self.worker, push.number)
         made = self.memory.log.made[row : row + shards]
         stale = sum(made) - sum(self.pulled) - shards
         if pull:
@@ -226,32 +226,32 @@ class Store:
         m, line = self.memory, self._line
         if hyper is not self._hyper:
             self._hyper = hyper
-            for row, values in zip(m.seats.hyper[self.seat], hyper, strict=True):
+            for row, values in zip(m.workers.hyper[self.worker], hyper, strict=True):
                 row[:] = values
         self._mark_used(used)
         number = line.pushes + 1
-        m.log.made_rows[self.seat, number % m.log.capacity] = 0
+        m.log.made_rows[self.worker, number % m.log.capacity] = 0
         line.entries_then = line.taken
         with self.deal.held():  # a snapshot ends first
             line.pushing = number
         # With servers, one that was asked before another was lost may still be at it.
-        return StagedPush(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
+        return StagedPush(self.worker, number, hyper, used, pull, unsure=self.extent.servers > 0)
 
     def _mark_used(self, used: Sequence[bool] | None) -> None:
         m = self.memory
         if used is None:
-            m.seats.used[self.seat, 0] = ALL_USED
+            m.workers.used[self.worker, 0] = ALL_USED
             m.shards.touched[:] = 1
         else:
-            m.seats.used[self.seat] = used
+            m.workers.used[self.worker] = used
             m.shards.touched[np.asarray(used, dtype=bool)] = 1
 
-    def _end(self, seat: int) -> None:
-        """Record that every shard has the push that the seat had begun."""
-        line = self.memory.lines[seat]
+    def _end(self, worker: int) -> None:
+        """Record that every shard has the push that the worker had begun."""
+        line = self.memory.lines[worker]
         line.entries = line.entries_then
         line.pushes = line.pushing
-        self.memory.pushing[seat].publish(0)
+        self.memory.pushing[worker].publish(0)
 
     def apply(self, push: StagedPush, left: list[int]) -> None:
         """Apply a push to these shards."""
@@ -264,31 +264,31 @@ class Store:
 
     # After a death
 
-    def finish(self, seat: int) -> None:
-        """End what the process on that seat had begun and cannot end: its push gets into the rest of the shards; the
+    def finish(self, worker: int) -> None:
+        """End what the process of that worker had begun and cannot end: its push gets into the rest of the shards; the
         batches that it had taken and not pushed go back into the queue."""
-        self.finish_push(seat)
-        self.deal.give_back(seat)
+        self.finish_push(worker)
+        self.deal.give_back(worker)
 
-    def finish_push(self, seat: int) -> bool:
-        """End the push that the process on that seat had begun; returns whether there was one."""
-        self.applying.resolve(seat)
-        push = self.under_way(seat)
+    def finish_push(self, worker: int) -> bool:
+        """End the push that the process of that worker had begun; returns whether there was one."""
+        self.applying.resolve(worker)
+        push = self.under_way(worker)
         if push is None:
             return False
-        if seat == self.seat:
+        if worker == self.worker:
             self._hyper = None
         self.apply(push, [shard for shard in self._tour if not self.applying.has(shard, push)])
-        self._end(seat)
+        self._end(worker)
         return True
 
-    def under_way(self, seat: int, *, pull: bool = False) -> StagedPush | None:
-        """Return the push that a seat has begun, as it is written down; None where there is none."""
-        m, number = self.memory, self.memory.lines[seat].pushing
+    def under_way(self, worker: int, *, pull: bool = False) -> StagedPush | None:
+        """Return the push that a worker has begun, as it is written down; None where there is none."""
+        m, number = self.memory, self.memory.lines[worker].pushing
         if not number:
             return None
-        used = None if m.seats.used[seat, 0] == ALL_USED else [bool(u) for u in m.seats.used[seat]]
-        return StagedPush(seat, number, m.seats.hyper[seat].tolist(), used, pull, unsure=True)
+        used = None if m.workers.used[worker, 0] == ALL_USED else [bool(u) for u in m.workers.used[worker]]
+        return StagedPush(worker, number, m.workers.hyper[worker].tolist(), used, pull, unsure=True)
 
     # The whole
 
@@ -301,7 +301,7 @@ class Store:
     def snapshot(self, check: Callable[[], None], seconds: float) -> Snapshot:
         """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed.
         ``check()`` raises where waiting has become pointless; PeerLost is raised where a push that was begun does not
-        come to its end within so many seconds."""
+        come to its end within ``seconds``."""
         deadline = time.monotonic() + seconds
         with self.deal.held():
             while not self.still:

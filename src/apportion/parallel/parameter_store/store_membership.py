@@ -14,17 +14,17 @@ from apportion.parallel.parameter_store.worker_model import StoreWorker, extent_
 
 @final
 class StoreMembership:
-    """The store of a world, and this worker's place in it. ``servers``: so many of the last seats hold the shards.
+    """The store of a world, and this worker's place in it. ``servers``: that many of the last slots hold the shards.
     ``lockstep``: all workers make the same steps together."""
 
     def __init__(self, worker: StoreWorker, world: World, *, lock_free: bool, servers: int, lockstep: bool) -> None:
         self._worker, self._lockstep = worker, lockstep
         extent = extent_of(worker, world, lock_free=lock_free, servers=servers)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self.store = Store(extent, memory, seat=world.slot, check=self.check)
+        self.store = Store(extent, memory, worker=world.slot, check=self.check)
         self._servers = range(world.slots - servers, world.slots)
-        self.seats: list[int] = []
-        """The seats of the workers, in the order of their ranks."""
+        self.workers: list[int] = []
+        """The slots of the workers, in the order of their ranks."""
         self._survivor = self._was_in = False
         self._sit(world)
 
@@ -51,12 +51,12 @@ class StoreMembership:
         store, world = self.store, self.world
         store.settle(lambda: store.put(self._worker.initial(), done=0), first=world.rank == 0)
         taken = world.members.slots_by_rank() if world.members is not None else list(range(world.size))
-        self.seats = [seat for seat in taken if seat not in self._servers]
+        self.workers = [slot for slot in taken if slot not in self._servers]
         if world.under_way:
             self._see_to(set(range(world.slots)) - set(taken) if world.rank == 0 else set(), forget)
-        # Not before: what lies there may have been needed to end what the last process on this seat had begun.
+        # Not before: what lies there may have been needed to end what the last process on this slot had begun.
         self._worker.move(store.weights)
-        self._connect(all(seat in taken for seat in self._servers))
+        self._connect(all(slot in taken for slot in self._servers))
         meet()
         self.entered = self._was_in = True
 
@@ -74,7 +74,7 @@ class StoreMembership:
             self.store.servers = None
 
     def _see_to(self, empty: set[int], forget: Callable[[], None]) -> None:
-        """End, after a death, what was begun on the seats that no process has, and on one's own."""
+        """End, after a death, what was begun on the slots that no process has, and on one's own."""
         store = self.store
         if self._survivor and not self._lockstep:
             if store.finish_push(self.world.slot):
@@ -82,5 +82,5 @@ class StoreMembership:
         else:
             store.finish(self.world.slot)
             forget()
-        for seat in sorted(empty):
-            store.finish(seat)
+        for slot in sorted(empty):
+            store.finish(slot)

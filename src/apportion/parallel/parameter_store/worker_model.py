@@ -257,7 +257,7 @@ def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, ser
     """Return the specification of the store that this world shares."""
     return StoreSpec(
         layout=worker.layout,
-        seats=world.slots,
+        workers=world.slots,
         buffers=worker.buffer_numbers,
         lock_free=lock_free,
         batches=worker.source.total,

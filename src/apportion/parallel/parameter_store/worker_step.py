@@ -139,7 +139,7 @@ class DownpourStep(StoreStep):
         deal, most = self.store.deal, self._max_staleness
         if most is not None:
             deal.wait(
-                lambda: deal.ahead(self._member.seats) <= most, lambda: "the slowest to come within max_staleness"
+                lambda: deal.ahead(self._member.workers) <= most, lambda: "the slowest to come within max_staleness"
             )
         ticket = deal.take(self.source.total)
         if ticket is not None:
@@ -174,7 +174,7 @@ class DownpourStep(StoreStep):
         try:
             found = store.snapshot(lambda: None, COMMITTED_SECONDS)  # in the middle of an update: its end is near
         except PeerLost:
-            # Whoever was in the middle of a push is dead: its batch is dealt again, though some shards have it.
+            # A worker that was in the middle of a push is dead: its batch is handed out again, though some shards have it.
             with store.deal.held():
                 done, unpushed = store.deal.standing()
             found = Snapshot(done, unpushed, store.read())

@@ -17,13 +17,13 @@ class RankLines:
     """The lines of all ranks."""
 
     def __init__(self, memory: WeightsMemory) -> None:
-        seats = memory.layout.seats
-        self._lines = memory.tensor("line").view(seats, 8).numpy()
-        self._used = memory.tensor("used").view(seats, -1).numpy()
+        workers = memory.layout.workers
+        self._lines = memory.tensor("line").view(workers, 8).numpy()
+        self._used = memory.tensor("used").view(workers, -1).numpy()
         self._rank = self._size = 0
 
     def attach(self, rank: int, size: int) -> None:
-        """Take this process's line; the first so many lines are read."""
+        """Take this process's line; the first ``size`` lines are read."""
         self._rank, self._size = rank, size
 
     def tell(self, loss: float, used: Sequence[bool] | None) -> None:
@@ -35,7 +35,7 @@ class RankLines:
             self._used[self._rank] = used
 
     def loss(self) -> float:
-        """Return the sum over ranks of what each has told, in rank order."""
+        """Return the sum over ranks of what each has reported, in rank order."""
         return sum(self._lines[rank, _LOSS] for rank in range(self._size))  # type: ignore[no-any-return]
 
     def used_by(self) -> Any:

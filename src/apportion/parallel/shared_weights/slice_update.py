@@ -104,7 +104,7 @@ class SliceUpdate:
         self._group.barrier()
         norm = math.sqrt(self._lines.squares())
         scale = most / (norm + 1e-6)
-        return 1.0 if scale >= 1.0 else scale  # also where it is no number: torch then makes the whole gradient none
+        return 1.0 if scale >= 1.0 else scale  # also where it is NaN: torch then makes the whole gradient NaN
 
 
 def _keep(old: FlatPiece, new: FlatPiece) -> None:

@@ -8,7 +8,7 @@
                   arrive B, wait for all
                   commit = c + 1: the other version is live
 
-No rank writes the live version, and the commit word is the same whoever writes it: a worker that dies at any point
+No rank writes the live version, and the commit word is the same from every rank: a worker that dies at any point
 leaves a whole version behind, and the step that it was in is done again with the same draws (so with the same bits).
 Sums are taken in rank order. Each rank does its part of the optimizer's work, so that is divided too.
 """
@@ -90,7 +90,7 @@ class SharedUpdate(GradientUpdate):
             memory.commit.publish(self._replica.step)
             live = self._replica.step % memory.layout.versions
             self._optimizer.write(live)
-            self._forward.write(memory.moved[live], memory.told[live])
+            self._forward.write(memory.moved[live], memory.reported[live])
         self._group.barrier()
         memory.ready.publish(1)
 
@@ -103,7 +103,7 @@ class SharedUpdate(GradientUpdate):
                 self._replica.python.roll_back()
             self._replica.catch_up(commit)
             memory.bind(live)
-            self._forward.read(memory.moved[live], memory.told[live])
+            self._forward.read(memory.moved[live], memory.reported[live])
         self.slice_update.uniform = memory.is_uniform(live)
 
     def begin(self, batch: Batch) -> None:
@@ -113,7 +113,8 @@ class SharedUpdate(GradientUpdate):
         replica, memory = self._replica, self._memory
         self._lines.tell(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
-        # Somebody may be copying the live version, until others could write it in their next step.
+        # The supervisor may be copying the live version. A rank that has arrived lets others write over it in their next
+        # step, so the copy has to be complete before this rank arrives.
         with replica.settled:
             self._arrive()
         reached("arrived")
@@ -128,7 +129,7 @@ class SharedUpdate(GradientUpdate):
         if self._group.rank == 0:
             memory.counts[new][:] = memory.counts[old] + (1 if used is None else used)
             if self._forward.places:
-                self._forward.write(memory.moved[new], memory.told[new])
+                self._forward.write(memory.moved[new], memory.reported[new])
         reached("written")
         self._group.barrier()
         reached("met")
@@ -166,8 +167,8 @@ def _linear_layers(replica: Replica) -> list[tuple[int, nn.Linear]]:
     return [(numbers[m.weight], m) for m in plain_layers(replica.model) if m.weight in numbers]
 
 
-def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], seats: int) -> SharedLayout:
-    """Return the layout of a replica's weights, and of what so many ranks exchange to update them."""
+def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], workers: int) -> SharedLayout:
+    """Return the layout of a replica's weights, and of what the ranks exchange to update them."""
     (optimizer,) = replica.optimizers.values()
     rules: list[tuple[Any, ElementwiseRule]] = []
     for group in optimizer.param_groups:
@@ -186,7 +187,7 @@ def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], seats: int
         ],
         rows=rows,
         parameters=len(parameters),
-        seats=seats,
+        workers=workers,
     )
 
 

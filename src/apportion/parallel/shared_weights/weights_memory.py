@@ -44,7 +44,7 @@ class WeightsMemory:
             for v in versions
         ]
         """What forward passes change: the buffers, and the parameters that no optimizer has."""
-        self.told = [self.tensor(f"told/{v}").numpy() for v in versions]
+        self.reported = [self.tensor(f"reported/{v}").numpy() for v in versions]
         self.place = {
             i: (r, start)
             for r, region in enumerate(layout.regions)

@@ -1,4 +1,4 @@
-"""The arrays in a store's shared memory: of the shards, of the seats, and of the log."""
+"""The arrays in a store's shared memory: of the shards, of the workers, and of the log."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ShardArrays:
 
 
 @final
-class SeatArrays:
-    """What each worker brings and takes away, by seat."""
+class WorkerArrays:
+    """What each worker brings and takes away, by worker."""
 
     def __init__(self, at: StoreRegions, memory: memoryview) -> None:
         self.hyper = at.tensor(memory, "hyper").numpy()
@@ -46,7 +46,7 @@ class SeatArrays:
         """Flags that say which parameters the gradient is of."""
         self.changes = at.tensor(memory, "changes")
         self.own = at.tensor(memory, "own")
-        """The weights as the seat has pulled them."""
+        """The weights as the worker has pulled them."""
         self.gradients = at.tensor(memory, "gradients")
         self.scratch = at.tensor(memory, "scratch")
         """A place for the drafts of a few shards, for each process that applies pushes."""
@@ -59,11 +59,11 @@ class LogArrays:
     def __init__(self, extent: StoreSpec, at: StoreRegions, memory: memoryview) -> None:
         self._shards, self.capacity = extent.shards, extent.capacity
         self.made_rows: Array = at.tensor(memory, "made").numpy()
-        """The version of each shard that a push has made, (seats, pushes, shards); 0: none yet."""
+        """The version of each shard that a push has made, (workers, pushes, shards); 0: none yet."""
         self.made = (ctypes.c_int64 * self.made_rows.size).from_buffer(memory, at["made"].offset)
         """The flat form of ``made_rows``: quicker to write one by one."""
         self.entries: Array = at.tensor(memory, "entries").numpy()
 
-    def row(self, seat: int, push: int) -> int:
-        """Return where in ``made`` the line of a seat's push begins."""
-        return (seat * self.capacity + push % self.capacity) * self._shards
+    def row(self, worker: int, push: int) -> int:
+        """Return where in ``made`` the line of a worker's push begins."""
+        return (worker * self.capacity + push % self.capacity) * self._shards

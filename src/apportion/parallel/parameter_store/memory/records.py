@@ -18,11 +18,11 @@ class StoreRecord(ctypes.Structure):
 
     @classmethod
     def rows(cls, memory: memoryview, offset: int, many: int) -> list[Self]:
-        """Return so many records that follow one another in memory."""
+        """Return this number of consecutive records in memory."""
         return [cls.from_buffer(memory, offset + 8 * cls.words * n) for n in range(many)]
 
     def word(self, name: str) -> CommitWord:
-        """Return a field as a word that is written after what it tells of."""
+        """Return a field as a commit word, which is written after what it describes."""
         return CommitWord(_I64.from_buffer(self, getattr(type(self), name).offset))
 
 
@@ -41,8 +41,8 @@ class StoreHead(StoreRecord):
     _fields_ = (("ready", _I64), ("dealt", _I64), ("returned", _I64), ("base", _I64))
 
 
-class SeatRecord(StoreRecord):
-    """How far the worker on a seat is."""
+class WorkerRecord(StoreRecord):
+    """How far a worker is."""
 
     words = 16
     pushing: int
@@ -56,9 +56,9 @@ class SeatRecord(StoreRecord):
     entries_then: int
     """The value of ``entries`` after the push under way."""
     ended: int
-    """Tells whether the seat has taken its last batch."""
+    """Tells whether the worker has taken its last batch."""
     round: int
-    """The round that the seat has pulled for."""
+    """The round that the worker has pulled for."""
     _fields_ = (
         ("pushing", _I64),
         ("pushes", _I64),
@@ -76,19 +76,19 @@ class DraftRecord(StoreRecord):
     words = 16
     place: int
     """The place of the drafts: ``OWN`` or ``SCRATCH``; 0: there are none."""
-    seat: int
-    """The seat of their push."""
+    worker: int
+    """The worker of their push."""
     number: int
     """The number of their push."""
     first: int
     """The first shard."""
     shards: int
     """The number of shards."""
-    _fields_ = (("place", _I64), ("seat", _I64), ("number", _I64), ("first", _I64), ("shards", _I64))
+    _fields_ = (("place", _I64), ("worker", _I64), ("number", _I64), ("first", _I64), ("shards", _I64))
 
 
-class ToldRecord(StoreRecord):
-    """The numbers that a seat tells the others about its last batch."""
+class ReportRecord(StoreRecord):
+    """The numbers that a worker reports to the others about its last batch."""
 
     words = 8
     loss: float

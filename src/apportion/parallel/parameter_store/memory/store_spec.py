@@ -13,10 +13,10 @@ from apportion.comm.shared_layout import TensorRegion, TensorRegions
 from apportion.comm.sync import CACHE_LINE
 from apportion.parallel.parameter_store.memory.records import (
     DraftRecord,
-    SeatRecord,
+    ReportRecord,
     ServerRecord,
     StoreHead,
-    ToldRecord,
+    WorkerRecord,
 )
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 
@@ -27,7 +27,7 @@ RUN_SHARDS = 8
 RUN_BYTES = 1 << 20
 """The most bytes of weights that are updated in one go, no more than a cache holds: the drafts are read there."""
 TICKET, PUSH, VERSIONS = range(3)
-"""Columns of a seat's log: which batch; in which push; from here on the version of each shard that its gradient was
+"""Columns of a worker's log: which batch; in which push; from here on the version of each shard that its gradient was
 computed on (the first is -1: on the weights that the batch before it had left)."""
 _TURN_WORDS = 16
 
@@ -37,7 +37,7 @@ class StoreSpec:
     """The size of a store."""
 
     layout: StoreLayout
-    seats: int
+    workers: int
     buffers: int = 0
     """The number of elements of the model's buffers."""
     lock_free: bool = False
@@ -55,7 +55,7 @@ class StoreSpec:
     @property
     def capacity(self) -> int:
         """The number of entries of each log."""
-        each = 8 * self.seats * (VERSIONS + 2 * self.shards)
+        each = 8 * self.workers * (VERSIONS + 2 * self.shards)
         return max(64, min(self.batches + 64, LOG_BYTES // each))
 
     @property
@@ -73,39 +73,39 @@ class StoreSpec:
         """The largest number of this store's shards that are updated in one go."""
         layout = self.layout
         fits: int = RUN_BYTES // (self.largest * layout.dtype.itemsize)
-        return max(1, min(RUN_SHARDS, -(-layout.shards // self.seats), fits))
+        return max(1, min(RUN_SHARDS, -(-layout.shards // self.workers), fits))
 
 
 class StoreRegions:
     """The places of a store's arrays."""
 
     def __init__(self, extent: StoreSpec) -> None:
-        layout, seats, shards, copies = extent.layout, extent.seats, extent.shards, extent.copies
+        layout, workers, shards, copies = extent.layout, extent.workers, extent.shards, extent.copies
         regions, i64, f64, flags = TensorRegions(align=2 * CACHE_LINE), torch.int64, torch.float64, torch.uint8
-        appliers = seats * (1 + extent.servers)
+        appliers = workers * (1 + extent.servers)
         self._at = {
             "head": regions.add(i64, StoreHead.words),
             "turn": regions.add(torch.int32, _TURN_WORDS),
             "locks": regions.add(flags, shards + 1, LOCK_BYTES),
             "versions": regions.add(i64, shards, 8),
-            "lines": regions.add(i64, seats, SeatRecord.words),
+            "lines": regions.add(i64, workers, WorkerRecord.words),
             "drafts": regions.add(i64, appliers, DraftRecord.words),
-            "hyper": regions.add(f64, seats, layout.many_groups, layout.hyper),
-            "told": regions.add(f64, seats, ToldRecord.words),
-            "used": regions.add(flags, seats, len(layout.parameters)),
+            "hyper": regions.add(f64, workers, layout.many_groups, layout.hyper),
+            "reports": regions.add(f64, workers, ReportRecord.words),
+            "used": regions.add(flags, workers, len(layout.parameters)),
             "touched": regions.add(flags, len(layout.parameters)),
             "servers": regions.add(i64, extent.servers, ServerRecord.words),
             "returned": regions.add(i64, max(4096, extent.batches)),
-            "made": regions.add(i64, seats, extent.capacity, shards),
-            "entries": regions.add(i64, seats, extent.capacity, VERSIONS + shards),
+            "made": regions.add(i64, workers, extent.capacity, shards),
+            "entries": regions.add(i64, workers, extent.capacity, VERSIONS + shards),
             "counts": regions.add(f64, copies, sum(map(len, layout.pieces))),
             "buffers": regions.add(f64, copies, extent.buffers),
-            "changes": regions.add(f64, seats, extent.buffers),
+            "changes": regions.add(f64, workers, extent.buffers),
             "weights": regions.add(layout.dtype, layout.total),
             "slots": regions.add(layout.dtype, copies, len(layout.rule.slots), layout.total),
-            "own": regions.add(layout.dtype, seats, layout.total),
+            "own": regions.add(layout.dtype, workers, layout.total),
             "scratch": regions.add(layout.dtype, appliers, 0 if extent.lock_free else extent.run * extent.largest),
-            "gradients": regions.add(layout.dtype, seats, layout.total),
+            "gradients": regions.add(layout.dtype, workers, layout.total),
         }
         self.nbytes = regions.nbytes
 

@@ -19,11 +19,11 @@ from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import CONTROL
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
 from apportion.parallel.parameter_store.network.placement import server_ranks
-from apportion.parallel.parameter_store.network.range_session import LifeOver, RangeSession
+from apportion.parallel.parameter_store.network.range_session import IncarnationOver, RangeSession
 from apportion.parallel.parameter_store.network.range_state import RangeState
-from apportion.parallel.parameter_store.network.seat_dealer import SeatDealer
 from apportion.parallel.parameter_store.network.shard_servers import ShardServers, copy_ranks
 from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
+from apportion.parallel.parameter_store.network.worker_registry import WorkerRegistry
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.push_pull import PushPull, PushPullSchedule
 from apportion.parallel.parameter_store.shard_range import Range
@@ -51,7 +51,7 @@ class NetworkPlaces:
 
     @property
     def workers(self) -> list[int]:
-        """The ranks of the workers; their places in it are their seats."""
+        """The ranks of the workers; their places in it are their numbers."""
         return [rank for rank in range(len(self.hosts)) if rank not in self.servers]
 
 
@@ -59,7 +59,7 @@ def spec_of(worker: StoreWorker, places: NetworkPlaces) -> StoreSpec:
     """Return the specification of the store that these ranks share."""
     return StoreSpec(
         layout=worker.layout,
-        seats=len(places.workers),
+        workers=len(places.workers),
         buffers=worker.buffer_numbers,
         batches=worker.source.total,
         servers=len(places.servers),
@@ -80,12 +80,12 @@ def served(doors: RankDoors, spec: StoreSpec, places: NetworkPlaces, contents: C
     def state(number: int) -> RangeState:
         return RangeState(spec, number, contents())
 
-    def dealer(servers: ShardServers) -> SeatDealer:
+    def dealer(servers: ShardServers) -> WorkerRegistry:
         def others() -> list[RangeSession]:
             numbers = range(1, len(places.servers))
             return [RangeSession(Range(spec, n), n, doors, servers.views, CONTROL) for n in numbers]
 
-        return SeatDealer(lambda: servers.ranges.get(0), others, servers.closed)
+        return WorkerRegistry(lambda: servers.ranges.get(0), others, servers.closed)
 
     return ShardServers(doors, places.servers, places.copies, state, dealer)
 
@@ -103,8 +103,8 @@ class NetworkWorkerStep(Step):
         spec, doors = spec_of(worker, places), doors_of(world)
         arbiter = Arbiter(doors, places.servers) if world.rank == 0 else None
         self.places = places
-        seat = places.workers.index(world.rank) if world.rank in places.workers else CONTROL
-        self.store = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), seat)
+        number = places.workers.index(world.rank) if world.rank in places.workers else CONTROL
+        self.store = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), number)
         self._doors = doors
         self._cycle = PushPull(self.store, worker, schedule)
         self._taken: Batch | None = None
@@ -142,7 +142,7 @@ class NetworkWorkerStep(Step):
         self._enter()
         start = self._worker.load(state)
         group = self._world.group()
-        group.barrier()  # everybody has entered, and nobody pushes
+        group.barrier()  # every rank has entered, and none pushes
         if self.rank == 0:
             unpushed = () if self.lockstep else state.settings.get("unpushed", ())
             self.store.put(start, done=state.step, unpushed=unpushed)
@@ -186,7 +186,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
                 if self._taken is None:
                     self._taken = self._next()
                 return self._taken
-            except LifeOver:
+            except IncarnationOver:
                 self._entered = False
 
     def _next(self) -> Batch | None:
@@ -197,7 +197,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
         return None if batch is None else self.source.at(batch, WHOLE)
 
     def _dealt(self, *, waits: bool) -> int | None:
-        """Ask for a batch, as one who waits for others: whoever is too far ahead of the slowest does."""
+        """Ask for a batch. The time counts as waiting for others, since a worker that is too far ahead waits here."""
         clock = self._world.group().all_waits
         clock.begin()
         try:
@@ -215,7 +215,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
         try:
             if cycle.is_due:
                 cycle.push(batch.step)
-        except LifeOver:  # the batch was handed out again while this worker was cut off: it begins anew
+        except IncarnationOver:  # the batch was handed out again while this worker was cut off: it begins anew
             loss = cycle.loss
             self._entered = False
             self._enter()

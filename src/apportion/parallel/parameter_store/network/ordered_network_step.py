@@ -43,7 +43,7 @@ class OrderedNetworkStep(NetworkWorkerStep):
 
     def _enter(self) -> None:
         if not self._entered and self._servers is not None:
-            self._entered = True  # a server has no seat
+            self._entered = True  # a server is not a worker
         super()._enter()
 
     def _forget(self) -> None:
@@ -85,21 +85,21 @@ class OrderedNetworkStep(NetworkWorkerStep):
         batch = self._taken
         assert batch is not None, "update() follows backward()"
         owner = self._owner(batch.step)
-        told = torch.zeros(2, dtype=torch.float64)
+        values = torch.zeros(2, dtype=torch.float64)
         if owner == self.rank:
             assert self._own is not None
             self._cycle.push(batch.step)
-            told[0], told[1] = float(self._own), float(self.places.workers.index(owner))
+            values[0], values[1] = float(self._own), float(self.places.workers.index(owner))
             self._own = None
-        self._world.group().broadcast(told, source=owner)
+        self._world.group().broadcast(values, source=owner)
         self._number = batch.step + 1
         self._taken = None
-        return {"loss": told[0].to(torch.float32), "staleness": told[1]}
+        return {"loss": values[0].to(torch.float32), "staleness": values[1]}
 
     def state_dict(self) -> State:
         state = super().state_dict()
         state.settings["unpushed"] = []
-        self._world.group().barrier()  # nobody goes on while another still reads
+        self._world.group().barrier()  # no rank goes on while another still reads
         return state
 
     def load_state_dict(self, state: State) -> None:

@@ -27,37 +27,37 @@ class QueueState:
     """Tells whether the run was ended before its last batch: nothing is handed out."""
 
     def next_batch(self, total: int) -> int | None:
-        """Return the batch that is handed out next, of so many in all; None where all are handed out."""
+        """Return the batch that is handed out next, out of ``total``; None where all are handed out."""
         if self.stopped:
             return None
         if self.returned:
             return self.returned[-1]
         return self.dealt if self.dealt < total else None
 
-    def unheard(self, seat: int, last: int) -> int | None:
+    def unheard(self, worker: int, last: int) -> int | None:
         """Return the batch that a worker has and does not know of, since the answer was lost with a server or a
         connection; None where there is none. ``last``: the last batch that it knows of (NO_TICKET: none)."""
-        opened = self.opened.get(seat)
+        opened = self.opened.get(worker)
         return opened[-1] if opened and opened[-1] != last else None
 
-    def hand_out(self, seat: int, batch: int) -> None:
+    def hand_out(self, worker: int, batch: int) -> None:
         """Note that a worker has this batch, which ``next_batch`` has named."""
         if self.returned and self.returned[-1] == batch:
             self.returned.pop()
         else:
             self.dealt = max(self.dealt, batch + 1)
-        self.opened.setdefault(seat, []).append(batch)
-        self.ended.discard(seat)
+        self.opened.setdefault(worker, []).append(batch)
+        self.ended.discard(worker)
 
-    def pushed(self, seat: int, batches: Iterable[int]) -> None:
+    def pushed(self, worker: int, batches: Iterable[int]) -> None:
         """Note that these batches of a worker are in the weights."""
         done = set(batches)
-        self.opened[seat] = [batch for batch in self.opened.get(seat, []) if batch not in done]
+        self.opened[worker] = [batch for batch in self.opened.get(worker, []) if batch not in done]
 
-    def give_back(self, seat: int) -> None:
+    def give_back(self, worker: int) -> None:
         """Put the batches that a worker has and has not pushed back, to be handed out first."""
-        self.returned += sorted(self.opened.pop(seat, []), reverse=True)
-        self.ended.add(seat)
+        self.returned += sorted(self.opened.pop(worker, []), reverse=True)
+        self.ended.add(worker)
 
     def is_through(self, total: int) -> bool:
         """Tell whether every batch is in the weights."""
@@ -68,7 +68,7 @@ class QueueState:
         return sorted({*self.returned, *(batch for of in self.opened.values() for batch in of)})
 
     def resume(self, done: int, unpushed: Iterable[int]) -> None:
-        """Begin again after so many updates, with batches that were handed out in an earlier run and are not among
+        """Begin again after ``done`` updates, with batches that were handed out in an earlier run and are not among
         them: they come first."""
         self.returned = sorted(unpushed, reverse=True)
         self.dealt = done + len(self.returned)
@@ -78,11 +78,11 @@ class QueueState:
 
     def plain(self) -> dict[str, Any]:
         """Return the queue as plain JSON."""
-        opened = {str(seat): batches for seat, batches in self.opened.items()}
+        opened = {str(worker): batches for worker, batches in self.opened.items()}
         return {"dealt": self.dealt, "returned": self.returned, "opened": opened, "ended": sorted(self.ended)}
 
     @classmethod
     def of_plain(cls, given: dict[str, Any]) -> QueueState:
         """Make the queue that ``plain`` has written."""
-        opened = {int(seat): list(batches) for seat, batches in given["opened"].items()}
+        opened = {int(worker): list(batches) for worker, batches in given["opened"].items()}
         return cls(int(given["dealt"]), list(given["returned"]), opened, set(given["ended"]))

@@ -1,6 +1,6 @@
 """The ranges of shards that one process answers for, and those of which it keeps a copy for another host.
 
-A copy asks the server for everything that it has, and is told from then on what the server does. Where the server is
+A copy asks the server for everything that it has, and receives from then on every change that the server makes. Where the server is
 lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn.
 """
 
@@ -17,9 +17,9 @@ from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY,
 from apportion.parallel.parameter_store.network.range_copy import RangeCopy, follow_order, receive_stage
 from apportion.parallel.parameter_store.network.range_server import RangeServer
 from apportion.parallel.parameter_store.network.range_state import RangeState
-from apportion.parallel.parameter_store.network.seat_dealer import SeatDealer
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.views import RangeView, ViewSource
+from apportion.parallel.parameter_store.network.worker_registry import WorkerRegistry
 
 HELLO_SECONDS = 30.0
 ASK_SECONDS = 120.0
@@ -54,7 +54,7 @@ class ShardServers:
         servers: Sequence[int],
         copies: Sequence[int],
         state: Callable[[int], RangeState],
-        dealer: Callable[[ShardServers], SeatDealer],
+        dealer: Callable[[ShardServers], WorkerRegistry],
     ) -> None:
         self.rank, self._doors, self._servers, self._copies = doors.rank, doors, list(servers), list(copies)
         self.views = ViewSource(doors)
@@ -74,7 +74,7 @@ class ShardServers:
         self._dealer = dealer(self)
 
     def start(self) -> None:
-        """Begin to answer, or to follow whoever answers. Raises StateLost where the shards of this process are lost:
+        """Begin to answer, or to follow the server that answers. Raises StateLost where the shards of this process are lost:
         another process of its rank had them, and there was no copy."""
         self._doors.open(self._taken)
         own = self._servers.index(self.rank)
@@ -153,26 +153,26 @@ class ShardServers:
                     self._links.discard(link)
                 link.release()
 
-    def _converse(self, link: ShardLink, number: int, seat: int, life: int) -> None:
+    def _converse(self, link: ShardLink, number: int, worker: int, incarnation: int) -> None:
         server = self.ranges.get(number)
-        if server is None or not server.may_answer or (seat != CONTROL and seat not in server.state.seats):
+        if server is None or not server.may_answer or (worker != CONTROL and worker not in server.state.workers):
             link.say(Say.NOT_HERE)
             link.flush(HELLO_SECONDS)
             return
-        if seat == CONTROL:
-            server.converse(link, seat, life)
+        if worker == CONTROL:
+            server.converse(link, worker, incarnation)
             return
         with self._lock:
-            before = self._talks.get((number, seat))
-            self._talks[number, seat] = link, threading.current_thread()
+            before = self._talks.get((number, worker))
+            self._talks[number, worker] = link, threading.current_thread()
         if before is not None:  # no other thread writes into that worker's place
             before[0].close()
             before[1].join()
-        if number == 0 and life == 0:
-            life = self._dealer.new_life(seat)
-        ended = server.converse(link, seat, life)
+        if number == 0 and incarnation == 0:
+            incarnation = self._dealer.new_incarnation(worker)
+        ended = server.converse(link, worker, incarnation)
         if not ended and number == 0:
-            self._dealer.lost(seat, life)
+            self._dealer.lost(worker, incarnation)
 
     # Copies
 
@@ -196,13 +196,13 @@ class ShardServers:
             server.unguarded = True
             server.order.notify_all()
 
-    def _keep_stages(self, link: ShardLink, number: int, seat: int) -> None:
+    def _keep_stages(self, link: ShardLink, number: int, worker: int) -> None:
         while True:
             kind, *numbers = link.hear()
             state = self._following.get(number)
             if kind != Say.STAGE or state is None:
-                raise PeerLost(f"{link.name} hands on gradients of range {number}, of which there is no copy here")
-            receive_stage(link, state, seat, numbers, None)
+                raise PeerLost(f"{link.name} hands on gradients of range {number}, of which this process has no copy")
+            receive_stage(link, state, worker, numbers, None)
             link.say(Say.STAGED, numbers[0])
 
     def _begin_to_follow(self, number: int) -> None:
@@ -267,8 +267,8 @@ class ShardServers:
     # The end
 
     def is_over(self) -> bool:
-        """Tell whether every worker has ended, as far as this process answers them, and whoever it keeps copies for
-        has said so too. The copies of its own ranges are told."""
+        """Return whether every worker that this process answers has ended, and every server whose copy it keeps has
+        reported that too. Sends the end to the copies of its own ranges."""
         over = True
         for server in list(self.ranges.values()):
             with server.order:
@@ -279,7 +279,7 @@ class ShardServers:
         return over and not self._followers
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Answer no process any more."""
         self.closed.set()
         self._doors.close()
         self.views.close()
