@@ -252,8 +252,7 @@ class HogwildStep(Step, Recoverable):
         self._world.group().barrier()  # the parameters of all ranks are one memory, which loading writes
         start = self._worker.load(state)
         if self.rank == 0:
-            self._store.put(start, done=state.step)
-            self._store.resume(state.settings.get("unpushed", ()))
+            self._store.put(start, done=state.step, unpushed=state.settings.get("unpushed", ()))
         self._world.group().barrier()
         self._taken = None
 

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from apportion.comm.world import World
-from apportion.core.data.batch import Batch, Whole
 from apportion.core.strategy import State
-from apportion.core.workload import Workload
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.push_pull import PushPullSchedule
-from apportion.parallel.parameter_store.worker_model import WHOLE
+from apportion.parallel.parameter_store.push_pull_step import OrderedRounds
 from apportion.parallel.parameter_store.worker_step import COMMITTED_SECONDS, StoreStep
 
 
 @final
-class OrderedStep(StoreStep):
+class OrderedStep(OrderedRounds, StoreStep):
     """The step of a worker in ordered mode: every rank takes part in every batch, and only its owner has rows of it."""
-
-    lockstep = True
-
-    def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, *, servers: int = 0) -> None:
-        super().__init__(workload, world, schedule, servers=servers)
-        self._base = self._number = 0
-        """The update that the first round begins with, and the next one."""
-        self._own: Tensor | None = None
-        """The loss of this rank's batch of the round, whose gradient waits for its turn."""
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._own = None
 
     def _meet(self) -> None:
         group = self._member.world.group()
@@ -48,34 +31,12 @@ class OrderedStep(StoreStep):
         # This rank's own count: another may have made the next update by now.
         return self._number if self._member.entered else self.store.done
 
-    def _next(self) -> Batch | None:
-        number = self.done
-        if number >= self.source.total:
-            return None
-        batch = self.source.at(number, WHOLE)
-        if self._owner(number) == self.rank:
-            return batch
-        whole = Whole(number, batch.epoch, batch.size, batch.start, int(batch.index[0]))
-        return Batch(self.source, whole, index=batch.index[:0], rows=slice(batch.size, batch.size))
+    @property
+    def _workers(self) -> Sequence[int]:
+        return range(self._member.world.size)
 
-    def _owner(self, number: int) -> int:
-        return (number - self._base) % self._member.world.size
-
-    def backward(self, batch: Batch) -> Tensor | None:
-        if self._own is None and self._owner(batch.step) == 0:
-            own = batch.step + self.rank
-            if own < self.source.total:  # all ranks compute now, on the weights that the round begins with
-                self.store.deal.open(own)
-                self._own = self._cycle.compute(self.source.at(own, WHOLE) if len(batch) == 0 else batch)
-            self.store.deal.enter_round(batch.step)
-        return self._own if len(batch) else None
-
-    def update(self) -> Mapping[str, Tensor]:
-        batch = self._taken
-        assert batch is not None, "update() follows backward()"
-        values = self._update_in_turn(batch.step, len(batch) > 0)
-        self._taken = None
-        return values
+    def _meet_round(self, number: int) -> None:
+        self.store.deal.enter_round(number)
 
     def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
         store, workers = self.store, self._member.workers

@@ -19,7 +19,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from apportion.comm.sync import sleep_on
 from apportion.errors import PeerLost
@@ -28,24 +27,13 @@ from apportion.parallel.parameter_store.memory.arrays import Array
 from apportion.parallel.parameter_store.memory.store_memory import StoreMemory
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.push import ShardApplier, StagedPush
+from apportion.parallel.parameter_store.push_store import Contents as Contents
+from apportion.parallel.parameter_store.push_store import PushStore
 
 ALL_USED = 2
 READY_SECONDS = 120.0
 STILL_SECONDS = 0.0002
 """The seconds between two looks at whether a push that was begun has come to its end."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Everything that a store holds at one moment."""
-
-    data: list[Tensor]
-    """Flat vectors: the weights, and each of the rule's slots."""
-    counts: list[Array]
-    """The number of updates behind each piece of a shard, one array a shard, where the rule keeps it."""
-    touched: Array
-    """Flags that say which parameters have had an update."""
-    buffers: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Servers(Protocol):
         """Close all connections to the servers."""
 
 
-class Store:
+class Store(PushStore):
     """One worker's view of the store, as that worker; or a ``server``'s, which does what that worker asks. ``check()``
     raises where waiting has become pointless."""
 
@@ -85,7 +73,7 @@ class Store:
         self.extent, self.layout, self.rule = extent, extent.layout, extent.layout.rule
         self.worker, self._check = worker, check
         self.memory = m = StoreMemory(extent, memory)
-        self.deal = BatchQueue(m, worker, check)
+        self.deal: BatchQueue = BatchQueue(m, worker, check)
         self._line = m.lines[worker]
         self.gradient = m.workers.gradients[worker]
         """The gradient that the next push brings: flat, filled by the caller."""
@@ -133,9 +121,10 @@ class Store:
         if not self.applying.opened:
             self.applying.open()
 
-    def put(self, contents: Contents, *, done: int) -> None:
-        """Replace what the store holds by these contents, which have ``done`` updates behind them. Called while no
-        worker pushes."""
+    def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
+        """Replace what the store holds by these contents, which have ``done`` updates behind them. The batches
+        ``unpushed`` were handed out before and are not in the contents: they come first. Called while no worker
+        pushes."""
         m = self.memory
         for shard in range(self.extent.shards):
             copy = m.shards.live(shard)
@@ -148,13 +137,7 @@ class Store:
                 m.shards.buffers[copy] = contents.buffers
         m.shards.touched[:] = contents.touched
         m.head.base = done - self._pushed()
-        m.head.dealt = done
-        m.head.returned = 0
-
-    def resume(self, unpushed: Sequence[int]) -> None:
-        """Put back batches that were handed out in an earlier run and are not in the weights: they come first."""
-        m = self.memory
-        m.head.dealt = m.head.base + self._pushed() + len(unpushed)
+        m.head.dealt = done + len(unpushed)
         m.returned[: len(unpushed)] = unpushed
         m.head.returned = len(unpushed)
 
@@ -207,7 +190,7 @@ class Store:
         """Update every shard with ``gradient`` (and the buffers with ``change``), by these hyperparameters of each
         group; ``used``: which parameters have a gradient (None: all). ``pull``: the updated weights are pulled on the
         way. Returns the staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
-        push, found = self._begin(hyper, used, pull), None
+        push, found = self._begin_push(hyper, used, pull), None
         if self.servers is not None:
             found = self.servers.apply(push)
         else:
@@ -220,7 +203,7 @@ class Store:
             self.pulled = made if found is None else found
         return stale / shards
 
-    def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
+    def _begin_push(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
         """Write down in memory everything that the push is made of: from here on it gets into all shards, even where a
         process dies."""
         m, line = self.memory, self._line

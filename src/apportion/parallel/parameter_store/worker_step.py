@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.strategy import Held, Recoverable, State, Step
+from apportion.core.strategy import Held, Recoverable, State
 from apportion.core.workload import Workload
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.push_log import PushLog
-from apportion.parallel.parameter_store.push_pull import PushPull, PushPullSchedule
-from apportion.parallel.parameter_store.store import Snapshot
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
+from apportion.parallel.parameter_store.push_pull_step import PushPullStep
+from apportion.parallel.parameter_store.store import Snapshot, Store
 from apportion.parallel.parameter_store.store_membership import StoreMembership
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
 
@@ -25,23 +24,18 @@ SNAPSHOT_SECONDS, COMMITTED_SECONDS = 120.0, 1.0
 """The seconds for which a checkpoint, and one of a run that ends, waits for a moment between two pushes."""
 
 
-class StoreStep(Step, Recoverable):
-    """The training step of one worker, which pulls, computes and pushes batch by batch."""
+class StoreStep(PushPullStep, Recoverable):
+    """The step of a worker whose store lies in memory of its host."""
 
     def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, *, servers: int = 0) -> None:
-        self._worker = worker = StoreWorker(workload, world.device)
-        self.device, self.rank = world.device, world.rank
-        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
-        self.source, self.data_shard = worker.source, WHOLE
+        worker = StoreWorker(workload, world.device)
+        self._set_model(worker, world)
         self.source.act_as(world.slot)
         self._member = StoreMembership(
             worker, world, lock_free=schedule.mode == "hogwild", servers=servers, lockstep=self.lockstep
         )
-        self.store = self._member.store
-        self._cycle = PushPull(self.store, worker, schedule)
-        self._taken: Batch | None = None
-        """The batch that was handed out to this worker, and whose step is not done."""
-        self._lock = threading.Lock()
+        self.store: Store = self._member.store
+        self._set_cycle(schedule)
 
     @property
     def python(self) -> PythonState:
@@ -55,33 +49,10 @@ class StoreStep(Step, Recoverable):
         if not self._member.entered:
             self._member.enter(self._forget, self._meet)
 
-    def _forget(self) -> None:
-        """Reset the step: no batch is taken, and no gradient waits to be pushed."""
-        self._taken = None
-        self._cycle.reset()
-
     def _meet(self) -> None:
         """Prepare for the first batch in a world."""
 
-    def take(self) -> Batch | None:
-        self._enter()
-        if self._taken is None:
-            self._taken = self._next()
-        return self._taken
-
-    @abstractmethod
-    def _next(self) -> Batch | None:
-        """Return the next batch of this worker; None where no more are left."""
-
     # The whole
-
-    def predict(self, batch: Batch) -> Any | None:
-        self._enter()
-        if batch.start:  # one pass over the set is of one state of the weights
-            self._cycle.pull()
-            if self.lockstep:  # others may push before the round is over: the next one pulls for itself
-                self._cycle.fresh = False
-        return self._worker.replica.predict(batch) if len(batch) else None
 
     def _state_of(self, found: Snapshot) -> State:
         with self._lock:
@@ -93,8 +64,8 @@ class StoreStep(Step, Recoverable):
         self._enter()
         start = self._worker.load(state)
         if self.rank == 0:
-            self.store.put(start, done=state.step)
-            self.store.resume(() if self.lockstep else state.settings.get("unpushed", ()))
+            unpushed = () if self.lockstep else state.settings.get("unpushed", ())
+            self.store.put(start, done=state.step, unpushed=unpushed)
         self._member.world.group().barrier()
         self._forget()
 
@@ -104,9 +75,6 @@ class StoreStep(Step, Recoverable):
 
     def held(self) -> Held:
         return Held(self.store.nbytes, self.store.weights.nbytes + self.store.buffers.nbytes)
-
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._cycle.seconds}
 
     def leave(self) -> None:
         self.store.deal.leave()
@@ -174,7 +142,8 @@ class DownpourStep(StoreStep):
         try:
             found = store.snapshot(lambda: None, COMMITTED_SECONDS)  # in the middle of an update: its end is near
         except PeerLost:
-            # A worker that was in the middle of a push is dead: its batch is handed out again, though some shards have it.
+            # A worker that was in the middle of a push is dead: its batch is handed out again, though some shards have
+            # it.
             with store.deal.held():
                 done, unpushed = store.deal.standing()
             found = Snapshot(done, unpushed, store.read())

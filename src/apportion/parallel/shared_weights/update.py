@@ -113,8 +113,8 @@ class SharedUpdate(GradientUpdate):
         replica, memory = self._replica, self._memory
         self._lines.tell(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
-        # The supervisor may be copying the live version. A rank that has arrived lets others write over it in their next
-        # step, so the copy has to be complete before this rank arrives.
+        # The supervisor may be copying the live version. A rank that has arrived lets others write over it in their
+        # next step, so the copy has to be complete before this rank arrives.
         with replica.settled:
             self._arrive()
         reached("arrived")

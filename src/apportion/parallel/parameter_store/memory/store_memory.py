@@ -39,7 +39,8 @@ class StoreMemory:
         self.pushing = [line.word("pushing") for line in self.lines]
         """The push under way of each worker, which is over once the rest of its record is written."""
         self.drafts = DraftRecord.rows(memory, at["drafts"].offset, workers * (1 + extent.servers))
-        """The drafts of each process that applies pushes: those of the workers, then those of each server, by worker."""
+        """The drafts of each process that applies pushes: those of the workers, then those of each server, by
+        worker."""
         self.reports = ReportRecord.rows(memory, at["reports"].offset, workers)
         self.servers = ServerRecord.rows(memory, at["servers"].offset, extent.servers)
         self.returned: Array = at.tensor(memory, "returned").numpy()

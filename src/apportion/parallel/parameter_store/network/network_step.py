@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
@@ -25,7 +24,8 @@ from apportion.parallel.parameter_store.network.shard_servers import ShardServer
 from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
 from apportion.parallel.parameter_store.network.worker_registry import WorkerRegistry
 from apportion.parallel.parameter_store.push_log import PushLog
-from apportion.parallel.parameter_store.push_pull import PushPull, PushPullSchedule
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
+from apportion.parallel.parameter_store.push_pull_step import PushPullStep
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
@@ -90,45 +90,28 @@ def served(doors: RankDoors, spec: StoreSpec, places: NetworkPlaces, contents: C
     return ShardServers(doors, places.servers, places.copies, state, dealer)
 
 
-class NetworkWorkerStep(Step):
+class NetworkWorkerStep(PushPullStep):
     """What steps of workers have in common whose servers are on other hosts."""
 
     ends_together = False
 
     def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, places: NetworkPlaces) -> None:
-        self._worker = worker = StoreWorker(workload, world.device)
-        self.device, self.rank, self._world = world.device, world.rank, world
-        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
-        self.source, self.data_shard = worker.source, WHOLE
+        worker, self._world = StoreWorker(workload, world.device), world
+        self._set_model(worker, world)
         spec, doors = spec_of(worker, places), doors_of(world)
         arbiter = Arbiter(doors, places.servers) if world.rank == 0 else None
         self.places = places
         number = places.workers.index(world.rank) if world.rank in places.workers else CONTROL
-        self.store = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), number)
+        self.store: NetworkStore = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), number)
         self._doors = doors
-        self._cycle = PushPull(self.store, worker, schedule)
-        self._taken: Batch | None = None
+        self._set_cycle(schedule)
         self._entered = False
-        self._lock = threading.Lock()
 
     def _enter(self) -> None:
         if not self._entered:
             self.store.begin()
             self._forget()
             self._entered = True
-
-    def _forget(self) -> None:
-        """Reset the step: no batch is taken, and no gradient waits to be pushed."""
-        self._taken = None
-        self._cycle.reset()
-
-    def predict(self, batch: Batch) -> Any | None:
-        self._enter()
-        if batch.start:  # one pass over the set is of one state of the weights
-            self._cycle.pull()
-            if self.lockstep:  # others may push before the round is over: the next one pulls for itself
-                self._cycle.fresh = False
-        return self._worker.replica.predict(batch) if len(batch) else None
 
     def state_dict(self) -> State:
         self._enter()
@@ -156,9 +139,6 @@ class NetworkWorkerStep(Step):
 
     def held(self) -> Held:
         return Held(0, self.store.nbytes)
-
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._cycle.seconds}
 
     def close(self) -> None:
         self.store.close()

@@ -27,6 +27,7 @@ from apportion.parallel.parameter_store.network.range_state import (
 )
 from apportion.parallel.parameter_store.network.views import ViewSource
 from apportion.parallel.parameter_store.push_log import PushLog
+from apportion.parallel.parameter_store.push_store import PushStore
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 
@@ -38,7 +39,7 @@ _Found = TypeVar("_Found")
 
 
 @final
-class NetworkStore:
+class NetworkStore(PushStore):
     """A worker's way to all ranges. ``weights``: where what is pulled goes; ``worker``: its number."""
 
     def __init__(self, extent: StoreSpec, weights: Tensor, doors: RankDoors, views: ViewSource, worker: int) -> None:
@@ -57,14 +58,18 @@ class NetworkStore:
         """The change of each buffer that the next push brings: flat, filled by the caller."""
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
-        self.deal = self
+        self.deal: NetworkStore = self
         """The queue: what is written down of each batch goes to the servers with the push that it is in."""
-        self.waited = 0.0
-        """The seconds spent waiting for the queue and for servers that were lost."""
+        self._waited = 0.0
         self._saved: int | None = None
         """The number of updates behind the state that was read, or put in, last; None: neither was done here."""
         self._number = 0
         self._entries: list[tuple[int, Sequence[int] | None]] = []
+
+    @property
+    def waited(self) -> float:
+        """The seconds spent waiting for the queue and for servers that were lost."""
+        return self._waited
 
     @property
     def done(self) -> int:
@@ -82,14 +87,14 @@ class NetworkStore:
         return self.weights.nbytes + self.gradient.nbytes + self.buffers.nbytes
 
     def begin(self) -> None:
-        """Begin as this worker: whatever another process of it had begun is ended before this returns. Where this one is
-        given up meanwhile, or a server is lost, it begins again. Raises PeerLost where that takes too long."""
+        """Begin as this worker: whatever another process of it had begun is ended before this returns. Where this one
+        is given up meanwhile, or a server is lost, it begins again. Raises PeerLost where that takes too long."""
         end = time.monotonic() + BEGIN_SECONDS
-        while not self._begin():
+        while not self._try_to_begin():
             if time.monotonic() > end:
                 raise PeerLost(f"worker {self.worker} could not begin within {BEGIN_SECONDS:.0f} s: servers are lost")
 
-    def _begin(self) -> bool:
+    def _try_to_begin(self) -> bool:
         """Try to begin as this worker, and return whether all servers agree on how far it is."""
         first, *others = self._sessions
         for session in self._sessions:
@@ -118,7 +123,7 @@ class NetworkStore:
         by how many pushes this worker may be ahead of the slowest."""
         began = time.perf_counter()
         batch = self._sessions[0].take(total, waits=waits, most=-1 if most is None else most)
-        self.waited += time.perf_counter() - began
+        self._waited += time.perf_counter() - began
         if batch is not None:
             self._entries.append((batch, None))
         return batch
@@ -253,7 +258,7 @@ class NetworkStore:
         entries = part["entries"].split([row[3] for row in log]) if log else ()
         return {(worker, number): (made, of) for (worker, number, made, _), of in zip(log, entries, strict=True)}
 
-    def put(self, contents: Contents, *, done: int, unpushed: Sequence[int]) -> None:
+    def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
         """Have all servers begin with these contents, while no worker pushes."""
         found = {f"data/{at}": flat for at, flat in enumerate(contents.data)}
         counts = [torch.from_numpy(of.astype("float64")) for of in contents.counts]

@@ -1,9 +1,8 @@
 """The server of one range of shards: it answers workers, and has its copy know what it does.
 
-Everything that changes the range happens under one lock, in one order, which the copy receives. No answer names a change
-that the copy has not received: what a worker has seen outlives the server. A gradient that arrives, and a pull, take no
-part in that, so that a slow worker keeps no other waiting.
-"""
+Everything that changes the range happens under one lock, in one order, which the copy receives. No answer names a
+change that the copy has not received: what a worker has seen outlives the server. A gradient that arrives, and a pull,
+take no part in that, so that a slow worker keeps no other waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, Say
 from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
-from apportion.parallel.parameter_store.network.range_state import RangeState, packed, told_of, unpacked
+from apportion.parallel.parameter_store.network.range_state import RangeState, packed, state_json_of, unpacked
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.store import Contents
 
@@ -68,7 +67,8 @@ class RangeServer:
     # Conversations
 
     def converse(self, link: ShardLink, worker: int, incarnation: int) -> bool:
-        """Answer a worker, or a process of the control, until it says that it ends, and return True; or until it is gone."""
+        """Answer a worker, or a process of the control, until it says that it ends, and return True; or until it is
+        gone."""
         torch.set_num_threads(1)  # each thread has its own number, and there is one for each worker already
         try:
             if not self._welcome(link, worker, incarnation):
@@ -364,14 +364,15 @@ class RangeServer:
         link.say(Say.DONE)
 
     def begin_with(self, given: dict[str, Tensor], done: int) -> None:
-        """Begin with contents that a worker has sent; the incarnations of the workers stay. The caller holds ``order``."""
+        """Begin with contents that a worker has sent; the incarnations of the workers stay. The caller holds
+        ``order``."""
         state = self.state
         sizes = [len(pieces) for pieces in state.extent.layout.pieces]
         counts = [part.numpy() for part in given["counts"].split(sizes)]
         data = [given[f"data/{at}"] for at in range(len(state.flats))]
         incarnations = {worker: of.incarnation for worker, of in state.workers.items()}
         contents = Contents(data, counts, given["touched"].numpy(), given["buffers"])
-        state.put(contents, done=done, unpushed=told_of(given)["unpushed"])
+        state.put(contents, done=done, unpushed=state_json_of(given)["unpushed"])
         for worker, incarnation in incarnations.items():
             state.workers[worker].incarnation = incarnation
         if self.copy is not None:

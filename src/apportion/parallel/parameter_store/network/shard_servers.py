@@ -1,8 +1,7 @@
 """The ranges of shards that one process answers for, and those of which it keeps a copy for another host.
 
-A copy asks the server for everything that it has, and receives from then on every change that the server makes. Where the server is
-lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn.
-"""
+A copy asks the server for everything that it has, and receives from then on every change that the server makes. Where
+the server is lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn."""
 
 from __future__ import annotations
 
@@ -74,8 +73,8 @@ class ShardServers:
         self._dealer = dealer(self)
 
     def start(self) -> None:
-        """Begin to answer, or to follow the server that answers. Raises StateLost where the shards of this process are lost:
-        another process of its rank had them, and there was no copy."""
+        """Begin to answer, or to follow the server that answers. Raises StateLost where the shards of this process are
+        lost: another process of its rank had them, and there was no copy."""
         self._doors.open(self._taken)
         own = self._servers.index(self.rank)
         view = self.views.ask(Say.ENTER, own, self.rank, seconds=ASK_SECONDS)
