@@ -23,11 +23,16 @@ from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import Say
-from apportion.parallel.parameter_store.network.network_step import NetworkDownpourStep, NetworkPlaces, serve, served
+from apportion.parallel.parameter_store.network.network_step import (
+    NetworkDownpourStep,
+    NetworkPlaces,
+    serve,
+    served,
+    server_ranks,
+)
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
-from apportion.parallel.parameter_store.network.placement import server_ranks
-from apportion.parallel.parameter_store.network.queue_state import NO_TICKET, QueueState
 from apportion.parallel.parameter_store.network.range_session import IncarnationOver
+from apportion.parallel.parameter_store.network.range_state import NO_TICKET, QueueState
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.shard_servers import copy_ranks
 from apportion.parallel.parameter_store.network.views import Arbiter, RangeView, ViewSource

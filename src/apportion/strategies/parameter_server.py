@@ -56,14 +56,13 @@ from apportion.parallel.parameter_store.network.network_step import (
     NetworkDownpourStep,
     NetworkPlaces,
     NetworkServerStep,
+    OrderedNetworkStep,
+    must_have_servers,
 )
-from apportion.parallel.parameter_store.network.ordered_network_step import OrderedNetworkStep
-from apportion.parallel.parameter_store.network.placement import must_have_servers
-from apportion.parallel.parameter_store.ordered_step import OrderedStep
 from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
-from apportion.parallel.parameter_store.worker_step import DownpourStep
+from apportion.parallel.parameter_store.worker_step import DownpourStep, OrderedStep
 from apportion.parallel.partition.replica_costs import slowest_group
 from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
 from apportion.parallel.replica.single_process import reference

@@ -27,8 +27,7 @@ from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.comm.world import World
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.memory.records import ServerRecord
-from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
+from apportion.parallel.parameter_store.memory.store_spec import ServerRecord, StoreSpec
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.push import StagedPush
 from apportion.parallel.parameter_store.shard_range import Range

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from apportion.parallel.parameter_store.memory.arrays import Array
+from apportion.parallel.parameter_store.memory.store_memory import Array
 from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS
 from apportion.parallel.parameter_store.store import Store
 

@@ -23,8 +23,7 @@ import torch
 from apportion.comm.sync import sleep_on
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.batch_queue import LOOK_SECONDS, BatchQueue
-from apportion.parallel.parameter_store.memory.arrays import Array
-from apportion.parallel.parameter_store.memory.store_memory import StoreMemory
+from apportion.parallel.parameter_store.memory.store_memory import Array, StoreMemory
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.push import ShardApplier, StagedPush
 from apportion.parallel.parameter_store.push_store import Contents as Contents

@@ -14,9 +14,8 @@ from apportion.comm.group import Group
 from apportion.parallel.optim.elementwise import FlatPiece
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.shared_weights.gradient_slots import DENSE, GradientSlots
-from apportion.parallel.shared_weights.rank_lines import RankLines
 from apportion.parallel.shared_weights.rank_slice import RankSlice, SlicePart
-from apportion.parallel.shared_weights.weights_memory import WeightsMemory
+from apportion.parallel.shared_weights.weights_memory import RankLines, WeightsMemory
 
 
 @final

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor
 
 from apportion.comm.group import collective
@@ -17,18 +18,42 @@ from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import CONTROL
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
-from apportion.parallel.parameter_store.network.placement import server_ranks
 from apportion.parallel.parameter_store.network.range_session import IncarnationOver, RangeSession
 from apportion.parallel.parameter_store.network.range_state import RangeState
-from apportion.parallel.parameter_store.network.shard_servers import ShardServers, copy_ranks
+from apportion.parallel.parameter_store.network.shard_servers import ShardServers, WorkerRegistry, copy_ranks
 from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
-from apportion.parallel.parameter_store.network.worker_registry import WorkerRegistry
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.push_pull import PushPullSchedule
-from apportion.parallel.parameter_store.push_pull_step import PushPullStep
+from apportion.parallel.parameter_store.push_pull_step import OrderedRounds, PushPullStep
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
+
+
+def server_ranks(hosts: Sequence[int], servers: int) -> list[int]:
+    """Return the ranks of the servers, in the order of their ranges: the last rank of the last host, the last rank of
+    the host before it, and so on round the hosts, each time the last that is none yet; rank 0 always works. ``hosts``:
+    the host of every rank. ValueError where no worker would be left."""
+    if servers >= len(hosts):
+        raise ValueError(f"servers={servers} leaves no worker among {len(hosts)} processes: start more")
+    free = {host: [rank for rank, of in enumerate(hosts) if of == host and rank != 0] for host in set(hosts)}
+    found: list[int] = []
+    while len(found) < servers:
+        for host in sorted(free, reverse=True):
+            if free[host] and len(found) < servers:
+                found.append(free[host].pop())
+    return sorted(found)
+
+
+def must_have_servers(what: object, servers: int, world_size: int) -> None:
+    """Raise ValueError where ranks of several hosts are to share a store and none of them is a server."""
+    if not servers:
+        raise ValueError(
+            f"{what} keeps its weights in memory that all of its workers share, and these {world_size} ranks run on "
+            "several hosts: give parameter_server(servers=1), and one of the ranks holds the shards for the others, "
+            "or servers=2 for two"
+        )
+
 
 _Found = TypeVar("_Found")
 
@@ -279,3 +304,60 @@ def serve(servers: ShardServers) -> None:
             raise servers.error
         if servers.is_over():
             return
+
+
+@final
+class OrderedNetworkStep(OrderedRounds, NetworkWorkerStep):
+    """The step of a worker, or of a server, in ordered mode."""
+
+    ends_together = True
+
+    def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, places: NetworkPlaces) -> None:
+        super().__init__(workload, world, schedule, places)
+        self._servers = None
+        if world.rank in places.servers:
+            contents = self._worker.initial()
+            self._servers = served(self._doors, spec_of(self._worker, places), places, lambda: contents)
+            self._servers.start()
+
+    def _enter(self) -> None:
+        if not self._entered and self._servers is not None:
+            self._entered = True  # a server is not a worker
+        super()._enter()
+
+    @property
+    def done(self) -> int:
+        return self._number
+
+    @property
+    def _workers(self) -> Sequence[int]:
+        return self.places.workers
+
+    def _meet_round(self, number: int) -> None:
+        self._world.group().barrier()
+
+    def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
+        values = torch.zeros(2, dtype=torch.float64)
+        if own:
+            assert self._own is not None
+            self._cycle.push(number)
+            values[0], values[1] = float(self._own), float(self._turn(number))
+            self._own = None
+        self._world.group().broadcast(values, source=self._owner(number))
+        self._number = number + 1
+        return {"loss": values[0].to(torch.float32), "staleness": values[1]}
+
+    def state_dict(self) -> State:
+        state = super().state_dict()
+        state.settings["unpushed"] = []
+        self._world.group().barrier()  # no rank goes on while another still reads
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._base = self._number = state.step
+
+    def close(self) -> None:
+        super().close()
+        if self._servers is not None:
+            self._servers.close()

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, Say
-from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
-from apportion.parallel.parameter_store.network.range_state import RangeState, packed, state_json_of, unpacked
+from apportion.parallel.parameter_store.network.range_state import (
+    NO_TICKET,
+    RangeState,
+    packed,
+    state_json_of,
+    unpacked,
+)
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.store import Contents
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
-from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import gradient_pieces
-from apportion.parallel.parameter_store.network.range_state import StagedGradient
+from apportion.parallel.parameter_store.network.range_state import NO_TICKET, StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.views import RangeView, ViewSource
 from apportion.parallel.parameter_store.shard_range import Range
