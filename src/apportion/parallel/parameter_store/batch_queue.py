@@ -49,6 +49,8 @@ class BatchQueue:
             if ticket >= total:
                 self._line.ended = 1
                 return None
+            # The batch is in the log before it leaves the queue. A death in between leaves it in both, which _repair()
+            # sees; the other order could leave it in neither, and the batch would be lost.
             self.open(ticket)
             if back:
                 m.head.returned = back - 1
@@ -61,6 +63,7 @@ class BatchQueue:
         line = self._line
         entry = self._memory.log.entries[self._worker, line.taken % self._capacity]
         entry[TICKET], entry[PUSH] = ticket, line.pushes + 1
+        # The entry is written before the count that makes it valid: a process that dies in between has taken nothing.
         self._taken.publish(line.taken + 1)
         line.ended = 0
 
@@ -123,11 +126,15 @@ class BatchQueue:
             back, tickets = m.head.returned, self.opened(worker)
             m.returned[back : back + len(tickets)] = tickets
             m.head.returned = back + len(tickets)
+            # The batches are in the queue before the worker's count forgets them. A death in between leaves them in
+            # both, and the heir of the lock removes from the queue what a worker has.
             line.word("taken").publish(line.entries)
             line.ended = 1
         self.tell()  # a worker that was too far ahead of this one may go on
 
     def _lock(self) -> None:
+        # A lock whose holder is dead is handed to the next process, marked as orphaned: what it guards may be half
+        # changed.
         failed = self._memory.deal.wait(self._check)
         if failed and self._memory.deal.is_orphan(failed):
             self._repair()
@@ -139,6 +146,7 @@ class BatchQueue:
         left = [t for t in m.returned[: m.head.returned].tolist() if t not in taken]
         m.returned[: len(left)] = left
         m.head.returned = len(left)
+        # The dead worker may have written its log and not the head: the batch that it took is not handed out twice.
         m.head.dealt = max([m.head.dealt, *(t + 1 for t in taken)])
         m.deal.adopt()
 
@@ -155,6 +163,8 @@ class BatchQueue:
             waiting[0] = 1
         try:
             while True:
+                # The word is read before the condition. A change in between has changed the word, and sleep_on()
+                # returns at once: no wake-up is lost. The timeout only bounds how late a death is noticed.
                 seen = turn.value
                 if until():
                     break

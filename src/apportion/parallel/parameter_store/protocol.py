@@ -99,6 +99,9 @@ class Sessions:
             yield
         except PeerLost:
             if self._members is not None:
+                # The server may have died, or only its connection: it may still write to the shards. Only the
+                # supervisor knows that a process has ended, and ends this wait by a change of the world, which check()
+                # raises.
                 self._deal.wait(lambda: False, lambda: "the supervisor to see that a parameter server is lost")
             raise
 
@@ -135,6 +138,8 @@ class StoreServer:
         """Talk with one worker, until it is gone. No other thread writes into that worker's place in memory: the
         connection of the process that had the slot before has ended by then."""
         try:
+            # The connection of the process before is closed by its death, so its thread ends. Were both threads to run,
+            # two processes would write the drafts of one worker.
             if before is not None:
                 before.join()
             if slot not in self._stores:
@@ -152,6 +157,8 @@ class StoreServer:
             link.release()
 
     def _answer(self, link: ShardLink, store: Store, number: int) -> None:
+        # The message carries a number alone. The push is read from shared memory, where the worker wrote all of it
+        # before it sent the number, and where it outlives the worker.
         push = store.under_way(store.worker)
         if push is None or push.number != number:
             raise PeerLost("its push was completed by another process: the worker counts as dead")

@@ -100,6 +100,8 @@ class ShardApplier:
         m, row, shards = self.memory, self.memory.log.row(push.worker, push.number), self.layout.shards
         if not left:
             return
+        # The versions are counted before the arithmetic: a process that dies in between counts as having pushed, and
+        # the gradient is never applied twice. Two workers that count at once may lose a count, as hogwild allows.
         for shard in left:
             version = m.shards.versions[shard].value + 1
             m.log.made[row + shard] = m.shards.versions[shard].value = version
@@ -140,16 +142,27 @@ class ShardApplier:
             made[row] = seen[0] + 1
         else:
             stretch = self.update(push, first, len(seen), copy)
+            # The log names the versions before the shards have them. An entry above its shard's version is therefore an
+            # update that did not happen, and the heir of the lock deletes it.
             for at, version in enumerate(seen, row):
                 made[at] = version + 1
+            # The record is withdrawn before its other fields change, and published after them: another process that
+            # reads a place reads fields that belong together.
             self._place.withdraw()  # drafts of who was here before
             draft.worker, draft.number, draft.first, draft.shards = push.worker, push.number, first, len(seen)
             self._place.publish(OWN if self._into_own(push) else SCRATCH)
+            # The weights are written over only once the drafts are declared good, in memory and not just in a store
+            # buffer. From here on a death leaves torn weights, which the heir of the lock repairs from the drafts.
             fence()
             stretch.weights.copy_(stretch.drafts)
+        # The weights come before the version: the version says that the shard is whole. Each version is one word, so
+        # that a run that is cut off in the middle leaves some shards with the push and others without, and none in
+        # between.
         fence()
         for shard, version in enumerate(seen, first):
             versions[shard].value = version + 1
+        # The drafts stay until every version is written, and go before the locks do: without a lock the drafts of an
+        # old version would be copied over a newer one.
         fence()
         self._place.withdraw()
         for shard in range(first, first + len(seen)):
@@ -163,9 +176,12 @@ class ShardApplier:
         seen = [versions[first].value]
         shards = left[at + 1 : at + self._run]
         for shard, next_one in zip(shards, range(first + 1, self.layout.shards), strict=False):
+            # Only a lock that is free is taken here. To wait for one while others are held could deadlock with a worker
+            # that takes its shards in another order.
             if shard != next_one or not self._try(shard):
                 break
             version = versions[shard].value
+            # The parity of the version tells which copy of the slots is live.
             if (version ^ seen[0]) & 1 or (push.unsure and self.has(shard, push)):
                 self._release[shard]()
                 break
@@ -225,6 +241,8 @@ class ShardApplier:
         for hands, draft in enumerate(m.drafts):
             if draft.place and draft.first <= shard < draft.first + draft.shards:
                 self._copy_drafts(hands, shard)
+        # An entry of the log above the shard's version is of an update that the dead process had not completed. It goes
+        # before the lock is released, or has() would take the next update of another worker for it.
         for worker, line in enumerate(m.lines):
             if line.pushing:
                 at = m.log.row(worker, line.pushing) + shard
@@ -237,6 +255,8 @@ class ShardApplier:
         """Copy one process's drafts into a shard, unless the shard has them, or they belong to a push that is over."""
         m, draft = self.memory, self.memory.drafts[hands]
         version, pusher, number = m.shards.versions[shard], draft.worker, draft.number
+        # A draft may outlive its push: its worker has begun another one, or this shard has it already. Version and log
+        # decide, so that a draft is copied once, whichever process inherits first.
         if m.lines[pusher].pushing != number or m.log.made[m.log.row(pusher, number) + shard] != version.value + 1:
             return
         start, a, b = (self.layout.bounds[at] for at in (draft.first, shard, shard + 1))

@@ -103,6 +103,7 @@ class Store(PushStore):
         PeerLost where it takes too long."""
         m = self.memory
         if first and not m.ready.read():
+            # The locks come before the word `ready`: another process maps them once it reads that word, and not before.
             m.make_locks()
             self.applying.open()
             start()
@@ -214,6 +215,8 @@ class Store(PushStore):
         number = line.pushes + 1
         m.log.made_rows[self.worker, number % m.log.capacity] = 0
         line.entries_then = line.taken
+        # Everything that the push is made of lies in memory before this word says that there is one. It is written
+        # under the lock of the queue, which a snapshot holds: so no push begins while a snapshot reads.
         with self.deal.held():  # a snapshot ends first
             line.pushing = number
         # With servers, one that was asked before another was lost may still be at it.
@@ -231,6 +234,8 @@ class Store(PushStore):
     def _end(self, worker: int) -> None:
         """Record that every shard has the push that the worker had begun."""
         line = self.memory.lines[worker]
+        # The word `pushing` is cleared last. A process that dies before leaves a push that another one finds in every
+        # shard and ends again, which sets the same two numbers to the same values.
         line.entries = line.entries_then
         line.pushes = line.pushing
         self.memory.pushing[worker].publish(0)
@@ -260,6 +265,8 @@ class Store(PushStore):
             return False
         if worker == self.worker:
             self._hyper = None
+        # The heir asks each shard whether it has the push, by its log and version. The same push may be ended by a
+        # server that is still alive, so apply() asks again under each lock (`unsure`).
         self.apply(push, [shard for shard in self._tour if not self.applying.has(shard, push)])
         self._end(worker)
         return True
@@ -286,6 +293,8 @@ class Store(PushStore):
         come to its end within ``seconds``."""
         deadline = time.monotonic() + seconds
         with self.deal.held():
+            # The lock of the queue is held, so that no push begins; those under way end without that lock. So the wait
+            # is bounded by the longest push, unless its process is dead or stopped.
             while not self.still:
                 check()
                 if time.monotonic() > deadline:

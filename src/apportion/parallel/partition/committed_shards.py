@@ -95,11 +95,14 @@ class CommittedShards:
         """Write this rank's part of the state; the version before it stays."""
         world, within, version = self._world, self._within, 1 - self._version
         head, at, step = self._heads[world.slot], version * _WORDS, self._steps[world.slot][version]
+        # The version counts as absent while it is written: a rank that dies in the middle leaves its other version,
+        # which is whole, and no reader sees a mixture of two steps.
         step.withdraw()
         nbytes = self._pack(version, state, pieces)
         head[at + _GENERATION : at + _WORDS] = [
             world.generation, self._replica, within.rank, within.size, nbytes,
         ]  # fmt: skip
+        # The step is written after the tensors and the other words. Zero means absent, hence one more than the step.
         step.publish(state.step + 1)
         self._version = version
 
@@ -139,6 +142,7 @@ class CommittedShards:
             if (v.holder, v.slot) == (self._holder, self._world.slot):
                 self._version = v.version
             parts.append(unpacked(self._part(v)))
+        # No rank returns, and writes its next version over an old one, before every rank has copied what it needs.
         self._world.group().barrier()
         return parts
 

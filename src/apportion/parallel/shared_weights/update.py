@@ -177,6 +177,8 @@ class SharedUpdate(GradientUpdate):
             if self._forward.places:
                 self._forward.write(memory.moved[new], memory.reported[new])
         reached("written")
+        # The commit word names the new version only after every rank has written its slice of it. All ranks write the
+        # same value, so the word is right even if all but one die right after the barrier.
         self._group.barrier()
         reached("met")
         memory.commit.publish(commit + 1)

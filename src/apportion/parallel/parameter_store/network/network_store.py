@@ -107,6 +107,7 @@ class NetworkStore(PushStore):
                 other.connect(first.incarnation)
         except IncarnationOver:
             return False
+        # The ranges may differ while the first of them still resolves what the process before had begun.
         return all(other.applied == self._number for other in others)
 
     def restart(self) -> None:
@@ -156,9 +157,13 @@ class NetworkStore(PushStore):
         the staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
         staged = [self._staged(session.range, hyper, used) for session in self._sessions]
         into = (self.weights, self.buffers) if pull else None
+        # Every range has the whole push before any applies it. If this worker or a server dies in between, the push can
+        # still be completed everywhere, or dropped everywhere.
         self._each(lambda session: session.stage(staged[session.number]))
         found = self._each(lambda session: session.apply(staged[session.number], into))
         self._number += 1
+        # The entries are forgotten only after every range has applied the push: a session that connects again in the
+        # middle sends the same push, with the same number, and a range that has it does not apply it twice.
         self._entries.clear()
         many = [session.range.last - session.range.first for session in self._sessions]
         made = sum(count * size for (count, _), size in zip(found, many, strict=True))

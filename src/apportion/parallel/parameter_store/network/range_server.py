@@ -110,6 +110,8 @@ class RangeServer:
                 link.say(Say.INCARNATION_OVER)
                 link.flush(REPLY_SECONDS)
                 return False
+            # The copy learns of the incarnation first: were this server lost after it had answered, the copy would
+            # still answer the process that is refused here.
             if incarnation > state.incarnation:
                 self._change(Say.ORDER_INCARNATION, worker, incarnation)
                 state.incarnation = incarnation
@@ -166,6 +168,8 @@ class RangeServer:
             with self.order:
                 if self.copy is copy:
                     self.lose_copy()
+        # The gradient arrived without the lock, so that a slow worker holds up no other. In the meantime the worker may
+        # have been given up, or another copy may have joined, which has not seen the gradient.
         with self.order:
             self._must_live(link, worker, incarnation)
             if self.copy is not copy and self.copy is not None:  # it came while the gradient did
@@ -210,6 +214,8 @@ class RangeServer:
         of, staged = self.state, self.state.workers[worker].staged
         assert staged is not None
         self._begin_change(Say.ORDER_APPLY, worker, staged.number)
+        # With a copy the weights leave only after it knows of the push: a worker must never see a version that is lost
+        # with this server. Without a copy there is nothing to wait for, and sending overlaps with the update.
         at_once = self.copy is None
         lost: list[PeerLost] = []
         waiting: list[tuple[int, int]] = []
@@ -269,6 +275,8 @@ class RangeServer:
     def _changing(self, link: ShardLink, worker: int, incarnation: int) -> Iterator[None]:
         """Hold the order, once no process reads the store as a whole."""
         with self.order:
+            # wait() releases the lock, so that the process that froze the range can read and thaw it. If that process
+            # is lost, its conversation ends, which clears the mark.
             while self._frozen is not None and self._frozen is not link:
                 self.order.wait(LOOK_SECONDS)
             self._must_live(link, worker, incarnation)
@@ -281,6 +289,8 @@ class RangeServer:
         while True:
             with self._changing(link, worker, incarnation):
                 queue = self.state.queue
+                # A worker whose connection broke asks again. If the answer was lost, it already has a batch that it
+                # does not know of, and gets this one: a second one would leave the first without a gradient for ever.
                 if (batch := queue.unheard(worker, last)) is not None:
                     break
                 batch = queue.next_batch(total)

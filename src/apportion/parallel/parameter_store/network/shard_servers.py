@@ -88,6 +88,8 @@ class WorkerRegistry:
             for other in others:
                 applied, staged, *_ = other.ask(Say.FENCE, worker, incarnation, int(given_up), answer=Say.FENCED)
                 reports.append((applied, staged))
+            # A push was staged at every range before any range applied it. So if one has applied it, all others have it
+            # staged and can catch up; if none has, it can be dropped, since no worker has seen it.
             newest = max(applied for applied, _ in reports)
             for (applied, staged), other in zip(reports[1:], others, strict=True):
                 if applied < newest:
@@ -98,6 +100,8 @@ class WorkerRegistry:
                 server.catch_up(worker, newest)
             elif reports[0][1]:
                 server.discard(worker)
+            # The batches return last: had they been handed out before, a push that still gets applied would count them
+            # twice.
             server.give_back(worker)
         finally:
             for other in others:
@@ -248,6 +252,7 @@ class ShardServers:
         with self._lock:
             before = self._talks.get((number, worker))
             self._talks[number, worker] = link, threading.current_thread()
+        # The old connection is closed first, which ends its thread; only then is it joined.
         if before is not None:  # no other thread writes into that worker's place
             before[0].close()
             before[1].join()
@@ -268,6 +273,8 @@ class ShardServers:
             server.lose_copy()
             epoch = self._epochs[number]
             link.say_blob(Say.BLOB, server.state.dump(), epoch + 1)
+            # The copy has all of the state before rank 0 counts on it: a copy that is named first could be asked to
+            # take over with half of the state. The lock `order` keeps the state as it is meanwhile.
             link.expect(Say.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
             view = self.views.ask(Say.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
             if view.primary != self.rank:
