@@ -26,7 +26,7 @@ def main(nbytes):
     weights = nn.Parameter(torch.zeros(int(nbytes) // 4))
     optimizer = torch.optim.SGD([weights], lr=0.01)
     layout = StoreLayout({weights: "weights"}, optimizer)
-    spec = StoreSpec(layout=layout, seats=1, batches=1 << 12, servers=1)
+    spec = StoreSpec(layout=layout, workers=1, batches=1 << 12, servers=1)
     places, doors = NetworkPlaces(tuple(world.hosts()), (1,), ()), doors_of(world)
     if world.rank == 1:
         counts = [torch.zeros(len(pieces)).numpy() for pieces in layout.pieces]

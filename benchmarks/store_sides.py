@@ -26,9 +26,9 @@ def shared_store(nbytes, world, *, shards=None, lock_free=False, servers=0):
     weights = nn.Parameter(torch.zeros(nbytes // 4))
     optimizer = torch.optim.SGD([weights], lr=0.01)
     layout = StoreLayout({weights: "weights"}, optimizer, shards=shards)
-    extent = StoreSpec(layout=layout, seats=world.size, lock_free=lock_free, batches=1 << 12, servers=servers)
+    extent = StoreSpec(layout=layout, workers=world.size, lock_free=lock_free, batches=1 << 12, servers=servers)
     memory = world.shared("store", StoreRegions(extent).nbytes)
-    store = Store(extent, memory, seat=world.rank)
+    store = Store(extent, memory, worker=world.rank)
     counts = [torch.zeros(len(pieces)).numpy() for pieces in layout.pieces]
     touched = torch.ones(1, dtype=torch.bool).numpy()
     empty = Contents([torch.zeros(layout.total)], counts, touched, torch.zeros(0))
@@ -52,13 +52,13 @@ def server(nbytes, world):
     store, hyper, extent, memory = shared_store(nbytes, world, servers=1)
     if world.rank == 1:
 
-        def of_seat(seat):
+        def of_worker(worker):
             torch.set_num_threads(1)
-            found = Store(extent, memory, seat=seat, server=0)
+            found = Store(extent, memory, worker=worker, server=0)
             found.settle(lambda: None, first=False)
             return found
 
-        answers = StoreServer(extent, 0, of_seat)
+        answers = StoreServer(extent, 0, of_worker)
         store.memory.servers[0].place = answers.place
         store.memory.servers[0].word("pid").publish(os.getpid())
         return lambda steps: answers and None
