@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from apportion.runtime.proof.comparison import CAP, FLOOR, Comparison
-from apportion.runtime.proof.proof import Difference, Proof, Round, Verdict
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.proof import Difference, Proof, Round, Surveyed, Verdict
 
 Tensors = Mapping[str, Tensor]
 WEIGHT, BIAS, MEAN, SLOT = "model/w", "model/b", "model/mean", "optimizer/w/exp_avg"

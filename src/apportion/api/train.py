@@ -122,7 +122,7 @@ def _begin(
 ) -> Generator[Event, None, None]:
     from apportion.api import running
     from apportion.runtime.agents.hosts_launcher import HostsLauncher
-    from apportion.runtime.notice.requeue import refuse_requeue
+    from apportion.runtime.notice import refuse_requeue
 
     refuse_requeue(asked.policy, os.environ)
     if isinstance(launcher, Env):

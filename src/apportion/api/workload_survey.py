@@ -10,7 +10,7 @@ from apportion.api.proof_workers import ProofRequest
 from apportion.errors import ApportionError
 from apportion.runtime.launch.local import Local
 from apportion.runtime.launched.running_ranks import RunningRanks
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.proof import Surveyed
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
 from apportion.reporting.journal import Journal
+from apportion.runtime.worker.coordination import OutsideEvents
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.outside_events import OutsideEvents
 
 if TYPE_CHECKING:  # a run of which nothing is expected needs none of this
     from apportion.planner.performance_monitor import PerformanceMonitor

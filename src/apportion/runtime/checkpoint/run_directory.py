@@ -40,12 +40,10 @@ from torch import Tensor
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.strategy import PARTS, State
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.append_only_file import open_own
 from apportion.runtime.checkpoint.code_ownership import source_of
-from apportion.runtime.checkpoint.run_writer import claimed, publish, refuse_superseded, told, writer_of
-from apportion.runtime.checkpoint.synced_files import sync, unwritten, write_json
+from apportion.runtime.checkpoint.durable_files import open_own, sync, unwritten, write_json
 from apportion.runtime.checkpoint.tensor_file import read_tensors, storable
-from apportion.runtime.checkpoint.terms import RunWriter
+from apportion.runtime.checkpoint.terms import RunWriter, claimed, publish, refuse_superseded, told, writer_of
 from apportion.runtime.checkpoint.validation import (
     REPLACED,
     check_manifest,

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.append_only_file import open_own, reason
+from apportion.runtime.checkpoint.durable_files import open_own, reason
 
 LOCK = ".training"
 """The file in the run directory that is locked. It holds the process's number, for a process that finds it locked."""

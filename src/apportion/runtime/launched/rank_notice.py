@@ -19,8 +19,7 @@ from typing import Any, final
 
 from apportion.core.event import Event
 from apportion.errors import ApportionError, CheckpointError, ToldToEnd
-from apportion.runtime.notice.requeue import requeue_job
-from apportion.runtime.notice.signals import SAME_SECONDS, RunHandlers, explain, raised_by
+from apportion.runtime.notice import SAME_SECONDS, RunHandlers, explain, raised_by, requeue_job
 from apportion.runtime.supervisor.run import cause_of, interrupted_text, resume_command
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job

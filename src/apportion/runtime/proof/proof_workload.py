@@ -1,14 +1,16 @@
-"""A workload as a proof trains it: on a few rows, with rates at which weights move, or with plain SGD."""
+"""A workload as a proof trains it: on a few rows, on the beginnings of its sequences, with rates at which weights move,
+or with plain SGD."""
 
 from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 from apportion.core.data.acted import ActedDataset
 from apportion.core.parts.sampler import PartSampler, rows_of_parts
 from apportion.core.sampling.rng import seeded_rng
+from apportion.core.torch_private import pytree, version_of
 from apportion.core.workload import Parameters, Workload
-from apportion.runtime.proof.short_sequences import with_short_sequences
 
 SMALL = 1e-2
 """A rate below this share of the optimizer's own moves weights too little."""
@@ -254,3 +256,89 @@ class _PlainSgd:
 def _plain(optimizer: Optimizer) -> Optimizer:
     groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
     return torch.optim.SGD([{"params": group} for group in groups], lr=1.0)
+
+
+LENGTH = 16
+"""The number of tokens that a sequence is cut to."""
+_TOKENS = (torch.int32, torch.int64)
+
+
+def with_short_sequences(data: Dataset[Any]) -> Dataset[Any]:
+    """Return the same examples with sequences of ``LENGTH`` tokens. Raises ValueError where no example has any.
+
+    A sequence of tokens is an input of whole numbers with one dimension. What else in an example has a dimension of
+    that length (labels, masks, features of each token) is cut to the same tokens.
+    """
+    if not any(_lengths(data[i]) for i in range(min(4, len(data)))):  # type: ignore[arg-type]
+        raise ValueError(f"no example has a sequence of more than {LENGTH} tokens that could be cut")
+    if type(data) is TensorDataset:
+        lengths = _lengths(data[0])
+        return TensorDataset(*(_cut(t, lengths, first=1) for t in data.tensors))
+    return _Short(data) if getattr(data, "__getitems__", None) is None else _ShortTogether(data)
+
+
+@dataclass(frozen=True)
+class _Short(Dataset[Any]):
+    data: Dataset[Any]
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, number: int) -> Any:
+        return _shortened(self.data[number])
+
+
+class _ShortTogether(_Short):
+    """The shortened examples of a data set that is asked for many at once."""
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        together: Any = self.data
+        return [_shortened(example) for example in together.__getitems__(numbers)]
+
+
+def _shortened(example: Any) -> Any:
+    lengths = _lengths(example)
+    return pytree.tree_map(lambda leaf: _cut(leaf, lengths), example)
+
+
+def _lengths(example: Any) -> set[int]:
+    """Returns the lengths of an example's sequences that are to be cut."""
+    inputs = example[0] if isinstance(example, tuple | list) and len(example) > 1 else example
+    sequences = (leaf for leaf in pytree.tree_leaves(inputs) if _is_tokens(leaf))
+    return {n for leaf in sequences if (n := int(leaf.shape[0])) > LENGTH}
+
+
+def _is_tokens(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype in _TOKENS and leaf.ndim == 1
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind == "i" and leaf.ndim == 1
+
+
+def _cut(leaf: Any, lengths: Collection[int], *, first: int = 0) -> Any:
+    """Returns the beginning along every dimension of one of these lengths, from the dimension ``first`` on."""
+    if not isinstance(leaf, Tensor | np.ndarray):
+        return leaf
+    found = leaf[tuple(slice(LENGTH if at >= first and n in lengths else None) for at, n in enumerate(leaf.shape))]
+    return found.contiguous() if isinstance(found, Tensor) else found
+
+
+def opened_once(workload: Workload) -> Workload:
+    """Returns the workload with a data set of tensors opened once in this process, for as long as nothing writes to
+    them. Any other data set may have state, and is opened anew each time; so are parts."""
+    return workload if workload.parts is not None else replace(workload, data=_Opened(workload.data))
+
+
+@dataclass
+class _Opened:
+    make: Callable[[], Dataset[Any]]
+    _kept: TensorDataset | None = None
+    _versions: list[int] = field(default_factory=list)
+
+    def __call__(self) -> Dataset[Any]:
+        kept = self._kept
+        if kept is not None and [version_of(t) for t in kept.tensors] == self._versions:
+            return kept
+        found = self.make()
+        if type(found) is TensorDataset:
+            self._kept, self._versions = found, [version_of(t) for t in found.tensors]
+        return found

@@ -1,23 +1,61 @@
-"""Ranks stop and save at the same step: rank 0 decides, and says when it will be asked next."""
+"""The requests that reach a run from outside its loop, and how ranks stop and save at the same step: rank 0 decides,
+and announces the step after which it is asked next."""
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from apportion.comm.group import Group, collective
 from apportion.comm.world import World
+from apportion.core.event import Event
 from apportion.core.policy import Policy
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
-from apportion.runtime.worker.outside_events import OutsideEvents
 from apportion.runtime.worker.progress import Progress
+
+
+@final
+class OutsideEvents:
+    """Events that are given from one thread and recorded in another. Each has a number, by which one that is given
+    twice, since its giver has not heard that it was recorded, is recorded once."""
+
+    def __init__(self) -> None:
+        self._given = queue.SimpleQueue[tuple[int, Event]]()
+        self._seen: set[int] = set()
+        self._recorded: list[int] = []
+
+    def give(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Gives events, each a mapping of ``number`` and ``event``, its fields; from any thread."""
+        for given in events:
+            self._given.put((given["number"], Event(**given["event"])))
+
+    def take(self) -> list[tuple[int, Event]]:
+        """Returns what was given since the last call, in the order of its numbers."""
+        found: dict[int, Event] = {}
+        while not self._given.empty():
+            number, event = self._given.get()
+            if number not in self._seen:
+                found[number] = event
+        self._seen.update(found)
+        return sorted(found.items(), key=lambda item: item[0])
+
+    def note(self, number: int) -> None:
+        """Notes that an event is in the record."""
+        self._recorded.append(number)
+
+    def recorded(self) -> list[int]:
+        """Returns the numbers of what has been recorded since the last call."""
+        found, self._recorded = self._recorded, []
+        return found
+
 
 ASK_SECONDS = 0.25
 """The seconds between two polls: how long a request to stop may wait for a step that all ranks agree on."""

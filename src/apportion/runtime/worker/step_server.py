@@ -36,7 +36,7 @@ from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceSt
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.module_taps import taps
-from apportion.runtime.proof.opened_once import opened_once
+from apportion.runtime.proof.proof_workload import opened_once
 from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.determinism import Observed, silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.evaluation import evaluate

@@ -11,9 +11,8 @@ from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
-from apportion.runtime.worker.evaluation import evaluate
-from apportion.runtime.worker.evaluation_trial import try_evaluation
-from apportion.runtime.worker.training.best_metric import BestMetric
+from apportion.runtime.worker.evaluation import evaluate, try_evaluation
+from apportion.runtime.worker.training.checkpoints import BestMetric
 from apportion.runtime.worker.training.evaluator import Evaluator
 
 

@@ -1,13 +1,21 @@
-"""A file of lines that only grows. Lines that find no room on the disk wait in memory until there is some."""
+"""Files that survive a crash: a file of lines that only grows, and files that are on the disk once they are written.
+
+Lines that find no room on the disk wait in memory until there is some.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import stat
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from apportion.errors import CheckpointError
 
 MOST_WAITING = 64 << 20
 """The number of bytes that may wait for room; further lines are counted and left out."""
@@ -96,3 +104,38 @@ def _tail(descriptor: int) -> bytes:
         start = max(0, start - 65536)
         tail = os.pread(descriptor, size - start, start)
     return tail.rpartition(b"\n")[2]
+
+
+def sync(path: Path) -> None:
+    """Writes the contents of a file, or the names in a folder, through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> int:
+    """Writes and syncs a file of JSON; returns how many bytes it has."""
+    text = json.dumps(content, indent=1).encode()
+    with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(text)
+
+
+def unwritten(path: Path, error: Exception) -> CheckpointError:
+    """Returns what is told of a file that could not be written: why, and what can be done."""
+    cures = {
+        errno.ENOSPC: "free some of the disk, or use a run_dir= on another one",
+        errno.EDQUOT: "free some of your quota, or use a run_dir= on another disk",
+        errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+        errno.EACCES: "make the folder writable, or use another run_dir=",
+        errno.EROFS: "use a run_dir= on a disk that is writable",
+    }
+    told = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
+    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    cause = os.strerror(number) if number else str(error)
+    cure = cures.get(number or 0, "check the disk, or use another run_dir=")
+    return CheckpointError(f"{path} could not be written: {cause}; what was there before is intact; {cure}")
