@@ -265,10 +265,10 @@ def test_require_proof_and_no_check_contradict_each_other() -> None:
 def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
     steps = ProofSteps()
     assert steps.run_step(10) == 0.0
-    steps.take(4, 0.9)
-    steps.take(4, 0.5)
+    steps.record_step(4, 0.9)
+    steps.record_step(4, 0.5)
     assert steps.run_step(10) == 0.25  # in float32, and rows are not known to cost anything
-    steps.take(1, 0.2)
+    steps.record_step(1, 0.2)
     assert steps.run_step(10) == pytest.approx((0.2 + 0.1 * 39) / 2)
     assert steps.run_step(1) == 0.25
 
@@ -276,10 +276,10 @@ def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
 @pytest.mark.parametrize(("run_steps", "longer"), [(100, False), (10_000, True)])
 def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: bool) -> None:
     given = ProofLimits(10.0, share=0.05, run_steps=run_steps)
-    before = given.left
+    before = given.seconds_left
     for seconds, rows in ((0.2, 2), (0.6, 6)):
         given.lengthen(rows, seconds, 2.0)
-    assert given.left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
+    assert given.seconds_left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
 
 
 def test_a_proof_ends_at_its_first_step_where_there_is_no_time_for_the_others() -> None:

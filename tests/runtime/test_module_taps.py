@@ -158,7 +158,7 @@ def test_calls_are_recorded_in_the_order_in_which_they_end() -> None:
         ("twice", 0), ("twice", 1), ("named", 0), ("inplace", 0), ("", 0),
     ]  # fmt: skip
     assert [len(tap.outputs) for tap in found.calls] == [1, 1, 2, 1, 1]
-    before, after = found.of("named")[0], found.of("inplace")[0]
+    before, after = found.calls_of("named")[0], found.calls_of("inplace")[0]
     assert torch.equal(before.outputs[0].relu(), after.outputs[0]), "a copy from before the change in place"
     assert before.gradients[1] is None
     assert set(found.parameters) == {"twice.weight", "twice.bias"}

@@ -177,13 +177,13 @@ class ProofWorkers:
     def answers(self, pool: Pool, kind: str) -> list[Message]:
         """Returns one message of this kind from every rank, by rank. Raises OutOfTimeError, and what a worker fails
         with."""
-        left = min(STEP_SECONDS, self._limits.left)
+        left = min(STEP_SECONDS, self._limits.seconds_left)
         if left <= 0:
             raise self._limits.out_of_time()
         try:
             return pool.answers(kind, left)
         except WorkerFailed:
-            if self._limits.left <= 0:
+            if self._limits.seconds_left <= 0:
                 raise self._limits.out_of_time() from None
             raise
 

@@ -278,7 +278,7 @@ def _written_by_the_first(
             before,
             [],
             PerformanceMonitor(None),  # of this rank's own steps
-            draws=lambda: not control.was_told(),
+            draws=lambda: not control.was_notified(),
             writes=lambda: writes,
             outside=control.outside,
         )

@@ -84,9 +84,9 @@ class _Record:
         """Writes what another process has seen, once the run has begun."""
         if self._journal is None or outside is None:
             return
-        for number, event in outside.take():
+        for number, event in outside.pop_events():
             self._journal.write(event)
-            outside.note(number)
+            outside.mark_recorded(number)
             self._drawn = False
 
     def close(self, rest: Sequence[Event], outside: OutsideEvents | None) -> None:

@@ -77,6 +77,7 @@ class RunHandlers:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._asked:
+            # A handler of the program, or an ignored signal, is the wish of the user, and stays.
             if signal.getsignal(number) is _DEFAULTS.get(number, signal.SIG_DFL):
                 self._installed.append(number)
                 signal.signal(number, self._handler)
@@ -119,6 +120,7 @@ def requeue_job(policy: Policy) -> None:
     sys.stderr.write(f"job {job} is requeued\n")
     sys.stderr.flush()
     try:
+        # The line above is written first: Slurm may kill this process before scontrol returns.
         command = ["scontrol", "requeue", job]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
         why = done.stderr.strip() if done.returncode else ""

@@ -90,7 +90,7 @@ class Basis:
         """Returns plain data, from which ``from_json`` makes the same value."""
         return asdict(self)
 
-    def found(self, dataset: Any, environment: Mapping[str, str]) -> dict[str, str]:
+    def digests_now(self, dataset: Any, environment: Mapping[str, str]) -> dict[str, str]:
         """Returns the digests of what the names stand for now, by what a person calls it: ``the file a.json``,
         ``the variable SCALE``, ``row 7 of the data``. Raises what reading a row raises. ``environment``: the variables
         as they were when the process started."""
@@ -102,6 +102,7 @@ class Basis:
         """Returns a file that has been written since this time, in seconds since the epoch; None where none has."""
         for path in (*self.files, *self.large_files):
             with suppress(OSError):
+                # The time of the inode counts: that of the contents can be set to any value, as tar and rsync do.
                 if Path(path).stat().st_ctime > at:
                     return path
         return None
@@ -130,6 +131,8 @@ class Basis:
     def _variables(self, environment: Mapping[str, str]) -> Iterator[tuple[str, bytes]]:
         names = set(self.variables)
         if self.all_variables:
+            # Variables that a launcher or a terminal sets anew for each run would make every proof stale; code that
+            # asks for one of them by name has it in ``variables``.
             names |= {name for name in environment.keys() - OWN_VARIABLES if not is_of_launcher(name)}
         for name in sorted(names):
             value = ("unset",) if name not in environment else ("set", environment[name])
@@ -142,6 +145,8 @@ def file_digest(path: str, *, whole: bool) -> bytes:
         with open(path, "rb") as file:
             if whole:
                 return hashlib.file_digest(file, "sha1").digest()  # twice as fast as the others
+            # The descriptor is asked, not the path: size, time and pieces are then of one file, though another is
+            # renamed over it.
             found = os.fstat(file.fileno())
             parts: list[Any] = [found.st_size, found.st_mtime_ns]
             for piece in range(PIECES):
@@ -248,6 +253,7 @@ class OpenedParts(Dataset[Any]):
 def _digests(dataset: Any, rows: Iterable[int]) -> Iterator[bytes]:
     """Yields the digest of each row; what rows draw follows one seed, in this order."""
     of = Digester()
+    # Rows that are augmented at random would otherwise have another digest each time.
     with seeded_rng(_SEED):
         for row in rows:
             yield of(f"row {row} of the data", dataset[row])

@@ -118,7 +118,7 @@ def proof_key(
 
 
 def _proof_key(maker: _KeyMaker, *, reprove: bool) -> ProofKey:
-    first = in_fork(lambda: maker.look(reprove=reprove), SECONDS)
+    first = in_fork(lambda: maker.first_pass(reprove=reprove), SECONDS)
     if "why" in first:
         return ProofKey(why=first["why"])
     code, found = first["code"], tuple(Keyed.from_json(one) for one in first["found"])
@@ -126,8 +126,12 @@ def _proof_key(maker: _KeyMaker, *, reprove: bool) -> ProofKey:
     if first["basis"] is None:
         return known
     basis = Basis.from_json(first["basis"])
+    # Taken before anything of the new basis is digested: a file that is written from then on makes the proof useless,
+    # and is found by its time.
     at = time.time()
-    again = in_fork(lambda: maker.again(basis), SECONDS)
+    again = in_fork(lambda: maker.second_pass(basis), SECONDS)
+    # An update that is not repeatable would never be found again by a later run, and says that something is read which
+    # no key holds.
     if again["update"] != first["update"]:
         why = "the same update on four rows gave other bits when it was repeated"
         return ProofKey(why=f"{why}; a clock, or a generator that no seed sets, may be read")
@@ -145,19 +149,24 @@ class _KeyMaker:
     """Returns the rows that can be read."""
     recorder: ReadRecorder
 
-    def look(self, *, reprove: bool) -> dict[str, Any]:
+    def first_pass(self, *, reprove: bool) -> dict[str, Any]:
         """Digests the code, and returns what the cached proofs of it hold for that is now as it was; where there is
         nothing, or where a new proof is wanted, the names of what a new one would be made on."""
         data, network, example = self._opened_network()
+        # The code is digested before the update, which may change the network, its buffers, or what the loss keeps.
         code = digested(self.workload, network=network, batch=example)
         if code.digest is None:
             return {"why": f"{code.unhashable} has no digest"}
         update = update_digest(self.workload, data, _Model(self.workload, network))
         found, changed, keyed = [], dict[str, list[str]](), dict[Basis, Keyed]()
         for proof in proofs_of(code.digest):
+            # Each basis is digested once, and now: nothing that an earlier run has recorded about the contents is
+            # trusted.
             if proof.basis not in keyed and len(keyed) < MOST_BASES:
                 keyed[proof.basis] = _keyed(code.digest, update, proof.basis, self._found(proof.basis, data))
             now = keyed.get(proof.basis)
+            # The key seals the code, the bits of the update, and every name of the basis with its digest. One
+            # difference in any of them gives another key.
             if now is not None and now.key == proof.key:
                 found.append(asdict(now))
             elif now is not None:
@@ -165,12 +174,13 @@ class _KeyMaker:
         basis = None
         if reprove or not found:
             rows = choose_rows(data, code.digest)
+            # Libraries in C open files without an event of Python; what they still hold open is found in /proc.
             self.recorder.add_held_files()
             basis = Basis.from_reads(self.recorder.reads, rows, length(self.dataset)).to_json()
         known = {"code": code.digest, "code_parts": dict(code.parts), "changed": changed}
         return {**known, "update": update, "found": found, "basis": basis}
 
-    def again(self, basis: Basis) -> dict[str, Any]:
+    def second_pass(self, basis: Basis) -> dict[str, Any]:
         """Repeats the update, and digests what a new proof is made on, in the order in which a later run does."""
         began = time.perf_counter()
         data, network, _ = self._opened_network()
@@ -187,7 +197,7 @@ class _KeyMaker:
 
     def _found(self, basis: Basis, data: Any) -> dict[str, str]:
         try:
-            return basis.found(data, self.recorder.environment)
+            return basis.digests_now(data, self.recorder.environment)
         except (IndexError, KeyError) as error:  # rows that were there cannot be read now
             return {"the rows of the data": f"{type(error).__name__}: {error}"}
 

@@ -26,6 +26,8 @@ _AT_ONCE = 1 << 20
 def open_own(path: Path, flags: int) -> int:
     """Returns the descriptor of an ordinary file at that very path: a symbolic link may lead out of a run directory,
     and a pipe would never end. Raises OSError otherwise."""
+    # O_NONBLOCK keeps the open of a pipe without a writer from blocking; fstat below then refuses it. Looking before
+    # opening would leave time for a file to be exchanged for a link.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -75,6 +77,8 @@ class Appended:
             if self._descriptor is None:
                 self._descriptor = self._open()
             while self._waiting:
+                # What was written is removed at once: after ENOSPC in the middle the next attempt goes on at that very
+                # byte.
                 del self._waiting[: os.write(self._descriptor, self._waiting[:_AT_ONCE])]  # it may take less
             self._full = False
         except OSError as error:
@@ -87,9 +91,11 @@ class Appended:
                 )
 
     def _open(self) -> int:
+        # O_APPEND places each write at the end, also after a truncation by this process.
         descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         torn = _tail(descriptor)
         if torn and self._is_line(torn):
+            # The line is whole: only its end of line is missing, and is written before anything else.
             self._waiting[:0] = b"\n"
         elif torn:
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - len(torn))
@@ -101,6 +107,7 @@ def _tail(descriptor: int) -> bytes:
     start = size = os.fstat(descriptor).st_size
     tail = b""
     while start > 0 and b"\n" not in tail:
+        # The file is read backwards: a record of weeks is large, and its last line is short.
         start = max(0, start - 65536)
         tail = os.pread(descriptor, size - start, start)
     return tail.rpartition(b"\n")[2]
@@ -121,12 +128,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> int:
     with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(text)
         file.flush()
+        # The data have to be on the disk before a rename makes the file visible under its name: else a power failure
+        # may leave an empty file there.
         os.fsync(file.fileno())
     return len(text)
 
 
 def unwritten(path: Path, error: Exception) -> CheckpointError:
-    """Returns what is told of a file that could not be written: why, and what can be done."""
+    """Returns the error for a file that could not be written; it says why, and what can be done."""
     cures = {
         errno.ENOSPC: "free some of the disk, or use a run_dir= on another one",
         errno.EDQUOT: "free some of your quota, or use a run_dir= on another disk",
@@ -134,8 +143,8 @@ def unwritten(path: Path, error: Exception) -> CheckpointError:
         errno.EACCES: "make the folder writable, or use another run_dir=",
         errno.EROFS: "use a run_dir= on a disk that is writable",
     }
-    told = re.search(r"os error (\d+)", str(error))  # safetensors tells the number in its text only
-    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    match = re.search(r"os error (\d+)", str(error))  # safetensors has the number in its text only
+    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     cause = os.strerror(number) if number else str(error)
     cure = cures.get(number or 0, "check the disk, or use another run_dir=")
     return CheckpointError(f"{path} could not be written: {cause}; what was there before is intact; {cure}")

@@ -145,5 +145,5 @@ class RankNotice:
             os._exit(128 + number)
 
     def _requeue(self) -> None:
-        if self._rank == 0 and self._job is not None and self.control.was_told():
+        if self._rank == 0 and self._job is not None and self.control.was_notified():
             requeue_job(self._job.policy)

@@ -28,8 +28,8 @@ class ProofSteps:
     def __init__(self) -> None:
         self._fastest: dict[int, float] = {}
 
-    def take(self, rows: int, seconds: float) -> None:
-        """Notes that a step on so many rows, of one rank, took so many seconds in float64."""
+    def record_step(self, rows: int, seconds: float) -> None:
+        """Records that a step of one rank on ``rows`` rows took ``seconds`` in float64."""
         self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds))
 
     @property
@@ -43,9 +43,9 @@ class ProofSteps:
         nothing."""
         if not self._fastest:
             return 0.0
-        (few, less), (many, more) = min(self._fastest.items()), max(self._fastest.items())
-        row = max(0.0, more - less) / (many - few) if many > few else 0.0
-        return (more + row * many * max(0.0, times - 1.0)) / WIDER
+        (least, quickest), (most, slowest) = min(self._fastest.items()), max(self._fastest.items())
+        row = max(0.0, slowest - quickest) / (most - least) if most > least else 0.0
+        return (slowest + row * most * max(0.0, times - 1.0)) / WIDER
 
 
 def budget(run_seconds: float) -> float:
@@ -54,7 +54,8 @@ def budget(run_seconds: float) -> float:
 
 
 PROOF_SECONDS, PROOF_STEPS = 4.5, 16
-"""The seconds that a short proof takes, with so many steps of a few rows in float64, in four processes on two cores."""
+"""The seconds that a short proof takes, and the number of its steps on a few rows in float64, in four processes on two
+cores."""
 
 
 def proving(built: float, step: float) -> float:
@@ -71,8 +72,8 @@ rounding."""
 
 
 def comparing(elements: int, steps: int) -> float:
-    """Returns the seconds that writing and reading states of so many elements takes at least here, over so many steps:
-    a lower bound of what a proof takes."""
+    """Returns the seconds that writing and reading states of ``elements`` elements takes at least, over ``steps``
+    steps: a lower bound of what a proof takes."""
     with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
         path, sample = Path(folder, "sample"), torch.ones(SAMPLE, dtype=torch.float64)
         began = time.perf_counter()
@@ -117,7 +118,7 @@ class ProofLimits:
         """The share of the proof that is done."""
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """The seconds that are left; infinite where the proof is not limited, or not yet."""
         return float("inf") if self._least else self.remaining
 
@@ -133,7 +134,7 @@ class ProofLimits:
     def lengthen(self, rows: int, seconds: float, times: float) -> None:
         """Gives the proof its share of the run, as far as its own steps tell how long the run will be: one of them took
         so many seconds for so many rows, and the run has ``times`` as many."""
-        self._steps.take(rows, seconds)
+        self._steps.record_step(rows, seconds)
         if self._deadline is not None:
             run = self._run_steps * self._steps.run_step(times)
             self._deadline = max(self._deadline, self._began + self._share * run)
@@ -142,14 +143,14 @@ class ProofLimits:
         """Returns the rows of one more step that fits into this share of the time that is left. ``rows``: those of the
         largest step so far; each takes as long as one of its rows."""
         seconds = self._steps.slowest
-        return rows if not seconds else int(rows * max(1.0, share * self.left / (WARMING * seconds)))
+        return rows if not seconds else int(rows * max(1.0, share * self.seconds_left / (WARMING * seconds)))
 
     def step(self, seconds: float, share: float, ahead: int) -> None:
         """Notes a step of the proof, which is so large a share of it. Raises OutOfTimeError where the first one took so
         many seconds that those ``ahead`` cannot end in time."""
         first = self._progress == 0.0
         self._progress += share
-        if not self._least and first and seconds / WARMING * ahead > self.left:
+        if not self._least and first and seconds / WARMING * ahead > self.seconds_left:
             raise self.out_of_time()
 
     def must_fit(self, parameters: int, processes: int, steps: int) -> None:

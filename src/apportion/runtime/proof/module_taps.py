@@ -42,7 +42,7 @@ class Taps:
     """The gradients that the backward passes have given, by parameter name; of a rank of several this is its own
     term."""
 
-    def of(self, module: str) -> list[Tap]:
+    def calls_of(self, module: str) -> list[Tap]:
         """Returns the calls of one submodule, in their order."""
         return [tap for tap in self.calls if tap.module == module]
 
@@ -53,17 +53,17 @@ class Taps:
             tensors |= {f"output/{number}/{at}": tensor for at, tensor in enumerate(tap.outputs)}
             tensors |= {f"gradient/{number}/{at}": t for at, t in enumerate(tap.gradients) if t is not None}
         pairs = [name for name, tensor in tensors.items() if tensor.is_complex()]  # the file has no complex numbers
-        told = {"calls": [[tap.module, tap.call, len(tap.outputs)] for tap in self.calls], "pairs": pairs}
+        layout = {"calls": [[tap.module, tap.call, len(tap.outputs)] for tap in self.calls], "pairs": pairs}
         plain = {n: torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for n, t in tensors.items()}
-        save_file({n: t.contiguous() for n, t in plain.items()}, path, {"taps": json.dumps(told)})
+        save_file({n: t.contiguous() for n, t in plain.items()}, path, {"taps": json.dumps(layout)})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads the record of a file that ``save`` has written."""
         with safe_open(path, "pt") as file:
-            told = json.loads(file.metadata()["taps"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        tensors |= {name: torch.view_as_complex(tensors[name]) for name in told["pairs"]}
+            layout = json.loads(file.metadata()["taps"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is not a mapping)
+        tensors |= {name: torch.view_as_complex(tensors[name]) for name in layout["pairs"]}
         calls = [
             Tap(
                 module,
@@ -71,7 +71,7 @@ class Taps:
                 [tensors[f"output/{number}/{at}"] for at in range(outputs)],
                 [tensors.get(f"gradient/{number}/{at}") for at in range(outputs)],
             )
-            for number, (module, call, outputs) in enumerate(told["calls"])
+            for number, (module, call, outputs) in enumerate(layout["calls"])
         ]
         own = {n.removeprefix("parameter/"): t for n, t in tensors.items() if n.startswith("parameter/")}
         return cls(calls, own)
@@ -90,6 +90,7 @@ def taps(module: nn.Module) -> Iterator[Taps]:
     named = list(module.named_parameters())
     for name, parameter in named:
         if parameter.requires_grad:
+            # A hook on the tensor sees the gradient before it is accumulated or reduced over the ranks.
             handles.append(parameter.register_hook(_adder(found.parameters, name)))
     try:
         yield found
@@ -130,11 +131,11 @@ def _recorder(found: Taps, name: str, counted: dict[str, int]) -> Callable[..., 
 
 
 def _keeper(tap: Tap, number: int) -> Callable[[Tensor], None]:
-    def keep(gradient: Tensor) -> None:
+    def add(gradient: Tensor) -> None:
         before = tap.gradients[number]
         tap.gradients[number] = _copied(gradient) if before is None else before + _copied(gradient)
 
-    return keep
+    return add
 
 
 def _adder(found: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

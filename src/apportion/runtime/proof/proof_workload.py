@@ -53,7 +53,7 @@ def few_rows(
     lengths: Sequence[int] = (),
     rare: Sequence[int] = (),
 ) -> Workload:
-    """Returns the workload on so many rows a batch, taken evenly from its data, with an epoch that ends in a short
+    """Returns the workload on ``rows`` rows a batch, taken evenly from its data, with an epoch that ends in a short
     batch where the workload's own does, and with as many steps as it has. ``steps``: the number that will be made of
     it; an epoch of whole batches that is not longer than that stays as it is. ``lengths``: those of the parts of its
     data, where they are known: else all parts are opened. ``rare``: rows that are among them, the first ones of these
@@ -78,12 +78,12 @@ def few_rows(
 def rows_of_proof(
     workload: Workload, lengths: Sequence[int], rows: Iterable[int], steps: int, workers: int
 ) -> list[set[int]]:
-    """Returns the rows of each part of the data that a proof of so many steps may ask for: with each of these numbers
+    """Returns the rows of each part of the data that a proof of ``steps`` steps may ask for: with each of these numbers
     of rows in a batch, and with whole batches where those are few enough."""
     found: list[set[int]] = [set() for _ in lengths]
-    for many in (*rows, workload.batch_size):
+    for count in (*rows, workload.batch_size):
         for some in {steps, min(steps, 2)}:  # gradients are compared for fewer steps
-            chosen = _rows_of_parts(workload, many, some, workers, lengths)
+            chosen = _rows_of_parts(workload, count, some, workers, lengths)
             if chosen is None:
                 chosen = _first_batches(workload, lengths, some) if some * workload.batch_size <= MOST_ROWS else []
             for of_part, index in zip(found, chosen, strict=False):
@@ -93,10 +93,10 @@ def rows_of_proof(
 
 def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> list[list[int]]:
     """Returns the rows of each part that the first batches of the workload hold."""
-    deal = PartSampler(lengths, workload.batch_size, order=workload.order, seed=workload.seed)
+    sampler = PartSampler(lengths, workload.batch_size, order=workload.order, seed=workload.seed)
     ends, found = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
-    for step in range(min(steps, workload.total_steps(deal.batches))):
-        for row in deal.index(step).tolist():
+    for step in range(min(steps, workload.total_steps(sampler.batches))):
+        for row in sampler.index(step).tolist():
             part = bisect_right(ends, row) - 1
             found[part].append(row - ends[part])
     return found
@@ -105,8 +105,8 @@ def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> li
 def _wanted(
     workload: Workload, examples: int, rows: int, steps: int, workers: int, *, chooses: bool = False
 ) -> int | None:
-    """Returns how many rows of so many examples the workload is proved on; None where it stays as it is, which it does
-    not where rows are chosen and its first steps would leave some out."""
+    """Returns how many rows of ``examples`` examples the workload is proved on; None where it stays as it is, which it
+    does not where rows are chosen and its first steps would leave some out."""
     rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
     last = examples % workload.batch_size
@@ -138,13 +138,13 @@ def _rows_of_parts(
     wanted = _wanted(workload, sum(lengths), rows, steps, workers, chooses=bool(rare))
     if wanted is None:
         return None
-    many = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
+    counts = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
     evenly = workload.order == "shuffled"
     ends, of_parts = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
     for row in rare:
         part = bisect_right(ends, row) - 1
         of_parts[part].append(row - ends[part])
-    sizes = zip(of_parts, lengths, many, strict=True)
+    sizes = zip(of_parts, lengths, counts, strict=True)
     return [spread_with(some, length, count, evenly=evenly) for some, length, count in sizes]
 
 
@@ -154,10 +154,10 @@ def short_sequences(workload: Workload) -> Workload:
     return workload.with_data(lambda data: data if isinstance(data, ActedDataset) else with_short_sequences(data))
 
 
-def dealt_evenly(workload: Workload, workers: int) -> Workload:
+def divided_evenly(workload: Workload, workers: int) -> Workload:
     """Returns the workload with as many batches for each worker as for the others. Where each takes whole batches, a
-    worker that has fewer in the last round waits for the others, which a proof has told to make no more steps than
-    it."""
+    worker that has fewer in the last round waits for the others, which make no more steps in a proof than
+    it does."""
     steps = workload.steps
     if steps is None:
         with seeded_rng(workload.seed):
@@ -167,7 +167,7 @@ def dealt_evenly(workload: Workload, workers: int) -> Workload:
 
 
 def _sample(data: Dataset[Any], wanted: int, rare: Sequence[int], *, evenly: bool) -> Dataset[Any]:
-    """Returns so many rows. A data set that the network makes stays as it is: of smaller batches it makes fewer
+    """Returns ``wanted`` rows. A data set that the network makes stays as it is: of smaller batches it makes fewer
     examples, and there are none yet that could be taken from it."""
     if isinstance(data, ActedDataset):
         return data
@@ -175,10 +175,11 @@ def _sample(data: Dataset[Any], wanted: int, rare: Sequence[int], *, evenly: boo
 
 
 def spread_with(rare: Sequence[int], examples: int, wanted: int, *, evenly: bool = True) -> list[int]:
-    """Returns so many of the rows, in their order: these rare ones, the first of them where there are more, and the
+    """Returns ``wanted`` of the rows, in their order: these rare ones, the first of them where there are more, and the
     others taken evenly or from the beginning."""
     chosen = set(rare[:wanted])
     for row in _spread(examples, wanted - len(chosen), evenly=evenly):
+        # The next free row; one exists, since fewer rows are chosen than there are.
         while row in chosen:
             row = (row + 1) % examples
         chosen.add(row)
@@ -336,6 +337,7 @@ class _Opened:
 
     def __call__(self) -> Dataset[Any]:
         kept = self._kept
+        # torch counts writes in place; a tensor that the workload has written to is made anew.
         if kept is not None and [version_of(t) for t in kept.tensors] == self._versions:
             return kept
         found = self.make()

@@ -115,7 +115,7 @@ def _fits(whole: tuple[int, ...], shapes: Sequence[tuple[int, ...]], dim: int) -
 
 def _calls(part: Taps, whole: Taps, tap: Tap) -> list[Tap]:
     """Returns a rank's calls that stand for this one; several where it computed its rows in micro-batches."""
-    mine, calls = part.of(tap.module), len(whole.of(tap.module))
+    mine, calls = part.calls_of(tap.module), len(whole.calls_of(tap.module))
     return mine[tap.call :: calls] if len(mine) % calls == 0 else mine[tap.call : tap.call + 1]
 
 

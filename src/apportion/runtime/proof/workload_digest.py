@@ -21,23 +21,9 @@ from apportion.runtime.proof.installed_packages import release
 from apportion.runtime.proof.value_digest import Digester, UnhashableError, seal
 
 FIELDS = (
-    "model",
-    "loss",
-    "update",
-    "count",
-    "collate",
-    "augment",
-    "carry",
-    "schedule",
-    "optimizer",
-    "parts",
-    "batch_size",
-    "clip_grad_norm",
-    "order",
-    "precision",
-    "compile",
-    "per_rank_draws",
-)
+    "model", "loss", "update", "count", "collate", "augment", "carry", "schedule", "optimizer", "parts",
+    "batch_size", "clip_grad_norm", "order", "precision", "compile", "per_rank_draws",
+)  # fmt: skip
 """The fields of the workload that are digested. The seed is not among them: a proof holds for any. The data are
 compared by their rows (``runtime.cached_proof``)."""
 
@@ -93,6 +79,7 @@ def _network(of: Digester, network: nn.Module) -> Iterator[Any]:
         alike = first.setdefault(id(tensor), number)
         kind = type(tensor).__qualname__
         line = f"{name} {kind} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {alike}"
+        # Layers refer to their parameters: from now on each counts by its name and shape, and not by its values.
         of.stands_for(tensor, seal("network's", line))
         yield line
     for name, layer in network.named_modules(remove_duplicate=False):
@@ -120,43 +107,23 @@ def _versions() -> tuple[str, ...]:
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
         np.__version__,
+        # Holds the size and time of every file of this package: an edit of it makes all cached proofs stale.
         str(release("apportion")),
         os.environ.get("APPORTION_PLAIN", ""),
     )
 
 
 _BACKENDS = (
-    "cuda.matmul.allow_tf32",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "cuda.matmul.allow_fp16_accumulation",
-    "cuda.matmul.fp32_precision",
-    "cuda.flash_sdp_enabled",
-    "cuda.mem_efficient_sdp_enabled",
-    "cuda.math_sdp_enabled",
-    "cuda.cudnn_sdp_enabled",
-    "cuda.fp16_bf16_reduction_math_sdp_allowed",
-    "cudnn.enabled",
-    "cudnn.benchmark",
-    "cudnn.deterministic",
-    "cudnn.allow_tf32",
-    "cudnn.fp32_precision",
-    "cudnn.conv.fp32_precision",
-    "cudnn.rnn.fp32_precision",
-    "mkldnn.enabled",
-    "mkldnn.deterministic",
-    "mkldnn.allow_tf32",
-    "mkldnn.matmul.fp32_precision",
-    "mkldnn.conv.fp32_precision",
-    "mkldnn.rnn.fp32_precision",
-    "mkldnn.fp32_precision",
-    "fp32_precision",
-    "mha.get_fastpath_enabled",
-    "nnpack.enabled",
-    "opt_einsum.enabled",
-    "opt_einsum.strategy",
-    "quantized.engine",
-)
+    "cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction", "cuda.matmul.allow_fp16_accumulation",
+    "cuda.matmul.fp32_precision", "cuda.flash_sdp_enabled", "cuda.mem_efficient_sdp_enabled",
+    "cuda.math_sdp_enabled", "cuda.cudnn_sdp_enabled", "cuda.fp16_bf16_reduction_math_sdp_allowed", "cudnn.enabled",
+    "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32", "cudnn.fp32_precision",
+    "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision", "mkldnn.enabled", "mkldnn.deterministic",
+    "mkldnn.allow_tf32", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision",
+    "mkldnn.fp32_precision", "fp32_precision", "mha.get_fastpath_enabled", "nnpack.enabled", "opt_einsum.enabled",
+    "opt_einsum.strategy", "quantized.engine",
+)  # fmt: skip
 """The names below ``torch.backends``; those that this version of torch lacks count as absent."""
 _FUNCTIONS: tuple[Callable[[], Any], ...] = (
     torch.get_default_dtype,

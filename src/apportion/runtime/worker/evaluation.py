@@ -71,6 +71,7 @@ def evaluate(
             objects.update(outputs, batch.targets)
         beat()
     step.looked()
+    # Means and figures share one all_reduce; ranks other than 0 add zeros to the figures.
     sums = torch.cat([sums, torch.tensor(objects.computed(), dtype=torch.float64)]).to(step.device)
     group.all_reduce(sums).wait()
     totals = sums.tolist()
@@ -118,7 +119,7 @@ class MetricObjects:
         self._divisible: Mapping[str, bool] | None = None
         """Which of the metrics give the same figure for a batch and for its parts; None: not tried yet."""
         self.shown = False
-        """True once the metrics have been shown a batch here."""
+        """True once the metrics have been shown a batch on this rank."""
 
     @collective
     def feed(self, number: int, outputs: Any, batch: Batch) -> None:
@@ -131,6 +132,7 @@ class MetricObjects:
         mark = 0 if pair is None else _mark(pair)
         header = torch.tensor([int(pair is not None), mark], dtype=torch.int64, device=self._step.device)
         gathered = self._group.all_gather(header).tolist()
+        # All ranks see all marks, so that each of them takes the same branch and the same collectives.
         marks = [mark for has_rows, mark in gathered if has_rows]
         if len(marks) == 1 and gathered[0][0]:
             self._show(self.made, pair)
@@ -316,7 +318,7 @@ def _try(step: Step, evaluation: Evaluation, source: BatchSource, group: Group) 
     batch = source.at(0, DataShard() if step.whole else DataShard(group.rank, group.size))
     outputs = step.predict(batch)
     for name, metric in metrics.items():
-        with _told(name, outputs, batch):
+        with _named(name, outputs, batch):
             if not is_factory(metric):
                 if outputs is not None:
                     float(metric(outputs, batch.targets))
@@ -341,7 +343,7 @@ def _compute(metric: Any, *, whole: bool) -> None:
 
 
 @contextmanager
-def _told(name: str, outputs: Any, batch: Batch) -> Iterator[None]:
+def _named(name: str, outputs: Any, batch: Batch) -> Iterator[None]:
     """Raises what the metric raises as a ValueError that is a sentence."""
     try:
         yield
@@ -356,8 +358,8 @@ def _told(name: str, outputs: Any, batch: Batch) -> Iterator[None]:
 
 
 def _shapes(values: Any) -> str:
-    told = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tree.tensors(values)]
-    return " and ".join(told) or type(values).__name__
+    shapes = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tree.tensors(values)]
+    return " and ".join(shapes) or type(values).__name__
 
 
 def _where(error: BaseException) -> str:

@@ -70,7 +70,7 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
             collates = workload.collate is not default_collate or workload.augment is not None
             seconds = order["seconds"] / (2 if collates else 1)
             found = RareRows((), 0, 0) if data is None else rare_rows(data, seconds)
-            division = BatchDivision.of(job.strategy, order["ranks"])
+            division = BatchDivision.from_strategy(job.strategy, order["ranks"])
             refused = None
             if collates and division is not None and data is not None and workload.parts is None:
                 refused = refused_batch(workload, division, found.rows, seconds)
@@ -86,7 +86,7 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
 
 def _opened(workload: Workload, *, sent: bool) -> Dataset[Any] | None:
     """Returns the data set; None where its rows cannot be chosen: it is in parts on several hosts, of which some rows
-    alone were sent here, or the network makes it."""
+    alone were sent to this host, or the network makes it."""
     if sent:
         return None
     data = workload.open_data()
@@ -112,11 +112,11 @@ def _tried(workload: Workload, data: Dataset[Any] | None, found: RareRows) -> tu
 
 
 class _Tried:
-    """A model, and many rows, the rare ones among them, for its loss to be tried on."""
+    """A model and rows of its data, the rare ones among them, for its loss to be tried on."""
 
     def __init__(self, workload: Workload, data: Dataset[Any], found: RareRows) -> None:
-        many: int = len(data)  # type: ignore[arg-type]
-        index = spread_with(found.rows[: ROWS // 2], many, min(ROWS, many))
+        count: int = len(data)  # type: ignore[arg-type]
+        index = spread_with(found.rows[: ROWS // 2], count, min(ROWS, count))
         # In the order of their rarity, so that few of them have the rarest.
         order = sorted(index, key=lambda row: found.rows.index(row) if row in found.rows else len(found.rows))
         self._workload = workload
@@ -209,7 +209,7 @@ class BatchDivision:
     """The number of micro-batches into which a rank divides what it has."""
 
     @classmethod
-    def of(cls, strategy: Strategy, ranks: int) -> BatchDivision | None:
+    def from_strategy(cls, strategy: Strategy, ranks: int) -> BatchDivision | None:
         """Returns how a strategy divides batches over a number of ranks; None where that is not known of it."""
         if not (strategy.exact and strategy.divides_batches) or getattr(strategy, "of", None) is not None:
             return None

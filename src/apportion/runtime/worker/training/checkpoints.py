@@ -42,13 +42,14 @@ class BestMetric:
 
     @collective
     def agree(self, best: bool, group: Group, device: torch.device) -> bool:
-        """Returns rank 0's answer: a replacement does not know how well the network did before it came. Called by all
+        """Returns rank 0's answer: a replacement does not know how well the network did before it joined. Called by all
         ranks of the group."""
-        told = torch.tensor([float(best), math.nan if self.value is None else self.value], dtype=torch.float64)
-        told = told.to(device)
-        group.broadcast(told)
-        self.value = None if math.isnan(told[1].item()) else told[1].item()
-        return bool(told[0].item())
+        answer = torch.tensor([float(best), math.nan if self.value is None else self.value], dtype=torch.float64)
+        answer = answer.to(device)
+        # float64 carries the flag and the value in one message, without a rounding of the value.
+        group.broadcast(answer)
+        self.value = None if math.isnan(answer[1].item()) else answer[1].item()
+        return bool(answer[0].item())
 
 
 class RunCheckpoints:
@@ -90,12 +91,13 @@ class RunCheckpoints:
             return
         began = time.perf_counter()
         step = self._step
+        # Ranks that have drifted apart are found before the state of one of them is written as that of all.
         check_replicated(step.replicated(), rank=world.rank, step=step.done, device=world.device)
         state = step.state_dict()
         state.settings["best"] = self.best.value
-        self.keep(state, best=best, seconds=time.perf_counter() - began)
+        self.write_state(state, best=best, seconds=time.perf_counter() - began)
 
-    def keep(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
+    def write_state(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
         """Has a state of this run written in the background, unless it holds a number that is not finite.
         ``seconds``: the time that it took to make it."""
         if self.directory is None:  # another rank looks at it, and writes it
@@ -110,6 +112,7 @@ class RunCheckpoints:
         loop's."""
         if self.directory is None:
             raise CheckpointError("the run has no run_dir")
+        # The main thread may be in the middle of a step; only a state that no step writes to may be read here.
         state = self._step.committed()
         if state is None:
             self.saver.flush()  # what was on its way is what the run goes back to
@@ -122,7 +125,7 @@ class RunCheckpoints:
         self.saver.check()
         return state.step
 
-    def kept(self) -> str:
+    def summary_of_saved(self) -> str:
         """Returns what is left of a run that ends with a loss that is not finite, and what can be done."""
         self.saver.flush()
         steps = [] if self._job.run_dir is None else RunDirectory(self._job.run_dir).steps()
