@@ -34,9 +34,9 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof import limits, proof_workload
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits, ProofSteps
+from apportion.runtime.proof.module_taps import Relation, TapDifference
 from apportion.runtime.proof.proof import Difference, Round
 from apportion.runtime.proof.proof_workload import LENGTH, few_rows, with_plain_sgd, with_short_sequences
-from apportion.runtime.proof.tap_differences import Relation, TapDifference
 
 PLACE = Local(workers=2, threads=1)
 

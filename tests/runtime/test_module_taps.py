@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apportion.runtime.proof.module_taps import Taps, taps
-from apportion.runtime.proof.tap_differences import Relation, first_difference, related
+from apportion.runtime.proof.module_taps import Relation, Taps, first_difference, related, taps
 
 ROWS = (3, 2, 1)
 X = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

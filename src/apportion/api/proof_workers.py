@@ -19,7 +19,7 @@ from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import ProofLimits
 from apportion.runtime.proof.proof import Proof
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 

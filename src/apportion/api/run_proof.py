@@ -34,7 +34,7 @@ from apportion.runtime.launched.running_ranks import RunningRanks
 from apportion.runtime.proof.limits import BUDGET_SHARE, OutOfMemoryError, OutOfTimeError, budget
 from apportion.runtime.proof.proof import Proof, Settled, Surveyed
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.worker.job import Job
 
 LEAST_SECONDS = 3.0

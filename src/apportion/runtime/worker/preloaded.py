@@ -27,7 +27,7 @@ from apportion.core.workload import Workload
 from apportion.parallel.replica.single_process import OneDeviceStep
 from apportion.runtime.spawn.fork_server import ForkServer
 from apportion.runtime.spawn.imports import Imports, repeat
-from apportion.runtime.spawn.standby import UNFIT
+from apportion.runtime.spawn.template import UNFIT
 from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
 
