@@ -1,5 +1,5 @@
-"""Records by hooks what every submodule of a network computes in a step, its outputs and the gradients of them, and finds
-where a step of several ranks first computes something else than the step of one device."""
+"""Records by hooks what every submodule of a network computes in a step, its outputs and the gradients of them, and
+finds where a step of several ranks first computes something else than the step of one device."""
 
 from __future__ import annotations
 

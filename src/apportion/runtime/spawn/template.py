@@ -148,7 +148,8 @@ def close_template() -> None:
 
 @final
 class Spare:
-    """The process that replacements of lost workers, or the processes of a proof, are forked from, as the driver sees it.
+    """The process that replacements of lost workers, or the processes of a proof, are forked from, as the driver sees
+    it.
 
     That of replacements is forked from the template once a run is under way, opens the job, and from then on only waits
     and forks: a replacement begins with everything loaded, in milliseconds. What it forks it gives to the template, so
