@@ -326,7 +326,7 @@ class RunDirectory:
     def _publish(self, path: Path, manifest: Mapping[str, Any], links: tuple[str, ...]) -> None:
         written, replaced = self.checkpoints / _WRITING, self.checkpoints / f"{REPLACED}{path.name}"
         # The order matters: first the files (in _write), then their names, then the rename, then the links, then the
-        # names in the folder around. A link on the disk never leads to a checkpoint that is not.
+        # names in the folder around. A link is made only when the checkpoint that it leads to is in place.
         sync(written)
         if not _holds(path, manifest):
             if path.exists():
