@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+
 from terminal_picture import terminal_picture
 
 from apportion.script_check.findings import FINDING_NAMES

@@ -35,12 +35,10 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.launched import ranks as proof_ranks
 from apportion.runtime.launched.ranks import LocalRanks, Ranks
 from apportion.runtime.proof import limits, proof_workload
-from apportion.runtime.proof.budget import ProofSteps
-from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
+from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits, ProofSteps
+from apportion.runtime.proof.module_taps import Relation, TapDifference
 from apportion.runtime.proof.proof import Difference, Round
-from apportion.runtime.proof.proof_workload import few_rows, with_plain_sgd
-from apportion.runtime.proof.short_sequences import LENGTH, with_short_sequences
-from apportion.runtime.proof.tap_differences import Relation, TapDifference
+from apportion.runtime.proof.proof_workload import LENGTH, few_rows, with_plain_sgd, with_short_sequences
 
 PLACE = Local(workers=2, threads=1)
 
@@ -269,10 +267,10 @@ def test_require_proof_and_no_check_contradict_each_other() -> None:
 def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
     steps = ProofSteps()
     assert steps.run_step(10) == 0.0
-    steps.take(4, 0.9)
-    steps.take(4, 0.5)
+    steps.record_step(4, 0.9)
+    steps.record_step(4, 0.5)
     assert steps.run_step(10) == 0.25  # in float32, and rows are not known to cost anything
-    steps.take(1, 0.2)
+    steps.record_step(1, 0.2)
     assert steps.run_step(10) == pytest.approx((0.2 + 0.1 * 39) / 2)
     assert steps.run_step(1) == 0.25
 
@@ -280,10 +278,10 @@ def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
 @pytest.mark.parametrize(("run_steps", "longer"), [(100, False), (10_000, True)])
 def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: bool) -> None:
     given = ProofLimits(10.0, share=0.05, run_steps=run_steps)
-    before = given.left
+    before = given.seconds_left
     for seconds, rows in ((0.2, 2), (0.6, 6)):
         given.lengthen(rows, seconds, 2.0)
-    assert given.left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
+    assert given.seconds_left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
 
 
 def test_a_proof_ends_at_its_first_step_where_there_is_no_time_for_the_others() -> None:

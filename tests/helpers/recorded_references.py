@@ -26,7 +26,7 @@ from apportion.core.workload import Workload
 from apportion.parallel.replica import single_process
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof_workload import few_rows
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 from apportion.strategies.single_device import SingleDevice

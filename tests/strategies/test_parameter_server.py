@@ -484,7 +484,7 @@ def test_two_replicas_with_adagrad_learn_mnist_and_the_run_is_done_again_to_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ranks.SECONDS", 500.0)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "lib"))
     import mnist
 
     with by_value(mnist):

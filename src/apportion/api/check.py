@@ -11,9 +11,9 @@ from apportion.api.surveyed_proof import prove_with_survey
 from apportion.api.verb import DrivenVerb
 from apportion.comm.group import collective
 from apportion.comm.world import World
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.launcher import Launcher
 from apportion.core.named_arguments import named_arguments
-from apportion.core.parts.sent_rows import SentRows
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate

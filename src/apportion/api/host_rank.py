@@ -165,5 +165,5 @@ def _obey(channel: Channel, control: Any) -> None:
             control.notice = order.get("notice", 0)
             control.stop = True
         elif order["kind"] == "note":
-            control.outside.give(order["events"])
+            control.outside.add_events(order["events"])
     os._exit(1)  # the agent is gone

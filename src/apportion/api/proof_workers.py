@@ -19,7 +19,7 @@ from apportion.runtime.launched.ranks import Ranks, StepPool
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import ProofLimits
 from apportion.runtime.proof.proof import Proof
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.worker.job import Job
 
 STEP_SECONDS = 600.0
@@ -172,13 +172,13 @@ class ProofWorkers:
     def answers(self, pool: StepPool, kind: str) -> list[Message]:
         """Returns one message of this kind from every rank, by rank. Raises OutOfTimeError, and what a worker fails
         with."""
-        left = min(STEP_SECONDS, self._limits.left)
+        left = min(STEP_SECONDS, self._limits.seconds_left)
         if left <= 0:
             raise self._limits.out_of_time()
         try:
             return pool.answers(kind, left)
         except WorkerFailed:
-            if self._limits.left <= 0:
+            if self._limits.seconds_left <= 0:
                 raise self._limits.out_of_time() from None
             raise
 

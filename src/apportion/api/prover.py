@@ -21,9 +21,8 @@ from apportion.planner.trials.trial import Candidate
 from apportion.runtime.launched.ranks import Ranks
 from apportion.runtime.proof.comparison import FLOOR
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
-from apportion.runtime.proof.module_taps import Taps
+from apportion.runtime.proof.module_taps import TapDifference, Taps, first_difference
 from apportion.runtime.proof.proof import Proof, Round
-from apportion.runtime.proof.tap_differences import TapDifference, first_difference
 
 MANY_SHARE = 0.5
 """The share of the time that is left which a step on many rows may take."""

@@ -31,12 +31,10 @@ from apportion.process import give_back
 from apportion.runtime.cached_proof.proof_key import ProofKey, what_changed
 from apportion.runtime.cached_proof.store import keep_proof, latest_proof, now, proofs_of, remove
 from apportion.runtime.launched.ranks import LocalRanks, Ranks
-from apportion.runtime.proof.budget import BUDGET_SHARE, budget
-from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
-from apportion.runtime.proof.proof import Proof, Settled
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.limits import BUDGET_SHARE, OutOfMemoryError, OutOfTimeError, budget
+from apportion.runtime.proof.proof import Proof, Settled, Surveyed
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.worker.job import Job
 
 LEAST_SECONDS = 3.0

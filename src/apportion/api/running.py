@@ -33,7 +33,7 @@ from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.notice.requeue import requeue_job
+from apportion.runtime.notice import requeue_job
 from apportion.runtime.worker.agreement import RunAgreement, introduce
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
@@ -185,7 +185,7 @@ def _on_processes(
 ) -> Generator[Event, None, None]:
     """Runs under one strategy. Raises NotProved before the first step, where the run must not go on."""
     from apportion.planner.performance_monitor import PerformanceMonitor
-    from apportion.runtime.proof.budget import STARTED_SECONDS
+    from apportion.runtime.proof.limits import STARTED_SECONDS
     from apportion.runtime.supervisor.run import RunSupervisor
 
     chosen = decision.chosen
@@ -339,7 +339,7 @@ def _written_by_the_first(
             before,
             [],
             PerformanceMonitor(None),  # of this rank's own steps
-            draws=lambda: not control.was_told(),
+            draws=lambda: not control.was_notified(),
             writes=lambda: writes,
             outside=control.outside,
         )

@@ -9,8 +9,7 @@ from apportion.api.proof_workers import STEP_SECONDS, ProofRequest
 from apportion.api.prover import prove
 from apportion.api.workload_survey import READING_SECONDS, WorkloadSurvey
 from apportion.runtime.launched.ranks import Ranks
-from apportion.runtime.proof.proof import Proof
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.proof import Proof, Surveyed
 
 
 def prove_with_survey(asked: ProofRequest, ranks: Ranks) -> Proof:

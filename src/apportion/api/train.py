@@ -76,7 +76,7 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     # What a run needs, a program that only imports this package does without.
     from apportion.api.running import RunRequest, Training
     from apportion.planner.decision import Planning
-    from apportion.runtime.notice.requeue import refuse_requeue
+    from apportion.runtime.notice import refuse_requeue
 
     asked = RunRequest(
         workload=workload,

@@ -10,7 +10,7 @@ from apportion.api.proof_workers import ProofRequest
 from apportion.errors import ApportionError
 from apportion.runtime.launch.local import Local
 from apportion.runtime.launched.ranks import Ranks, StepPool
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.proof import Surveyed
 from apportion.runtime.worker.job import Job
 
 WAIT_SECONDS = 1.0

@@ -149,7 +149,7 @@ def replicated(layers: Sequence[LayerWork], workers: int, bandwidth: float) -> t
     sides of the cut, so that the side with fewer replicas decides.
 
     No plan asks for this: ``pipeline_parallel`` has one rank a stage, and its replicas are of whole pipelines. It holds
-    the model against what PipeDream has published (``benchmarks/pipedream.py``).
+    the model against what PipeDream has published (``benchmarks/lib/pipedream.py``).
     """
     n = len(layers)
     sums = _Sums(layers)

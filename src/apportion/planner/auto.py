@@ -32,7 +32,7 @@ from apportion.planner.trials.trial import LEAST_ROUNDS, TrialWorkers, candidate
 from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, refine
 from apportion.process import most_threads
 from apportion.runtime.launch.local import Local
-from apportion.runtime.proof.budget import BUDGET_SHARE, STARTED_SECONDS, budget, proving
+from apportion.runtime.proof.limits import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.runtime.worker.cpu_wait import noted
 
 MOST_SECONDS = 7.0

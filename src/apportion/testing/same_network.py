@@ -221,7 +221,10 @@ def refuse_other_than_functions(given: Mapping[str, Any]) -> None:
 def refuse_nothing_compared(ranks: Sequence[RankRecord], union: RankRecord) -> None:
     """Raise ValueError where the step has shown nothing: no loss, no optimizer step, or no gradient."""
     losses = [call["returned"] for record in ranks for call in record.events_of("call")]
-    for who, returned in (("on every rank", losses), ("in one process", [e["returned"] for e in union.events_of("call")])):
+    for who, returned in (
+        ("on every rank", losses),
+        ("in one process", [e["returned"] for e in union.events_of("call")]),
+    ):
         if all(each == "None" for each in returned):
             raise ValueError(
                 f"step returned None {who}: it returns the loss, a tensor with one element or a number; end it with "

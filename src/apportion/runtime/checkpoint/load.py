@@ -75,6 +75,7 @@ def pinned(
     def linked(checkpoint: Path) -> Path:
         made = folder / "checkpoints" / checkpoint.resolve().name
         shutil.rmtree(made, ignore_errors=True)  # of an attempt that a writer has crossed
+        # Links to the same inodes keep the files alive after the training has pruned the checkpoint.
         made.mkdir(parents=True)
         try:
             for name in ("state.json", *model_files(checkpoint), *python_files(checkpoint)):

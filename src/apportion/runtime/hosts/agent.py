@@ -51,7 +51,7 @@ from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
 from apportion.runtime.hosts.run_folder import hold, sweep
-from apportion.runtime.notice.signals import SAME_SECONDS, notice_signals
+from apportion.runtime.notice import SAME_SECONDS, notice_signals
 from apportion.runtime.spawn.template import close_template, template
 
 REACH_SECONDS = 5.0

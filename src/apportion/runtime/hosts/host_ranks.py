@@ -19,8 +19,7 @@ from apportion.errors import ApportionError
 from apportion.process import is_stopped
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
-from apportion.runtime.spawn.standby import Spare
-from apportion.runtime.spawn.template import template
+from apportion.runtime.spawn.template import Spare, template
 
 if TYPE_CHECKING:
     from apportion.runtime.hosts.host_members import HostMembers

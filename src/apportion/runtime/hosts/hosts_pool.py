@@ -20,7 +20,7 @@ from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
 from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
 from apportion.runtime.hosts.protocol.torn_links import TornLinks
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.decisions import Action, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,

@@ -18,8 +18,7 @@ from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.recorded_hosts import RecordedHosts
 from apportion.runtime.hosts.recruiting import Recruiter
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment
-from apportion.runtime.notice.requeue import requeue_job
-from apportion.runtime.notice.signals import explain
+from apportion.runtime.notice import explain, requeue_job
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts

@@ -16,8 +16,7 @@ from apportion.core.launcher import Carried, Launcher
 from apportion.process import most_threads, usable_cores
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
-from apportion.runtime.spawn.template import template
+from apportion.runtime.spawn.template import Spare, template
 
 
 @dataclass(frozen=True, repr=False)

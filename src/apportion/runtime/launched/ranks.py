@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 from apportion.comm.channel import Message
 from apportion.core.strategy import Strategy
 from apportion.runtime.launch.local import Local
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 

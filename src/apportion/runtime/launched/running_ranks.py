@@ -21,7 +21,7 @@ from apportion.core.strategy import Strategy
 from apportion.errors import WorkerFailed
 from apportion.runtime.launch.local import Local
 from apportion.runtime.launched.ranks import STEPS, Ranks, StepPool
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.decisions import Stop, failure, next_action
 from apportion.runtime.supervisor.failures import WorkerEvent, WorkerRaised
 from apportion.runtime.supervisor.worker_pool import WorkerPool

@@ -77,7 +77,7 @@ class Digester:
             raise UnhashableError(f"a {type(value).__name__} that is nested too deeply") from None
 
     def stands_for(self, value: Any, digest: bytes) -> None:
-        """Sets the digest of a value from here on, whatever the value holds."""
+        """Sets the digest of a value for all later calls, whatever the value holds."""
         self._known[id(value)] = digest
         self._held.append(value)
 
@@ -87,6 +87,7 @@ class Digester:
     def _digest(self, value: Any) -> bytes:
         if self._portable and isinstance(value, str | PurePath) and PurePath(value).is_absolute():
             return seal("path", PurePath(value).name)
+        # Small ints and texts are shared between unrelated values, so that they are not kept by address.
         if type(value) in _PLAIN:
             return _plain(value)
         key = id(value)
@@ -125,6 +126,7 @@ class Digester:
         """Digests the items in the order of their digests. Each is digested as if it were the first that is met."""
         found = []
         for item in value:
+            # Sets have no order: with a shared memo the digest of an item would depend on which item was met before it.
             alone = Digester(portable=self._portable)
             alone._open = dict(self._open)
             found.append(alone("an item", item))
@@ -313,7 +315,8 @@ def _is_kept_hash(name: str, value: Any) -> bool:
 
 
 def seal(tag: str, *parts: Any) -> bytes:
-    """The digest of these parts: texts, numbers, digests and arrays of bytes, each told from the next by its length."""
+    """The digest of these parts: texts, numbers, digests and arrays of bytes, each preceded by its length, so that no
+    two lists of parts give the same bytes."""
     made = hashlib.blake2b(tag.encode(), digest_size=_SIZE)
     for part in parts:
         data = part if isinstance(part, bytes | np.ndarray) else str(part).encode("utf-8", "surrogatepass")

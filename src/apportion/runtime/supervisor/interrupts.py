@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from apportion.runtime.notice.signals import SAME_SECONDS, RunHandlers, explain, raised_by
+from apportion.runtime.notice import SAME_SECONDS, RunHandlers, explain, raised_by
 
 
 class Interrupts:

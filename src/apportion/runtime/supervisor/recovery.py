@@ -11,7 +11,7 @@ from typing import Protocol, final
 
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import Notice, WorkerLost
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance

@@ -16,7 +16,7 @@ from apportion.core.policy import Policy
 from apportion.errors import ToldToEnd
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
-from apportion.runtime.notice.signals import explain
+from apportion.runtime.notice import explain
 from apportion.runtime.proof.proof import Settled
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice

@@ -16,7 +16,7 @@ from apportion.process import is_stopped
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, failure
 from apportion.runtime.supervisor.failures import Notice, WorkerBegan, WorkerFinished, WorkerLost, WorkerRaised
 from apportion.runtime.supervisor.membership_change import MembershipChange

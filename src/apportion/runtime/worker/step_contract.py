@@ -54,7 +54,7 @@ def unrepeatable(state: State | None, before: State | None, again: Iterator[Stat
 
 @collective
 def predicted(step: Step, rank: int, ranks: int, path: str) -> dict[str, Any]:
-    """Writes what the step predicts for this rank's rows of the first batch, as an evaluation deals them, into the
+    """Writes what the step predicts for this rank's rows of the first batch, as an evaluation divides them, into the
     file; returns which rows these are, how many tensors the outputs have (None: it has none for them), and whether one
     rank has the outputs of whole batches. Of data in parts a rank has the rows of its own parts. Called by all
     ranks."""
