@@ -68,7 +68,6 @@ class StartedHosts:
         self._threads: list[int] = []
         """The number of threads of each rank, by host."""
         self._secret, self._run = secrets.token_hex(32).encode(), secrets.token_hex(8)
-        self._failed = False
 
     # The beginning
 
@@ -165,10 +164,8 @@ class StartedHosts:
         """Raises ApportionError where the agent has ended, or cannot do what it must."""
         agent = self._agents[number]
         if message is None:
-            self._failed = True
             raise (WorkerFailed if agent.is_up else ApportionError)(agent.why_ended())
         if isinstance(message, dict) and message["kind"] == "refused":
-            self._failed = True
             raise ApportionError(f"host {agent.host}: {message['why']}")
 
     # While the ranks run
