@@ -20,12 +20,10 @@ from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
 from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
 from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
 from apportion.runtime.hosts.protocol.torn_links import TornLinks
-from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,
     Notice,
-    WorkerBegan,
     WorkerExited,
     WorkerFinished,
     WorkerLost,
@@ -33,12 +31,9 @@ from apportion.runtime.supervisor.failures import (
     ranks_text,
 )
 from apportion.runtime.supervisor.membership_change import KILL_SECONDS
-from apportion.runtime.supervisor.pool_history import PoolHistory
+from apportion.runtime.supervisor.rank_pool import OpenChange, PoolHistory, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, LookClock, Watchdog
 from apportion.runtime.worker import progress
-
-PART_SECONDS = 5.0
-"""The seconds in which ranks that are done still say something."""
 
 
 @dataclass
@@ -59,12 +54,9 @@ class _HostsAway:
 
 
 @final
-class HostsPool:
+class HostsPool(RankPool):
     """The ranks of a run on several hosts. ``agents``: the connection to each host's; ``counts``: its number of ranks;
     ``news``: what the agents say. ``pids`` of a pool are those of this host, and here there are none."""
-
-    spare: Spare | None = None
-    """No spare: that of each host is its agent's."""
 
     def __init__(
         self,
@@ -76,19 +68,16 @@ class HostsPool:
         replaceable: bool,
         survives: bool,
     ) -> None:
-        self._agents, self._news, self._replaceable = list(agents), news, replaceable
-        self.survives = survives
-        """Whether the ranks that are left go on with the state that they have; else all begin again."""
+        history = PoolHistory(sum(counts), policy, survives=survives, restarts=replaceable)
+        super().__init__(history, replaceable=replaceable)
+        self._agents, self._news, self.survives = list(agents), news, survives
         self.leader = Leader(counts)
-        self.history = PoolHistory(sum(counts), policy, survives=survives, restarts=replaceable)
-        """Everything that has happened to the ranks."""
         self._lines = progress.lines(bytearray(progress.NBYTES * sum(counts)))
         self._watch = Watchdog(self._lines)
         self._stopped: set[Slot] = set()
         self._liveness = Liveness(range(len(counts)), policy.grace_seconds())
         self._clock = LookClock()
         self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
-        self._begun = self._stopping = False
         self._counts = list(counts)
         self._torn = TornLinks()
         self._away = _HostsAway(AbsentHosts(policy.wait_seconds() if policy.on_host_loss == "wait" else None))
@@ -107,9 +96,8 @@ class HostsPool:
         """Makes ``hear`` return now."""
         self._news.put((-1, None))
 
-    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
+    def _send(self, order: Mapping[str, Any], ranks: Sequence[int] | None) -> None:
         """Sends an order to the first of all ranks, which the others follow."""
-        self._stopping = self._stopping or order["kind"] == "stop"
         self._agents[self.leader.table[0].host].send(order)
 
     def away(self) -> list[int]:
@@ -291,9 +279,7 @@ class HostsPool:
         now = self._pass_time()
         overdue = self._away.absent.overdue(now)
         if self._replaceable and not self._away.absent:  # for a host that is waited for all others wait
-            if not self._begun and self._watch.begun:
-                self._begun = True
-                self.history.note(WorkerBegan())
+            self._note_begun(self._watch)
             stopped = [rank for rank, slot in enumerate(self.leader.table) if slot in self._stopped]
             silent = [rank for rank, slot in enumerate(self.leader.table) if self._liveness.is_suspected(slot.host)]
             late = self._watch.late(now, stopped, [*silent, *self.history.finished])
@@ -330,11 +316,6 @@ class HostsPool:
         self.tell(self.leader.kill(lost))
         self.tell(self.leader.open())
         return HostsChange(self, self._watch)
-
-    @property
-    def finishing(self) -> bool:
-        """True once a rank has passed the end, which is there for the others, too."""
-        return self.history.finishing
 
     def offered(self) -> bool:
         """Tells whether workers are offered that could take part."""
@@ -446,11 +427,8 @@ class HostsPool:
 
     # Ending
 
-    def part(self, seconds: float = PART_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks that are done still say, until they have ended by themselves or the time is up."""
-        allowed = Allowance(seconds)
-        while any(map(self.leader.lives, self.leader.table)) and (left := allowed.left) > 0:
-            yield from self.hear(min(LOOK_SECONDS, left))
+    def _may_report(self) -> bool:
+        return any(map(self.leader.lives, self.leader.table))
 
     def hear_out(self, rank: int, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say until this one has ended, or the time is up."""
@@ -463,7 +441,7 @@ class HostsPool:
 
 
 @final
-class HostsChange:
+class HostsChange(OpenChange):
     """An open change of the membership of several hosts, until its table can be sent."""
 
     def __init__(self, pool: HostsPool, watch: Watchdog) -> None:

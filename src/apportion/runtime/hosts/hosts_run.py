@@ -17,7 +17,7 @@ from apportion.runtime.hosts.started_hosts import WORDS_SECONDS, Shipment
 from apportion.runtime.notice.requeue import requeue_job
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.recovery import News, RecoveryLoop, Said
-from apportion.runtime.supervisor.run import STOP_SECONDS, Run, failed_text, quoted, resume_command
+from apportion.runtime.supervisor.run import STOP_SECONDS, TrainingRun, failed_text, quoted, resume_command
 from apportion.runtime.worker.job import Job
 
 SAVE_SECONDS = 5.0
@@ -25,7 +25,7 @@ SAVE_SECONDS = 5.0
 
 
 @final
-class HostsRun(Run):
+class HostsRun(TrainingRun):
     """One run of a job on several hosts. ``chooses``: the ranks choose the strategy, which is not the job's then.
 
     Ctrl-C and the notice to end, which may also be an agent's, stop every rank at one step as ``break`` does: only all
@@ -47,7 +47,7 @@ class HostsRun(Run):
         return self._hosts.is_late
 
     def events(self) -> Generator[Event, None, None]:
-        """Yields everything that happens, as ``Run.events`` says."""
+        """Yields everything that happens, as ``TrainingRun.events`` says."""
         try:
             yield from super().events()
         finally:

@@ -8,7 +8,7 @@ from typing import final
 
 from apportion.comm.membership import Membership
 from apportion.errors import WorkerFailed
-from apportion.runtime.supervisor.pool_history import PoolHistory
+from apportion.runtime.supervisor.rank_pool import OpenChange, PoolHistory
 from apportion.runtime.supervisor.watchdog import Watchdog
 from apportion.runtime.supervisor.worker_channels import WorkerChannels
 
@@ -18,7 +18,7 @@ shares."""
 
 
 @final
-class MembershipChange:
+class MembershipChange(OpenChange):
     """An open change of the membership: the lost are killed, and all others have to answer."""
 
     def __init__(self, channels: WorkerChannels, members: Membership, watch: Watchdog, history: PoolHistory) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError
-from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import Notice, WorkerLost
+from apportion.runtime.supervisor.rank_pool import OpenChange, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
 
 ANSWER_SECONDS = 0.001
@@ -46,78 +46,6 @@ class Fault:
     action: str
 
 
-class OpenChange(Protocol):
-    """A change of the membership that is under way."""
-
-    def settled(self, lost: Collection[int]) -> bool:
-        """Tells whether the lost have ended, and all others have answered."""
-
-
-class RecoverablePool(Protocol):
-    """Processes whose lost ones are replaced, or gone on without: on this host, or on several."""
-
-    spare: Spare | None
-    survives: bool
-    """Whether the workers that are left go on with the state that they have; else all begin again."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks in the run."""
-
-    @property
-    def step(self) -> int:
-        """The number of updates made, as far as the ranks show it."""
-
-    def wake(self) -> None:
-        """Makes ``hear`` return now; from any thread."""
-
-    def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks say within this time, and returns at the first words."""
-
-    def notices(self) -> list[Notice]:
-        """Returns what the user is to know besides since the last call."""
-
-    def action(self) -> Action:
-        """Decides what to do about all that has happened so far."""
-
-    @property
-    def finishing(self) -> bool:
-        """True once a rank has passed the end, which is there for the others, too."""
-
-    def offered(self) -> bool:
-        """Tells whether workers are offered that could take part."""
-
-    def open_change(self, lost: Collection[int]) -> OpenChange:
-        """Opens a change of the membership: these ranks are lost and killed."""
-
-    def admit(self) -> OpenChange:
-        """Opens a change of the membership in which the workers that are offered are taken in."""
-
-    def grow(self) -> None:
-        """Closes the change in which nobody was lost."""
-
-    def replace(self, losses: Sequence[WorkerLost]) -> Sequence[WorkerLost]:
-        """Closes the change with others in the places of the lost; returns those in whose places there are none."""
-
-    def shrink(self, losses: Sequence[WorkerLost]) -> None:
-        """Closes the change without the lost."""
-
-    def dismiss(self) -> None:
-        """Closes the change for those that are left, which are to save and to leave."""
-
-    def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
-        """Ends all, and begins again, from the last checkpoint where there is one. Yields what ranks still say."""
-
-    def prepare_spare(self) -> None:
-        """Starts the spare that replacements are forked from."""
-
-    def part(self, seconds: float = ...) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks that are done still say, until they have ended."""
-
-    def close(self) -> None:
-        """Ends every process."""
-
-
 News = Said | Fault | Notice | Finish | Stop | Exception
 """The news of a recovery loop; after Finish, Stop or an exception nothing more comes."""
 
@@ -126,7 +54,7 @@ News = Said | Fault | Notice | Finish | Stop | Exception
 class RecoveryLoop:
     """Listens to a worker pool, does what is decided about its losses, and passes on what the user is to know."""
 
-    def __init__(self, pool: RecoverablePool, *, spares: bool) -> None:
+    def __init__(self, pool: RankPool, *, spares: bool) -> None:
         self._pool, self._spares_left = pool, SPARES if spares else 0
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._closing = False
@@ -175,7 +103,7 @@ class RecoveryLoop:
             elif isinstance(action, GoOn) and self._pool.offered():
                 action = self._grow()
             if isinstance(action, Finish):
-                self._say(self._pool.part())
+                self._say(self._pool.hear_leaving())
             if isinstance(action, Stop) and action.lost:
                 self._leave(action.lost)
             if isinstance(action, Finish | Stop):
@@ -247,7 +175,7 @@ class RecoveryLoop:
                 if not lost and not self._pool.finishing:
                     return decided
                 self._pool.dismiss()
-                self._say(self._pool.part())
+                self._say(self._pool.hear_leaving())
                 return Finish()
             if isinstance(decided, Replace | Shrink):
                 if settled and len(decided.losses) == len(lost):
@@ -266,7 +194,7 @@ class RecoveryLoop:
                 return
             self._hear(ANSWER_SECONDS)
         self._pool.dismiss()
-        self._say(self._pool.part(allowed.left))
+        self._say(self._pool.hear_leaving(allowed.left))
 
     def _tell_mended(self, *, told: bool = False) -> None:
         """Tells that the training goes on after a loss, once it does. ``told``: tells it now, whether the training goes

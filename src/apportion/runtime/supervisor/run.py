@@ -35,7 +35,7 @@ STOP_SECONDS = 120.0
 """The seconds that the step under way and its checkpoint may take after ``break``."""
 
 
-class Run(ABC):
+class TrainingRun(ABC):
     """One run of a job, wherever its ranks are. A subclass says how the ranks are started, saved and ended; when that
     is done is said here alone:
 
@@ -335,7 +335,7 @@ class RunProof(Protocol):
 
 
 @final
-class LocalRun(Run):
+class LocalRun(TrainingRun):
     """One run of a job on this machine's processes. Rank 0 writes checkpoints, this process the record of the run."""
 
     def __init__(self, job: Job, launcher: Local, ranks: int, proof: RunProof | None = None) -> None:

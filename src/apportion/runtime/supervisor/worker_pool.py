@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 
@@ -18,47 +18,27 @@ from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, failure
-from apportion.runtime.supervisor.failures import Notice, WorkerBegan, WorkerFinished, WorkerLost, WorkerRaised
+from apportion.runtime.supervisor.failures import Notice, WorkerFinished, WorkerLost, WorkerRaised
 from apportion.runtime.supervisor.membership_change import MembershipChange
-from apportion.runtime.supervisor.pool_history import PoolHistory
+from apportion.runtime.supervisor.rank_pool import PoolHistory, RankPool
 from apportion.runtime.supervisor.shared_resources import SharedResources
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
-from apportion.runtime.supervisor.worker_channels import GONE_SECONDS, WorkerChannels
+from apportion.runtime.supervisor.worker_channels import WorkerChannels
 from apportion.runtime.worker.job import Job, WorkerJob
 
 
-class AnyThreadPool(Protocol):
-    """The part of a worker pool that any thread may call. Everything else belongs to the one thread that the pool was
-    handed to (``RecoveryLoop``), or to the thread that made it."""
-
-    def pids(self) -> list[int]:
-        """Returns the process ids by rank; none while all are started again."""
-
-    def wake(self) -> None:
-        """Makes ``hear`` return now."""
-
-    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-        """Sends an order to these ranks (None: to all; "stop" also goes to workers that are started later)."""
-
-
-class WorkerPool:
+class WorkerPool(RankPool):
     """Worker processes that run ``target`` (``module:function``) on a job, one for each rank. ``importer``: the spare
     that they are forked from, where it can fork; it belongs to the caller."""
 
-    survives = True
-
     def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int, importer: Spare | None = None) -> None:
+        policy, replaceable = (job.policy, job.replaceable) if isinstance(job, Job) else (Policy(), False)
+        super().__init__(PoolHistory(ranks, policy, survives=replaceable), replaceable=replaceable)
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
-        self._replaceable = isinstance(job, Job) and job.replaceable
         self._imports = job.strategy.imports if isinstance(job, Job) and ranks > 1 else ()
-        self.ranks = ranks
-        policy = job.policy if isinstance(job, Job) else Policy()
-        self.history = PoolHistory(ranks, policy, survives=self._replaceable)
-        """Everything that has happened to the workers."""
-        self._stopping = self._begun = False
+        self._ranks = ranks
         self._channels = WorkerChannels()
         self._shared: SharedResources | None = None
-        self.spare: Spare | None = None
         try:
             self._start(importer)
         except BaseException:
@@ -101,9 +81,7 @@ class WorkerPool:
         """Makes ``hear`` return now."""
         self._channels.wake()
 
-    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-        """Sends an order to these ranks (None: to all; "stop" also goes to workers that are started later)."""
-        self._stopping = self._stopping or order["kind"] == "stop"
+    def _send(self, order: Mapping[str, Any], ranks: Sequence[int] | None) -> None:
         self._channels.send(order, ranks)
 
     # What happens
@@ -143,6 +121,11 @@ class WorkerPool:
             self.history.note(WorkerRaised(rank, **message, step=self._seen_by(slot)))
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks that are in the run."""
+        return self._ranks
+
+    @property
     def step(self) -> int:
         """The number of updates made, as far as the ranks show it."""
         return self._shared.watch.step if self._shared is not None else 0
@@ -156,9 +139,7 @@ class WorkerPool:
         """Decides what to do about all that has happened so far."""
         if self._shared is not None:
             watch = self._shared.watch
-            if self._replaceable and not self._begun and watch.begun:
-                self._begun = True
-                self.history.note(WorkerBegan())
+            self._note_begun(watch)
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
             late = watch.late(time.monotonic(), stopped, self.history.finished)
             if late is not None and self.history.note_late(late, stopped):
@@ -173,15 +154,6 @@ class WorkerPool:
         assert self._shared.members is not None
         self._channels.kill(lost)  # one may only be stopped, and write again one day
         return MembershipChange(self._channels, self._shared.members, self._shared.watch, self.history)
-
-    @property
-    def finishing(self) -> bool:
-        """True once a rank has passed the end, which is there for the others, too."""
-        return self.history.finishing
-
-    def offered(self) -> bool:
-        """Tells that no workers are offered: on one host all that can take part do."""
-        return False
 
     def admit(self) -> MembershipChange:
         """Opens a change in which nobody is lost."""
@@ -241,7 +213,7 @@ class WorkerPool:
         self._channels.remove(gone)
         for slot in gone:
             self._shared.watch.reset(slot)
-        self.ranks = len(self._channels.slots)
+        self._ranks = len(self._channels.slots)
 
     def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
         """Ends every process, and begins again with others and with memory of their own. What ranks still say is not
@@ -290,11 +262,8 @@ class WorkerPool:
 
     # Ending
 
-    def part(self, seconds: float = GONE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks that are done still say, until they have ended by themselves or the time is up."""
-        allowed = Allowance(seconds)
-        while self._channels.listened() and (left := allowed.left) > 0:
-            yield from self.hear(min(LOOK_SECONDS, left))
+    def _may_report(self) -> bool:
+        return bool(self._channels.listened())
 
     def close(self) -> None:
         """Ends every process, waits until they are gone, and lets go of what they shared."""
