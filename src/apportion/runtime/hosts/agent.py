@@ -1,4 +1,4 @@
-"""The agent of a host: what the driver's supervisor is on its own machine, on another one.
+"""The agent of a host: it does there what the driver's supervisor does on its own machine.
 
 ::
 
@@ -50,7 +50,7 @@ from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReade
 from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
-from apportion.runtime.hosts.run_folder import hold, sweep
+from apportion.runtime.hosts.run_folder import lock_folder, remove_leftovers
 from apportion.runtime.notice.signals import SAME_SECONDS, notice_signals
 from apportion.runtime.spawn.template import close_template, template
 
@@ -81,11 +81,11 @@ class Agent:
         self._notices: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._noticed: float | None = None
 
-    def note(self, number: int, frame: Any) -> None:
+    def on_notice(self, number: int, frame: Any) -> None:
         """Takes the notice to end: the handler of its signals."""
         now = time.monotonic()
         if self._ranks is None or (self._noticed is not None and now - self._noticed > SAME_SECONDS):
-            _end(number, frame)
+            _exit_by_signal(number, frame)
         elif self._noticed is None:
             self._noticed = now
             self._notices.put(number)  # this thread may be writing just now
@@ -93,12 +93,12 @@ class Agent:
     def serve(self) -> None:
         """Obeys the driver until it is gone. Raises OSError, FrameError or ApportionError for what cannot be done."""
         self._writer.greet()
-        self._tell({"kind": "here", **describe_host()})
+        self._send({"kind": "here", **describe_host()})
         for call in (self._say_alive, self._pass_on_notice):
             threading.Thread(target=call, daemon=True).start()
         while (order := self._reader.receive()) is not None:
             if isinstance(order, bytes):
-                raise FrameError("bytes came where an order must")
+                raise FrameError("bytes came where an order is expected")
             self._orders += 1
             self._obey(order)
 
@@ -117,22 +117,24 @@ class Agent:
             with suppress(ApportionError):  # it does not reach the others, which is found out next
                 self._address = meeting_address(order["others"], self._address)
             if order["first"]:
-                self._tell({"kind": "place", **self._place()})
+                self._send({"kind": "place", **self._reserve_place()})
         elif kind == "reach":
-            self._tell({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
+            self._send({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
         elif kind == "start":
-            given = [self._bytes() for _ in range(3)]  # and on to the end of the stream, which may come meanwhile
+            given = [
+                self._receive_bytes() for _ in range(3)
+            ]  # and on to the end of the stream, which may come meanwhile
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader, only=order["only"])
         elif kind == "record":
-            self._tell({"kind": "recorded", "why": self._record(order)})
+            self._send({"kind": "recorded", "why": self._record(order)})
         elif kind in ("stop", "save", "open", "kill", "table", "stacks", "note"):
             with self._lock:
                 if self._ranks is None:
                     self._early.append(order)
                     return
-            self._ranks.order(order)
+            self._ranks.obey(order)
 
     def _record(self, order: Message) -> str | None:
         """Appends events to the record of the run, once no rank of this host does. Returns why it could not."""
@@ -145,30 +147,30 @@ class Agent:
     def _say_alive(self) -> None:
         waits = threading.Event()  # never set
         while not waits.wait(ALIVE_SECONDS):
-            self._tell({"kind": "alive"})
+            self._send({"kind": "alive"})
 
     def _pass_on_notice(self) -> None:
         """Tells the driver of the notice to end, and ends this process where it does nothing about it."""
         number = self._notices.get()
-        self._tell({"kind": "notice", "signal": number, "name": signal.Signals(number).name})
+        self._send({"kind": "notice", "signal": number, "name": signal.Signals(number).name})
         threading.Event().wait(NOTICE_SECONDS)
         os.kill(os.getpid(), number)  # the second one
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         try:
             self._writer.send(message)
         except OSError:
             pass  # the driver is gone: the end of the orders says so
         except ValueError as error:
-            sys.stderr.write(f"not told, a message of kind {message['kind']}: {error}\n")
+            sys.stderr.write(f"not sent, a message of kind {message['kind']}: {error}\n")
 
-    def _bytes(self) -> bytes:
+    def _receive_bytes(self) -> bytes:
         got = self._reader.receive()
         if not isinstance(got, bytes):
             raise FrameError("the driver ended before it had said everything")
         return got
 
-    def _place(self) -> dict[str, Any]:
+    def _reserve_place(self) -> dict[str, Any]:
         """Returns where the ranks meet: a free port of the address by which the others reach this host."""
         family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
         self._held = socket.socket(family, socket.SOCK_STREAM)
@@ -181,7 +183,7 @@ class Agent:
         try:
             self._start(order, given)
         except (OSError, ApportionError, ValueError) as error:
-            self._tell({"kind": "refused", "why": str(error)})
+            self._send({"kind": "refused", "why": str(error)})
 
     def _start(self, order: Message, given: Sequence[bytes]) -> None:
         secret, code, payload = given
@@ -213,12 +215,12 @@ class Agent:
         template().wait_ready()
         if self._held is not None:
             self._held.close()
-        ranks = HostRanks(start, payload, self._tell)
-        self._tell({"kind": "started", "directory": str(self._directory)})
+        ranks = HostRanks(start, payload, self._send)
+        self._send({"kind": "started", "directory": str(self._directory)})
         with self._lock:
             self._ranks = ranks
             for early in self._early:
-                ranks.order(early)
+                ranks.obey(early)
         threading.Thread(target=self._end_when_left, args=(ranks,), daemon=True).start()
 
     def _end_when_left(self, ranks: HostRanks) -> None:
@@ -263,7 +265,7 @@ def main() -> None:
     """Runs an agent: ``python -m apportion.runtime.hosts.agent FOLDER``."""
     notices = [number for number in notice_signals(os.environ) if number != signal.SIGHUP]  # its driver is gone
     for number in (signal.SIGINT, signal.SIGHUP, *notices):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _end)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _exit_by_signal)
     folder = Path(sys.argv[1])
     orders, answers = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
@@ -272,17 +274,17 @@ def main() -> None:
     writer = FrameWriter(open(answers, "wb"))  # noqa: SIM115 (for as long as this process lives)
     agent = Agent(folder, FrameReader(open(orders, "rb")), writer)  # noqa: SIM115 (the same)
     for number in notices:
-        signal.signal(number, agent.note)
+        signal.signal(number, agent.on_notice)
     status = 1
     try:
-        hold(folder)
-        sweep(folder)
+        lock_folder(folder)
+        remove_leftovers(folder)
         agent.serve()
         status = 0
     except SystemExit as ended:
         status = int(ended.code or 0)
     except (OSError, FrameError, ApportionError, ValueError) as error:
-        with suppress(OSError):  # nobody may be left to be told
+        with suppress(OSError):  # the driver may be gone
             writer.send({"kind": "refused", "why": str(error)})
     except BaseException:
         traceback.print_exc()
@@ -294,7 +296,7 @@ def main() -> None:
         os._exit(status)  # threads may be waiting for a driver that is gone
 
 
-def _end(number: int, frame: Any) -> None:
+def _exit_by_signal(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 

@@ -40,26 +40,26 @@ class DriverRecord:
             self._sent = time.monotonic()
         self._number += 1
         self._waiting[self._number] = event
-        return _order([(self._number, event)])
+        return _note_order([(self._number, event)])
 
-    def written(self, numbers: Iterable[int]) -> None:
+    def note_written(self, numbers: Iterable[int]) -> None:
         """Notes what rank 0 has reported as written."""
         for number in numbers:
             self._waiting.pop(number, None)
         self._sent, self._pause = time.monotonic(), AGAIN_SECONDS
 
-    def again(self) -> dict[str, Any] | None:
+    def overdue_order(self) -> dict[str, Any] | None:
         """Returns the order that sends all that waits once more, where it has waited for long; else None."""
         if not self._waiting or time.monotonic() - self._sent < self._pause:
             return None
         self._sent, self._pause = time.monotonic(), min(2 * self._pause, MOST_AGAIN_SECONDS)
-        return _order(self._waiting.items())
+        return _note_order(self._waiting.items())
 
-    def rest(self) -> list[Event]:
+    def take_rest(self) -> list[Event]:
         """Returns what has not been reported as written, and forgets it."""
         found, self._waiting = list(self._waiting.values()), {}
         return found
 
 
-def _order(events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
+def _note_order(events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
     return {"kind": "note", "events": [{"number": number, "event": asdict(event)} for number, event in events]}

@@ -16,7 +16,7 @@ from apportion.runtime.hosts.recorded_hosts import RecordedHosts
 from apportion.runtime.hosts.started_hosts import WORDS_SECONDS, Shipment
 from apportion.runtime.notice.requeue import requeue_job
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
-from apportion.runtime.supervisor.recovery import News, RecoveryLoop, Said
+from apportion.runtime.supervisor.recovery import News, RankMessage, RecoveryLoop
 from apportion.runtime.supervisor.run import STOP_SECONDS, TrainingRun, failed_text, quoted, resume_command
 from apportion.runtime.worker.job import Job
 
@@ -56,9 +56,9 @@ class HostsRun(TrainingRun):
 
     def _open(self) -> None:
         self._interrupts.hold()  # no agent may be started and not known
-        self._hosts.start()
+        self._hosts.start_agents()
         self._interrupts.release()
-        pool = self._hosts.begin()
+        pool = self._hosts.begin_ranks()
         self._recovery = RecoveryLoop(pool, spares=False)
         self._hosts.recruit()
 
@@ -73,7 +73,7 @@ class HostsRun(TrainingRun):
 
     def _respond(self, news: News | None) -> Iterator[Event]:
         # The pool has had all ranks stop already, in its own thread: the body of the loop may have kept this one busy.
-        if isinstance(news, Said) and news.message["kind"] == "notice":
+        if isinstance(news, RankMessage) and news.message["kind"] == "notice":
             raise ToldToEnd(news.message["signal"], news.message["cause"])
         return super()._respond(news)
 
@@ -110,7 +110,7 @@ class HostsRun(TrainingRun):
         host = news.host or self._hosts.pool.host_of(news.rank)
         super()._close()  # the pool belongs to this thread from here on
         for rank, message in self._hosts.pool.hear_out(news.rank, WORDS_SECONDS):  # their output comes by another way
-            yield from self._events_of(Said(rank, message))
+            yield from self._events_of(RankMessage(rank, message))
         is_saved = self._saved or bool(self._job.resume)
         stop = at_host(news, host, str(self._hosts.root), is_saved=is_saved)
         yield self._last_fault(stop.rank, stop.cause, stop.traceback)
@@ -141,7 +141,11 @@ class HostsRun(TrainingRun):
     # Ctrl-C, and the notice to end
 
     def _interrupted_text(self, end: Event, interrupt: BaseException) -> str:
-        where = f"\nit is on {self._hosts.place}" if end.data["resume"] is not None and self._hosts.has_ranks else ""
+        where = (
+            f"\nit is on {self._hosts.run_dir_place}"
+            if end.data["resume"] is not None and self._hosts.has_ranks
+            else ""
+        )
         return super()._interrupted_text(end, interrupt) + where
 
     def _save(self, interrupt: BaseException | None) -> str | None:
@@ -184,7 +188,7 @@ class HostsRun(TrainingRun):
 
     def _wind_up(self) -> None:
         # The record before the agents end: one of them writes it. The run directory stays on its host: copying it may
-        # take longer than whoever has sent the signal waits.
+        # take longer than the sender of the signal waits.
         self._record_rest()
         if self.told_to_end:
             self._hosts.is_late = False  # a report takes more time than there may be
@@ -196,7 +200,7 @@ class HostsRun(TrainingRun):
         self._hosts.pool.send({"kind": "stop", "notice": notice})
 
     def _take_late(self, news: News | None) -> None:
-        deque(self._events_of(news), maxlen=0)  # rank 0 writes these events down, and nobody else is to
+        deque(self._events_of(news), maxlen=0)  # rank 0 writes these events down, and no other process may
 
     def _complete_left(self) -> None:
         self._record_rest()

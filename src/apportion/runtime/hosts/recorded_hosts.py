@@ -50,11 +50,11 @@ class RecordedHosts(StartedHosts):
 
     # The beginning
 
-    def start(self) -> None:
+    def start_agents(self) -> None:
         """Starts the agents, while signals are held back."""
         self._start_agents()
 
-    def begin(self) -> HostsPool:
+    def begin_ranks(self) -> HostsPool:
         """Has the ranks started, and returns them. Raises ApportionError where a host cannot take part, ValueError
         where the hosts do not fit each other."""
         self._begin()
@@ -74,13 +74,13 @@ class RecordedHosts(StartedHosts):
 
     @property
     def pool(self) -> HostsPool:
-        """The ranks, once they were told to begin."""
+        """The ranks, once they were started."""
         assert self._pool is not None
         return self._pool
 
     @property
     def has_ranks(self) -> bool:
-        """True once the ranks were told to begin."""
+        """True once the ranks were started."""
         return self._pool is not None
 
     @property
@@ -89,7 +89,7 @@ class RecordedHosts(StartedHosts):
         return self._shipment.root
 
     @property
-    def place(self) -> str:
+    def run_dir_place(self) -> str:
         """The host of rank 0, and the run directory as that host calls it."""
         return f"host {self.pool.host_of(0)}, in {self._run_dir}"
 
@@ -100,12 +100,12 @@ class RecordedHosts(StartedHosts):
     # What ranks send
 
     def take_message(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Takes a message of a rank that is no event: what it prints, warns of, or has recorded."""
+        """Takes what a rank prints or warns of, and its report of what it has recorded; leaves other messages alone."""
         kind = message["kind"]
         if kind == "output":
             self._print(rank, dict(message))
         elif kind == "noted":
-            self._record.written(message["numbers"])
+            self._record.note_written(message["numbers"])
         elif kind == "warned":
             self._warn(f"rank {rank} on host {message['host']}: {message['text']}")
 
@@ -116,7 +116,7 @@ class RecordedHosts(StartedHosts):
             self.remarks.append(text)
 
     def warn_of_remarks(self) -> None:
-        """Warns of what there is no run to report it."""
+        """Shows the warnings that cannot become events, since the run has not begun."""
         while self.remarks:
             warnings.warn(self.remarks.pop(0), stacklevel=3)
 
@@ -130,7 +130,7 @@ class RecordedHosts(StartedHosts):
 
     def record_again(self) -> None:
         """Sends rank 0 once more what it has not reported as written for long."""
-        if (order := self._record.again()) is not None and self._pool is not None:
+        if (order := self._record.overdue_order()) is not None and self._pool is not None:
             self._pool.send(order)
 
     def record_at_end(self, event: Event) -> None:
@@ -140,7 +140,7 @@ class RecordedHosts(StartedHosts):
     def record_rest(self) -> None:
         """Has the agent of rank 0's host write what rank 0 has not reported as written; where that host is lost, it is
         written here."""
-        rest = self._record.rest()
+        rest = self._record.take_rest()
         if not rest or self._pool is None or self._job.run_dir is None:
             return
         self.is_late = True
@@ -159,7 +159,7 @@ class RecordedHosts(StartedHosts):
         """Returns the answer of an agent, or None where it is gone, or does not answer in time."""
         allowed = Allowance(seconds)
         while allowed.left > 0 and not agent.has_ended:
-            news = self._next(min(LOOK_SECONDS, allowed.left))
+            news = self._next_message(min(LOOK_SECONDS, allowed.left))
             if news is not None and news[0] == agent.number and isinstance(news[1], dict) and news[1]["kind"] == kind:
                 return news[1]
         return None
@@ -195,7 +195,7 @@ class RecordedHosts(StartedHosts):
         copy, allowed = RunCopy(local), Allowance(seconds)
         try:
             while allowed.left > 0:
-                news = self._next(LOOK_SECONDS)
+                news = self._next_message(LOOK_SECONDS)
                 if news is None or news[0] != agent.number:
                     continue
                 self._refuse_ended(*news)
@@ -205,7 +205,7 @@ class RecordedHosts(StartedHosts):
                         copy.finish()
                     return
                 if isinstance(message, bytes) or (message and message["kind"] in ("file", "folder", "link")):
-                    copy.take(message)
+                    copy.write(message)
                     agent.send({"kind": "more"})
                     allowed = Allowance(seconds)
             raise CheckpointError(f"nothing came for {seconds:.0f} s")

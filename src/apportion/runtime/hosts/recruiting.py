@@ -22,21 +22,22 @@ RETRY_SECONDS = 2.0
 HERE_SECONDS, READY_SECONDS = 30.0, 120.0
 """The seconds that an agent may take to speak, and until its workload is open."""
 _LOOK_SECONDS = 0.2
-Begin = Callable[[AgentConnection], None]
-"""A function that tells an agent which ranks it has, and gives it what they need."""
+SendStart = Callable[[AgentConnection], None]
+"""A function that sends an agent which ranks it has, and what they need."""
 
 
 @final
 class Recruiter:
-    """Offers to a pool the workers of hosts that it has lost. ``begin``: what an agent is told that is up."""
+    """Offers to a pool the workers of hosts that it has lost. ``begin``: sends an agent that is up what it
+    needs to start ranks."""
 
-    def __init__(self, launcher: HostsLauncher, hosts: list[RunHost], pool: HostsPool, begin: Begin) -> None:
-        self._launcher, self._hosts, self._pool, self._begin = launcher, hosts, pool, begin
+    def __init__(self, launcher: HostsLauncher, hosts: list[RunHost], pool: HostsPool, begin: SendStart) -> None:
+        self._launcher, self._hosts, self._pool, self._send_start = launcher, hosts, pool, begin
         self._closing = threading.Event()
         self._busy: dict[int, threading.Thread] = {}
         self.agents: list[AgentConnection] = []
-        """The connections that were offered, which whoever ends the run closes."""
-        self._thread = threading.Thread(target=self._look, name="recruiter", daemon=True)
+        """The connections that were offered, which are closed with the others at the end of the run."""
+        self._thread = threading.Thread(target=self._watch_hosts, name="recruiter", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -46,14 +47,14 @@ class Recruiter:
         for thread in list(self._busy.values()):
             thread.join()
 
-    def _look(self) -> None:
+    def _watch_hosts(self) -> None:
         while not self._closing.wait(RETRY_SECONDS):
-            for number in self._pool.away():
+            for number in self._pool.hosts_away():
                 if number not in self._busy or not self._busy[number].is_alive():
-                    self._busy[number] = threading.Thread(target=self._try, args=(number,), daemon=True)
+                    self._busy[number] = threading.Thread(target=self._try_host, args=(number,), daemon=True)
                     self._busy[number].start()
 
-    def _try(self, number: int) -> None:
+    def _try_host(self, number: int) -> None:
         """Starts an agent on a host, and offers its workers where it gets ready."""
         host, news = self._hosts[number], queue.SimpleQueue[News]()
         try:
@@ -65,14 +66,14 @@ class Recruiter:
             facts = self._answer(news, "here", HERE_SECONDS)
             if facts is not None:
                 refuse_unlike(versions(), [(host.destination, facts)], self._launcher.device)
-                self._begin(agent)
+                self._send_start(agent)
                 offered = self._answer(news, "ready", READY_SECONDS) is not None
         except (ApportionError, ValueError) as error:  # it is not the host that it was
-            self._pool.refuse(number, str(error))
+            self._pool.note_refusal(number, str(error))
         finally:
             if offered and not self._closing.is_set():
                 self.agents.append(agent)
-                self._pool.offer(agent)
+                self._pool.offer_workers(agent)
             else:
                 agent.end()
                 agent.close()

@@ -1,7 +1,7 @@
 """The folder of a run on one host, which holds its secret and its code and goes with it.
 
 The shell that has started the agent removes it at the end. Where that was killed too, the next agent does: a folder is
-one that nobody needs any more where its lock is free and it is not new.
+one that no run needs any longer where its lock is free and it is not new.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEW_SECONDS = 600.0
 """The seconds within which a folder may not have its lock yet."""
 
 
-def hold(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Locks the folder of this run for as long as this process lives. Returns the descriptor of the lock."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     with suppress(OSError):  # a file system without locks
@@ -28,7 +28,7 @@ def hold(folder: Path) -> int:
     return descriptor
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Removes what earlier runs of this user have left beside the folder of this one."""
     for other in folder.parent.glob(PATTERN):
         with suppress(OSError):  # another agent removes it

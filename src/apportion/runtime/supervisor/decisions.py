@@ -137,7 +137,7 @@ def _decide(seen: _Evidence, seconds: float, policy: Policy, *, survives: bool, 
         if seconds < CAUSE_SECONDS:
             return GoOn(CAUSE_SECONDS - seconds)
         return Stop(seen.exits[0].rank, death_text(seen.exits[0])) if seen.exits else _stop(seen.symptoms[0])
-    # A rank is done when all have arrived at the end: whoever is lost after that had nothing more to do.
+    # A rank is done when all have arrived at the end: one that is lost after that had nothing more to do.
     return Finish() if len(seen.finished | {loss.rank for loss in seen.losses}) >= seen.workers else GoOn()
 
 
@@ -158,18 +158,18 @@ class _Evidence:
         self.has_state = self.state_lost is None and any(isinstance(h, WorkerBegan) for h in happened[started:])
         """True where every worker has begun and the state is still there."""
         ended = [h for h in now if isinstance(h, WorkerExited) and h.rank not in self.finished]
-        told = {h.rank for h in self.raised}
-        self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in told]
+        raised = {h.rank for h in self.raised}
+        self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in raised]
         """The exits by the program itself, not by a signal."""
         late = [h for h in now if isinstance(h, WorkerStalled)]
         self.late = next((h for h in late if not (h.stopped or h.silent)), None)
         hosts = [h for h in now if isinstance(h, HostLost)]
         together = {rank for h in late for rank in h.ranks} | {rank for h in hosts for rank in h.ranks}
-        self.gone = tuple(sorted(told | {h.rank for h in ended} | together))
+        self.gone = tuple(sorted(raised | {h.rank for h in ended} | together))
         """The ranks that take part in nothing more."""
         self.cure = ""
         """The advice to resume, where it was not the run's fault that the first of the ranks was lost; else empty."""
-        self.losses = self._losses([h for h in now if h in late or h in hosts or (h in ended and h.rank not in told)])
+        self.losses = self._losses([h for h in now if h in late or h in hosts or (h in ended and h.rank not in raised)])
 
     @property
     def can_save(self) -> bool:
@@ -191,7 +191,7 @@ class _Evidence:
                 self.cure = self.cure or _RESUME * (not lost)
                 for rank in set(h.ranks) - self.finished:
                     lost.setdefault(rank, WorkerLost(rank, late_text(replace(h, ranks=(rank,))), h.step))
-        if self.state_lost is not None:  # everyone tells; it counts once
+        if self.state_lost is not None:  # every rank reports it; it counts once
             h = self.state_lost
             lost.setdefault(h.rank, WorkerLost(h.rank, _stop(h).cause, h.step))
         return tuple(lost.values())

@@ -30,11 +30,11 @@ class MembershipChange(OpenChange):
         """Tells whether the lost have been waited for, and all others have answered or ended. A rank that does not
         answer is ended. Raises WorkerFailed where a killed process has not ended within KILL_SECONDS."""
         channels = self._channels
-        listened = {channels.rank(slot) for slot in channels.listened()}
+        listened = {channels.rank_of(slot) for slot in channels.open_slots()}
         asked = [r for r in listened.difference(lost) if not self._members.acknowledged(channels.slots[r])]
         late = self._silence.broken_by(asked, time.monotonic()) if asked else None
         if late is not None:
-            self._history.note(late)
+            self._history.add(late)
             channels.kill(late.ranks)
         undead = listened.intersection(lost)
         channels.kill(undead)  # also who was found to be lost since the change was opened

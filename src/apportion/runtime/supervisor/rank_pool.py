@@ -43,39 +43,39 @@ class PoolHistory:
         self._happened: list[WorkerEvent] = []
         self._last = time.monotonic()
 
-    def note(self, happening: WorkerEvent) -> None:
+    def add(self, happening: WorkerEvent) -> None:
         """Adds what has just happened."""
         self._happened.append(happening)
         self._last = time.monotonic()
 
-    def note_exit(self, rank: int, code: int, step: int) -> None:
+    def add_exit(self, rank: int, code: int, step: int) -> None:
         """Adds the end of a process, which the kernel may have killed for want of memory."""
-        self.note(WorkerExited(rank, code, out_of_memory=memory_kills() > self._kills, step=step))
+        self.add(WorkerExited(rank, code, out_of_memory=memory_kills() > self._kills, step=step))
 
-    def note_late(self, late: WorkerStalled, stopped: Sequence[int]) -> bool:
+    def add_late(self, late: WorkerStalled, stopped: Sequence[int]) -> bool:
         """Adds that workers are late, once between two changes. ``stopped``: the ranks whose processes are stopped.
-        Returns whether it was added of ranks that run, so that nobody knows what they wait for."""
+        Returns whether it was added of ranks whose processes run: then their stacks show what they wait for."""
         if any(isinstance(h, WorkerStalled) for h in self._since_change()):
             return False
         stopped = stopped if not late.stopped else []
         ranks = tuple(stopped) or late.ranks
         late = dataclasses.replace(late, ranks=ranks, stopped=late.stopped or bool(stopped))
-        self.note(late)
+        self.add(late)
         return not late.stopped
 
-    def note_change(self, losses: Sequence[WorkerLost], ranks: int, *, restarted: bool = False) -> None:
-        """Adds that the pool has so many ranks from now on."""
-        self.note(WorkersChanged(tuple(losses), ranks, restarted))
+    def add_change(self, losses: Sequence[WorkerLost], ranks: int, *, restarted: bool = False) -> None:
+        """Adds that these workers were lost, and that the pool has this number of ranks from now on."""
+        self.add(WorkersChanged(tuple(losses), ranks, restarted))
         self._kills = memory_kills()
 
     @property
     def finishing(self) -> bool:
-        """True once a worker has told that it is done, in the world as it is now."""
+        """True once a worker has reported that it is done, in the world as it is now."""
         return bool(self.finished)
 
     @property
     def finished(self) -> list[int]:
-        """The ranks that have told that they are done, in the world as it is now."""
+        """The ranks that have reported that they are done, in the world as it is now."""
         return [h.rank for h in self._since_change() if isinstance(h, WorkerFinished)]
 
     def _since_change(self) -> list[WorkerEvent]:
@@ -177,7 +177,7 @@ class RankPool(ABC):
         """Notes, once, that every rank has built its step, where another could take its place."""
         if self._replaceable and not self._begun and watch.begun:
             self._begun = True
-            self.history.note(WorkerBegan())
+            self.history.add(WorkerBegan())
 
     @property
     def finishing(self) -> bool:

@@ -31,7 +31,7 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Said:
+class RankMessage:
     """A message that a rank has sent."""
 
     rank: int
@@ -46,7 +46,7 @@ class Fault:
     action: str
 
 
-News = Said | Fault | Notice | Finish | Stop | Exception
+News = RankMessage | Fault | Notice | Finish | Stop | Exception
 """The news of a recovery loop; after Finish, Stop or an exception nothing more comes."""
 
 
@@ -58,7 +58,7 @@ class RecoveryLoop:
         self._pool, self._spares_left = pool, SPARES if spares else 0
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._closing = False
-        self._mended: _Mended | None = None
+        self._replaced: _Replaced | None = None
         self._first_step: float | None = None
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
         self._thread.start()
@@ -83,17 +83,17 @@ class RecoveryLoop:
         except Exception as error:
             self._news.put(error)
         else:
-            self._tell_mended(told=True)
+            self._report_replaced(at_once=True)
             if last is not None:
                 self._news.put(last)
 
     def _until_the_end(self) -> Finish | Stop | None:
         seconds: float | None = 0.0
         while not self._closing:
-            self._hear(
-                STEP_SECONDS if self._mended else LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
+            self._pass_on_messages(
+                STEP_SECONDS if self._replaced else LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
             )
-            self._tell_mended()
+            self._report_replaced()
             self._prepare_spare()
             action = self._pool.action()
             for notice in self._pool.notices():
@@ -103,31 +103,31 @@ class RecoveryLoop:
             elif isinstance(action, GoOn) and self._pool.offered():
                 action = self._grow()
             if isinstance(action, Finish):
-                self._say(self._pool.hear_leaving())
+                self._pass_on(self._pool.hear_leaving())
             if isinstance(action, Stop) and action.lost:
-                self._leave(action.lost)
+                self._save_and_end(action.lost)
             if isinstance(action, Finish | Stop):
                 return action
             seconds = action.seconds if isinstance(action, GoOn) else 0.0
         return None
 
-    def _hear(self, seconds: float) -> None:
-        self._say(self._pool.hear(seconds))
+    def _pass_on_messages(self, seconds: float) -> None:
+        self._pass_on(self._pool.hear(seconds))
 
-    def _say(self, said: Iterable[tuple[int, Message]]) -> None:
-        for rank, message in said:
-            self._news.put(Said(rank, message))
+    def _pass_on(self, messages: Iterable[tuple[int, Message]]) -> None:
+        for rank, message in messages:
+            self._news.put(RankMessage(rank, message))
 
     # What is lost
 
     def _change(self, action: Replace | Shrink | Restart) -> Action:
         """Takes the lost workers out of the run, and those that are lost meanwhile, too. Returns what was decided in
         the end, and done."""
-        self._tell_mended(told=True)
+        self._report_replaced(at_once=True)
         began = time.monotonic()
         if isinstance(action, Restart):
-            self._say(self._pool.restart(action.losses))
-            self._tell(action.losses, "all workers are started again")
+            self._pass_on(self._pool.restart(action.losses))
+            self._report(action.losses, "all workers are started again")
             return GoOn()
         lost = [loss.rank for loss in action.losses]
         decided = self._settled(self._pool.open_change(lost), lost)
@@ -136,10 +136,10 @@ class RecoveryLoop:
 
     def _grow(self) -> Action:
         """Takes in the workers that are offered, between two steps. Returns what was decided in the end, and done."""
-        self._tell_mended(told=True)
+        self._report_replaced(at_once=True)
         began = time.monotonic()
         if not self._pool.survives:
-            self._say(self._pool.restart(()))
+            self._pass_on(self._pool.restart(()))
             return GoOn()
         decided = self._settled(self._pool.admit(), [])
         if isinstance(decided, GoOn) and not self._closing:
@@ -152,16 +152,16 @@ class RecoveryLoop:
         if isinstance(decided, Replace):
             step = self._pool.step
             away = self._pool.replace(decided.losses)
-            self._tell_smaller(away)
+            self._report_smaller(away)
             if replaced := tuple(loss for loss in decided.losses if loss not in away):
-                self._mended = _Mended(replaced, began, step)
+                self._replaced = _Replaced(replaced, began, step)
         elif isinstance(decided, Shrink):
             self._pool.shrink(decided.losses)
-            self._tell_smaller(decided.losses)
+            self._report_smaller(decided.losses)
 
-    def _tell_smaller(self, losses: Sequence[WorkerLost]) -> None:
+    def _report_smaller(self, losses: Sequence[WorkerLost]) -> None:
         left = self._pool.ranks
-        self._tell(losses, f"goes on with {left} worker{'s' * (left > 1)}")
+        self._report(losses, f"goes on with {left} worker{'s' * (left > 1)}")
 
     def _settled(self, change: OpenChange, lost: list[int]) -> Action:
         """Waits until all lost workers have ended and all others have left the old world, and returns what is decided
@@ -175,46 +175,46 @@ class RecoveryLoop:
                 if not lost and not self._pool.finishing:
                     return decided
                 self._pool.dismiss()
-                self._say(self._pool.hear_leaving())
+                self._pass_on(self._pool.hear_leaving())
                 return Finish()
             if isinstance(decided, Replace | Shrink):
                 if settled and len(decided.losses) == len(lost):
                     return decided
                 lost = [loss.rank for loss in decided.losses]
-            self._hear(ANSWER_SECONDS)
+            self._pass_on_messages(ANSWER_SECONDS)
         return GoOn()
 
-    def _leave(self, lost: Sequence[int]) -> None:
+    def _save_and_end(self, lost: Sequence[int]) -> None:
         """Lets the workers that are left save the last update and end, in the little time that there is."""
-        self._tell_mended(told=True)
+        self._report_replaced(at_once=True)
         allowed = Allowance(LEAVE_SECONDS)
         change = self._pool.open_change(lost)
         while not change.settled(lost):
             if self._closing or allowed.left < 0:
                 return
-            self._hear(ANSWER_SECONDS)
+            self._pass_on_messages(ANSWER_SECONDS)
         self._pool.dismiss()
-        self._say(self._pool.hear_leaving(allowed.left))
+        self._pass_on(self._pool.hear_leaving(allowed.left))
 
-    def _tell_mended(self, *, told: bool = False) -> None:
-        """Tells that the training goes on after a loss, once it does. ``told``: tells it now, whether the training goes
-        on or not."""
-        mended = self._mended
-        if mended is None:
+    def _report_replaced(self, *, at_once: bool = False) -> None:
+        """Reports that the training goes on after a loss, once it does. ``at_once``: reports the replacement now,
+        whether the training goes on or not."""
+        replaced = self._replaced
+        if replaced is None:
             return
-        if self._pool.step > mended.step:
-            self._tell(mended.losses, f"replaced in {time.monotonic() - mended.began:.2f} s")
-        elif told:
-            self._tell(mended.losses, "replaced")
+        if self._pool.step > replaced.step:
+            self._report(replaced.losses, f"replaced in {time.monotonic() - replaced.began:.2f} s")
+        elif at_once:
+            self._report(replaced.losses, "replaced")
         else:
             return
-        self._mended = None
+        self._replaced = None
 
-    def _tell(self, losses: Sequence[WorkerLost], action: str) -> None:
-        told = set[str]()
+    def _report(self, losses: Sequence[WorkerLost], action: str) -> None:
+        reported = set[str]()
         for loss in losses:  # of a host that is lost each of its ranks is one, for one cause
-            if loss.cause not in told:
-                told.add(loss.cause)
+            if loss.cause not in reported:
+                reported.add(loss.cause)
                 self._news.put(Fault(loss, action))
 
     def _prepare_spare(self) -> None:
@@ -238,7 +238,7 @@ class RecoveryLoop:
 
 
 @dataclass(frozen=True)
-class _Mended:
+class _Replaced:
     """Workers that were replaced, for which the time until the next step is not reported yet."""
 
     losses: tuple[WorkerLost, ...]

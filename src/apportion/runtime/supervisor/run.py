@@ -22,7 +22,7 @@ from apportion.runtime.proof.proof import Settled
 from apportion.runtime.supervisor.decisions import Finish, Stop, failure
 from apportion.runtime.supervisor.failures import Notice
 from apportion.runtime.supervisor.interrupts import Interrupts
-from apportion.runtime.supervisor.recovery import Fault, News, RecoveryLoop, Said
+from apportion.runtime.supervisor.recovery import Fault, News, RankMessage, RecoveryLoop
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
@@ -44,7 +44,7 @@ class TrainingRun(ABC):
         _open          the ranks are started, and a RecoveryLoop watches their pool from a thread of its own
         _listen        news of that loop become events, until the last news: Finish, Stop or an exception
         _save_and_stop after Ctrl-C or the notice to end, within a few seconds
-        _leave         after ``break``, which has more time: all ranks stop at one step
+        _stop_after_break         after ``break``, which has more time: all ranks stop at one step
         _close         always, and last; it may be called more than once
 
     Everything here runs in the thread that iterates over the events, the handlers of signals among it, where that is
@@ -92,7 +92,7 @@ class TrainingRun(ABC):
                 explain(interrupt, self._interrupted_text(end, interrupt))
             raise
         except GeneratorExit:
-            self._leave()
+            self._stop_after_break()
             raise
         finally:
             # Held first: an exception of a signal's handler within `_close` would leave processes behind.
@@ -163,7 +163,7 @@ class TrainingRun(ABC):
             yield self._fault(news.loss.rank, news.loss.cause, f"{news.action}{self._fault_remark()}")
         elif isinstance(news, Notice):
             yield self._fault(news.rank, news.cause, news.action)
-        elif isinstance(news, Said):
+        elif isinstance(news, RankMessage):
             yield from self._events_of_message(news.rank, news.message)
 
     def _events_of_message(self, rank: int, message: Mapping[str, Any]) -> Iterator[Event]:
@@ -264,7 +264,7 @@ class TrainingRun(ABC):
 
     # Leaving the loop by ``break``
 
-    def _leave(self) -> None:
+    def _stop_after_break(self) -> None:
         """Stops all ranks at one step, after the loop over the events was left."""
         self._interrupts.hold()  # from here on a signal is only noted: it cuts the wait short, and raises nothing
         if not self._can_save:
@@ -281,7 +281,7 @@ class TrainingRun(ABC):
 
     def _stop_together(self, seconds: float, cut: Callable[[], bool], notice: int = 0) -> object:
         """Has all ranks stop at one step, which saves it; returns the last news, or None where it does not come in
-        time. ``cut``: whether to wait no longer; ``notice``: the signal by which the run was told to end, if any."""
+        time. ``cut``: whether to wait no longer; ``notice``: the signal that is the notice to end, or 0."""
         self._send_stop(notice)
         for news in self._news_within(seconds, cut):
             self._take_late(news)
@@ -295,7 +295,7 @@ class TrainingRun(ABC):
             yield self._next_news(min(HURRY_SECONDS, left))
 
     def _take_late(self, news: News | None) -> None:
-        """Takes news that come while the run is saved or left: nobody reads its events just now."""
+        """Takes news that come while the run is saved or left, when the user's loop cannot be given their events."""
         self.rest += self._events_of(news)
 
     @abstractmethod
@@ -368,7 +368,7 @@ class LocalRun(TrainingRun):
     # While the run goes on
 
     def _respond(self, news: News | None) -> Iterator[Event]:
-        if isinstance(news, Said) and news.message["kind"] == "prove":
+        if isinstance(news, RankMessage) and news.message["kind"] == "prove":
             return self._settle(news.message)
         return super()._respond(news)
 
@@ -431,7 +431,7 @@ class LocalRun(TrainingRun):
             return "the run has ended"
         asked = self._ask_to_save([])
         for news in self._news_within(SAVE_SECONDS, lambda: self._interrupts.again):
-            if isinstance(news, Said) and news.message["kind"] == "saved":
+            if isinstance(news, RankMessage) and news.message["kind"] == "saved":
                 self._saved_step = news.message["step"]
                 why: str | None = news.message["why"]
                 return why

@@ -1,5 +1,5 @@
-"""Finds the ranks that stand still while others go on. Where workers wait for nobody (a parameter server, Hogwild) no
-other notices one that hangs before the end of the run, when all wait for it."""
+"""Finds the ranks that stand still while others go on. Where workers do not wait for each other (a parameter server,
+Hogwild) no other notices one that hangs before the end of the run, when all wait for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StillRanks:
         """Which ranks have made a step: servers make none."""
         self._named = np.zeros(len(done), dtype=bool)
 
-    def look(self, passed: float, done: Any, waiting: Any, others: Collection[int], all_still: float) -> list[int]:
+    def update(self, passed: float, done: Any, waiting: Any, others: Collection[int], all_still: float) -> list[int]:
         """Return the ranks to name now. ``waiting``: which ranks wait for others, or have not begun; ``others``: the
         ranks that may stand still for another reason; ``all_still``: the seconds since any of them got something
         done."""

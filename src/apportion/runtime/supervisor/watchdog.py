@@ -119,7 +119,7 @@ class Watchdog:
 
     def late(self, now: float, stopped: Collection[int] = (), excused: Collection[int] = ()) -> WorkerStalled | None:
         """Returns the ranks that have kept the others waiting for too long, or None. ``stopped``: the ranks whose
-        processes are stopped; ``excused``: those of which nobody knows what they do, or that are done."""
+        processes are stopped; ``excused``: those that cannot be heard, or that are done."""
         passed = self._clock.passed(now)
         self._still += passed
         found = self._too_long_stopped(passed, stopped)
@@ -127,12 +127,12 @@ class Watchdog:
             return found
         lines = self._lines
         done, waiting = lines[:, _DONE], lines[:, _WAITING] != 0
-        for rank in self._alone.look(
+        for rank in self._alone.update(
             passed, done, waiting | (lines[:, _BEGUN] == 0), [*stopped, *excused], self._still
         ):
             self._notices.append(self._alone.notice(rank, int(lines[rank, _STEP])))
         if (done != self._seen).any():
-            self._move(done)
+            self._note_progress(done)
             return None
         self._waited = self._waited + passed if waiting.any() else 0.0
         if self._waited <= self._allowed():
@@ -141,9 +141,9 @@ class Watchdog:
         return WorkerStalled(tuple(late), self.step, self._waited)
 
     def notices(self) -> list[Notice]:
-        """Returns what is to be told of ranks that stand still while others go on, since the last call."""
-        told, self._notices = self._notices, []
-        return told
+        """Returns what the user is to know, since the last call, of ranks that stand still while others go on."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def _too_long_stopped(self, passed: float, stopped: Collection[int]) -> WorkerStalled | None:
         if not stopped and not self._stopped.any():
@@ -157,7 +157,7 @@ class Watchdog:
             return None
         return WorkerStalled(tuple(ranks), self.step, float(self._stopped.max()), stopped=True)
 
-    def _move(self, done: Any) -> None:
+    def _note_progress(self, done: Any) -> None:
         if self._first is None:
             self._first = self._still
         else:
@@ -207,7 +207,7 @@ class UnresponsiveDetector:
 
 
 def memory_kills() -> int:
-    """Returns how many processes the kernel has killed for memory, as far as this process is told."""
+    """Returns how many processes the kernel has killed for memory, as far as this process can see."""
     return sum(map(_kills_in, _memory_counters()))
 
 

@@ -82,7 +82,7 @@ class WorkerChannels:
         """Closes the channel of a process that has ended, and clears its slot for another one."""
         self._lines.pop(slot).close()
 
-    def rank(self, slot: int) -> int:
+    def rank_of(self, slot: int) -> int:
         """Returns the rank of the process in this slot."""
         return self.slots.index(slot)
 
@@ -91,16 +91,17 @@ class WorkerChannels:
         for rank in ranks:
             self._processes[self.slots[rank]].kill()
 
-    def listened(self) -> list[int]:
+    def open_slots(self) -> list[int]:
         """Returns the slots whose processes may still say something."""
         return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
 
     def receive(self, seconds: float) -> Iterator[tuple[int, list[Message] | None]]:
-        """Yields what the processes say within this time, by slot, and returns at the first words; None: the process
-        has nothing more to say, and is to be waited for (``reap``)."""
-        # Whoever had ended before we listened, and is silent now, has nothing more to say, even where a process that it
-        # has started holds its channel open.
-        ended = {slot for slot in self.listened() if self._processes[slot].returncode() is not None}
+        """Yields what the processes say within this time, by slot, and returns after the first messages; None: the
+        process has nothing more to say, and is to be waited for (``reap``)."""
+        # The order matters. A process that had ended before `select`, and whose channel is silent after it, has nothing
+        # more to say, even where a process that it has started holds its channel open. Looked at after `select`, it
+        # could have written its last words in between, which would be lost.
+        ended = {slot for slot in self.open_slots() if self._processes[slot].returncode() is not None}
         ready = self._selector.select(0.0 if ended else max(0.0, seconds))
         for slot in ended - {key.data for key, _ in ready}:
             yield slot, None
@@ -110,7 +111,7 @@ class WorkerChannels:
             else:
                 yield key.data, self._lines[key.data].receive()
 
-    def dated(self, slot: int, message: Message) -> Message:
+    def with_run_seconds(self, slot: int, message: Message) -> Message:
         """Adds the time before its start to the seconds of a replacement's event: it counts from its own start."""
         if message["kind"] == "event" and self._late_by[slot] > 0.0:
             message["event"]["seconds"] += self._late_by[slot]
@@ -126,13 +127,13 @@ class WorkerChannels:
             code = process.wait(GONE_SECONDS)
         return code if code is not None else -9
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """Ends every process, and waits until they are gone."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
             process.wait(GONE_SECONDS)
-        for slot in self.listened():
+        for slot in self.open_slots():
             self._selector.unregister(self._processes[slot].channel)
         for lines in self._lines.values():
             lines.close()
@@ -140,7 +141,7 @@ class WorkerChannels:
 
     def close(self) -> None:
         """Ends every process, and then listens no more."""
-        self.end()
+        self.end_all()
         self._selector.close()
         for end in (self._awake, self._wake):
             end.close()

@@ -87,14 +87,14 @@ class WorkerPool(RankPool):
     # What happens
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks say within this time, and returns at the first words. What happens to the ranks is
+        """Yields what ranks report within this time, and returns after the first reports. What happens to the ranks is
         noted."""
         if self._shared is not None and self._shared.members is not None:
             self._shared.members.tick()
         for slot, messages in self._channels.receive(seconds):
             if messages is None:
                 code = self._channels.reap(slot)
-                self.history.note_exit(self._channels.rank(slot), code, self._seen_by(slot))
+                self.history.add_exit(self._channels.rank_of(slot), code, self._seen_by(slot))
                 continue
             for message in messages:
                 if message["kind"] == "shared":
@@ -102,7 +102,7 @@ class WorkerPool(RankPool):
                 elif message["kind"] in ("raised", "finished"):
                     self._note_message(slot, message)
                 else:
-                    yield self._channels.rank(slot), self._channels.dated(slot, message)
+                    yield self._channels.rank_of(slot), self._channels.with_run_seconds(slot, message)
 
     def _hand_out(self, slot: int, asked: Message) -> None:
         assert self._shared is not None
@@ -114,11 +114,11 @@ class WorkerPool(RankPool):
         self._channels.reply(slot, reply, *given)
 
     def _note_message(self, slot: int, message: Message) -> None:
-        rank = self._channels.rank(slot)
+        rank = self._channels.rank_of(slot)
         if message.pop("kind") == "finished":
-            self.history.note(WorkerFinished(rank))
+            self.history.add(WorkerFinished(rank))
         else:
-            self.history.note(WorkerRaised(rank, **message, step=self._seen_by(slot)))
+            self.history.add(WorkerRaised(rank, **message, step=self._seen_by(slot)))
 
     @property
     def ranks(self) -> int:
@@ -142,7 +142,7 @@ class WorkerPool(RankPool):
             self._note_begun(watch)
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
             late = watch.late(time.monotonic(), stopped, self.history.finished)
-            if late is not None and self.history.note_late(late, stopped):
+            if late is not None and self.history.add_late(late, stopped):
                 tell_to_print_stacks(self.pids())
         return self.history.action()
 
@@ -156,20 +156,20 @@ class WorkerPool(RankPool):
         return MembershipChange(self._channels, self._shared.members, self._shared.watch, self.history)
 
     def admit(self) -> MembershipChange:
-        """Opens a change in which nobody is lost."""
+        """Opens a change in which no rank is lost."""
         return self.open_change([])
 
     def grow(self) -> None:
-        """Closes a change in which nobody was lost."""
+        """Closes a change in which no rank was lost."""
         self._changed([])
         self._close_change()
 
     def notices(self) -> list[Notice]:
-        """Returns what is to be told, since the last call, of ranks that stand still while others go on."""
-        told = self._shared.watch.notices() if self._shared is not None else []
+        """Returns what the user is to know, since the last call, of ranks that stand still while others go on."""
+        notices = self._shared.watch.notices() if self._shared is not None else []
         pids = self.pids()
-        tell_to_print_stacks(pids[notice.rank] for notice in told if notice.rank < len(pids))
-        return told
+        tell_to_print_stacks(pids[notice.rank] for notice in notices if notice.rank < len(pids))
+        return notices
 
     def replace(self, losses: Sequence[WorkerLost]) -> list[WorkerLost]:
         """Puts new workers in the places of the lost ones, and closes the change. Returns the losses in whose places
@@ -199,7 +199,7 @@ class WorkerPool(RankPool):
 
     def dismiss(self) -> None:
         """Closes the change for the workers that are left, which are to save and to leave."""
-        listened = set(self._channels.listened())
+        listened = set(self._channels.open_slots())
         self._without([slot for slot in self._channels.slots if slot not in listened])
         self._close_change(ending=True)
 
@@ -218,7 +218,7 @@ class WorkerPool(RankPool):
     def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
         """Ends every process, and begins again with others and with memory of their own. What ranks still say is not
         waited for."""
-        self._channels.end()
+        self._channels.end_all()
         self.release()
         self._changed(losses, restarted=True)
         assert isinstance(self._job, Job), "what only measures has no workers that are replaced"
@@ -232,7 +232,7 @@ class WorkerPool(RankPool):
         return iter(())
 
     def _changed(self, losses: Sequence[WorkerLost], *, restarted: bool = False) -> None:
-        self.history.note_change(losses, self.ranks, restarted=restarted)
+        self.history.add_change(losses, self.ranks, restarted=restarted)
         if self._shared is not None:
             self._shared.watch.assign_slots(self._channels.slots)
 
@@ -263,7 +263,7 @@ class WorkerPool(RankPool):
     # Ending
 
     def _may_report(self) -> bool:
-        return bool(self._channels.listened())
+        return bool(self._channels.open_slots())
 
     def close(self) -> None:
         """Ends every process, waits until they are gone, and lets go of what they shared."""

@@ -14,7 +14,7 @@ class AbsentHosts:
         self._lost: dict[int, tuple[float, str]] = {}
         self._given_up = False
 
-    def lose(self, host: int, now: float, why: str) -> str | None:
+    def add(self, host: int, now: float, why: str) -> str | None:
         """Notes that a host is lost at this time, in seconds. Returns what is done about it; None: it is not waited
         for."""
         if self._limit is None or self._given_up:
@@ -22,7 +22,7 @@ class AbsentHosts:
         self._lost.setdefault(host, (now, why))
         return f"is waited for, {self._limit:g} s at most"
 
-    def take(self, host: int) -> None:
+    def remove(self, host: int) -> None:
         """Notes that a host takes part again."""
         self._lost.pop(host, None)
 

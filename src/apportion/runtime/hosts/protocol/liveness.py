@@ -1,4 +1,4 @@
-"""Which hosts can still be heard: a state machine that is told how much time has passed.
+"""Which hosts can still be heard: a state machine that is given the time that has passed.
 
 A host that says nothing is suspected, and given up some time later. Until then a run only pauses: a cable that is cut
 for a moment costs nothing but that. Time in which the driver itself could not look does not count.
@@ -34,7 +34,7 @@ class Silence:
 
 
 @dataclass
-class _Heard:
+class _HostState:
     silent: float = 0.0
     gap: float = BEAT_SECONDS
     suspected: bool = False
@@ -48,17 +48,17 @@ class Liveness:
     def __init__(self, hosts: Iterable[int], grace: float) -> None:
         self.grace = grace
         """The seconds from the suspicion of a host until it is given up."""
-        self._hosts = {host: _Heard() for host in hosts}
+        self._hosts = {host: _HostState() for host in hosts}
 
-    def heard(self, host: int) -> list[Silence]:
+    def note_heard(self, host: int) -> list[Silence]:
         """Notes that a host has said something; returns that it is back, where it was suspected."""
-        of = self._hosts.get(host)
-        if of is None or of.given_up:
+        state = self._hosts.get(host)
+        if state is None or state.given_up:
             return []
-        if not of.suspected:
-            of.gap += _SMOOTH * (of.silent - of.gap)
-        back = [Silence(host, "back", of.silent)] if of.suspected else []
-        of.silent, of.suspected = 0.0, False
+        if not state.suspected:
+            state.gap += _SMOOTH * (state.silent - state.gap)
+        back = [Silence(host, "back", state.silent)] if state.suspected else []
+        state.silent, state.suspected = 0.0, False
         return back
 
     def pass_time(self, seconds: float, step_seconds: float | None) -> list[Silence]:
@@ -66,17 +66,17 @@ class Liveness:
         there were none yet."""
         least = START_SECONDS if step_seconds is None else max(SUSPECT_SECONDS, SUSPECT_STEPS * step_seconds)
         changed = []
-        for host, of in self._hosts.items():
-            if of.given_up:
+        for host, state in self._hosts.items():
+            if state.given_up:
                 continue
-            of.silent += seconds
-            limit = max(least, LATE_FACTOR * of.gap)
-            if not of.suspected and of.silent > limit:
-                of.suspected = True
-                changed.append(Silence(host, "suspected", of.silent))
-            if of.suspected and of.silent > limit + self.grace:
-                of.given_up = True
-                changed.append(Silence(host, "given up", of.silent))
+            state.silent += seconds
+            limit = max(least, LATE_FACTOR * state.gap)
+            if not state.suspected and state.silent > limit:
+                state.suspected = True
+                changed.append(Silence(host, "suspected", state.silent))
+            if state.suspected and state.silent > limit + self.grace:
+                state.given_up = True
+                changed.append(Silence(host, "given up", state.silent))
         return changed
 
     def is_suspected(self, host: int) -> bool:
@@ -89,4 +89,4 @@ class Liveness:
 
     def expect(self, host: int) -> None:
         """Expects a host to say something from now on."""
-        self._hosts[host] = _Heard()
+        self._hosts[host] = _HostState()

@@ -14,13 +14,13 @@ MOST_TIMES = 5
 
 @final
 class TornLinks:
-    """What ranks have told of connections that they have lost."""
+    """The connections between hosts that ranks have reported as lost."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._step, self._times = -1, 0
 
-    def note(self, current: bool, now: float) -> None:
+    def note_torn(self, current: bool, now: float) -> None:
         """Notes that a rank has lost a connection. ``current``: in the generation that holds, and no older one."""
         if current and self._since is None:
             self._since = now
@@ -30,12 +30,12 @@ class TornLinks:
         return self._since is not None and now - self._since > CAUSE_SECONDS
 
     def forget(self) -> None:
-        """Forgets what was told of connections that nobody has any more, since all ranks have met again."""
+        """Forgets reports about connections that no rank has any longer, since all ranks have met again."""
         self._since = None
 
-    def mend(self, step: int) -> None:
-        """Notes that all ranks meet again, after so many steps. Raises WorkerFailed where they have done so too often
-        with no step in between."""
+    def note_reconnected(self, step: int) -> None:
+        """Notes that all ranks meet again, after this number of steps. Raises WorkerFailed where they have done so too
+        often with no step in between."""
         if self._since is not None:
             self._times = self._times + 1 if step == self._step else 1
             self._step = step
