@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
+from apportion.runtime.hosts.protocol.liveness import AbsentHosts
 
 B, C = 1, 2
 

@@ -26,12 +26,11 @@ from apportion.core.value import parse
 from apportion.errors import ApportionError, CheckpointError
 from apportion.process import usable_cores
 from apportion.runtime.agents.hosts_launcher import RunHost
-from apportion.runtime.hosts import driver_record
-from apportion.runtime.hosts.agent import meeting_address
+from apportion.runtime.hosts import recorded_hosts
+from apportion.runtime.hosts.agent import lock_folder, meeting_address, remove_leftovers
 from apportion.runtime.hosts.agent_connection import ending_text
-from apportion.runtime.hosts.agent_messages import check_message
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path, unpack
-from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter
+from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter, check_message
 from apportion.runtime.hosts.host_facts import (
     describe_host,
     overload,
@@ -45,7 +44,6 @@ from apportion.runtime.hosts.host_facts import (
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of, neighbour_target, path_inside, send_run
-from apportion.runtime.hosts.run_folder import lock_folder, remove_leftovers
 from apportion.runtime.launch.ray import why_not_joined
 from apportion.runtime.launch.ssh import Ssh, parse_host
 from apportion.runtime.supervisor.decisions import Stop
@@ -618,8 +616,8 @@ def test_ranks_that_are_late_are_named_with_the_host_of_each() -> None:
 
 
 def test_the_end_of_a_run_is_recorded_whatever_number_of_samples_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_record, "MOST_WAITING", 3)
-    record = driver_record.DriverRecord()
+    monkeypatch.setattr(recorded_hosts, "MOST_WAITING", 3)
+    record = recorded_hosts.DriverRecord()
     kinds = ["speed"] * 6 + ["rollouts", "fault", "end"]
     sent = [record.add(Event(kind=kind, step=1, epoch=0.0, seconds=0.0)) for kind in kinds]  # type: ignore[arg-type]
     assert [order is not None for order in sent] == [True] * 4 + [False] * 3 + [True] * 2
@@ -629,8 +627,8 @@ def test_the_end_of_a_run_is_recorded_whatever_number_of_samples_waits(monkeypat
 
 def test_what_waits_is_sent_again_ever_more_rarely_until_rank_0_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(driver_record.time, "monotonic", lambda: now)
-    record = driver_record.DriverRecord()
+    monkeypatch.setattr(recorded_hosts.time, "monotonic", lambda: now)
+    record = recorded_hosts.DriverRecord()
     record.add(Event(kind="fault", step=1, epoch=0.0, seconds=0.0))
     record.note_written([1])
     now += 100.0
@@ -642,7 +640,7 @@ def test_what_waits_is_sent_again_ever_more_rarely_until_rank_0_writes(monkeypat
         sent += [now - 1100.0] if record.overdue_order() is not None else []
     assert sent[:4] == [2.0, 6.0, 14.0, 30.0]
     assert len(sent) < 15, "a rank that is stopped does not read them"
-    assert max(after - before for before, after in itertools.pairwise(sent)) == driver_record.MOST_AGAIN_SECONDS
+    assert max(after - before for before, after in itertools.pairwise(sent)) == recorded_hosts.MOST_AGAIN_SECONDS
     record.add(Event(kind="fault", step=3, epoch=0.0, seconds=0.0))
     record.note_written([2])
     now += 2.0

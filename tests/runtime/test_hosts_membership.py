@@ -17,8 +17,8 @@ from apportion.runtime.hosts.protocol.liveness import (
     SUSPECT_SECONDS,
     SUSPECT_STEPS,
     Liveness,
+    TornLinks,
 )
-from apportion.runtime.hosts.protocol.torn_links import TornLinks
 
 A0, A1, B0, B1 = HostSlot(0, 0), HostSlot(0, 1), HostSlot(1, 0), HostSlot(1, 1)
 

@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, final
 
 from apportion.runtime.agents.agent_command import NO_FOLDER, NO_PYTHON
 from apportion.runtime.agents.hosts_launcher import AgentProcess, HostsLauncher
-from apportion.runtime.hosts.agent_messages import check_message
-from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
+from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message, check_message
 
 _KEPT_LINES = 20
 _LAST_WORDS_SECONDS = 0.5

@@ -16,10 +16,8 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event, rank_at_host
-from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
 from apportion.runtime.hosts.protocol.leader import AgentOrder, HostSlot, Leader
-from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
-from apportion.runtime.hosts.protocol.torn_links import TornLinks
+from apportion.runtime.hosts.protocol.liveness import AbsentHosts, Liveness, Silence, TornLinks
 from apportion.runtime.supervisor.decisions import Action, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,
@@ -30,8 +28,7 @@ from apportion.runtime.supervisor.failures import (
     host_text,
     ranks_text,
 )
-from apportion.runtime.supervisor.membership_change import KILL_SECONDS
-from apportion.runtime.supervisor.rank_pool import OpenChange, PoolHistory, RankPool
+from apportion.runtime.supervisor.rank_pool import KILL_SECONDS, OpenChange, PoolHistory, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, LookClock, Watchdog
 from apportion.runtime.worker import progress
 

@@ -1,10 +1,13 @@
-"""The record and the directory of a run on several hosts, seen from the driver: what rank 0 has not seen is written,
-and what was written on other hosts is copied here."""
+"""The hosts of a run, seen from the driver: its record, which gets what rank 0 has not seen; its directory, which is
+copied here; and the hosts that were lost, which are asked to take part again."""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -12,14 +15,13 @@ from typing import Any, final
 
 from apportion.core.event import Event
 from apportion.errors import ApportionError, CheckpointError
-from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.agents.hosts_launcher import HostsLauncher, RunHost
 from apportion.runtime.checkpoint.event_lines import EVENTS, append_events
 from apportion.runtime.checkpoint.validation import mark_of
-from apportion.runtime.hosts.agent_connection import AgentConnection
-from apportion.runtime.hosts.driver_record import DriverRecord
+from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import FrameError, Message
+from apportion.runtime.hosts.host_facts import refuse_unlike, versions
 from apportion.runtime.hosts.hosts_pool import HostsPool
-from apportion.runtime.hosts.recruiting import Recruiter
 from apportion.runtime.hosts.run_copy import RunCopy
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, Shipment, StartedHosts
 from apportion.runtime.supervisor.watchdog import Allowance
@@ -29,6 +31,20 @@ RECORD_SECONDS = 2.0
 """The seconds that an agent may take to write the last events of the run."""
 COPY_SECONDS = 60.0
 """The seconds that a host may take to send the next piece of the run directory."""
+AGAIN_SECONDS = 2.0
+"""The seconds until what has not been reported as written is sent again, which double each time."""
+MOST_AGAIN_SECONDS = 32.0
+"""The most of these seconds: a rank 0 that is busy has to take each copy, and one that is stopped reads none."""
+MOST_WAITING = 10_000
+"""The largest number of samples that wait: faults, and the end, are kept whatever their number."""
+_SAMPLES = {"speed", "rollouts"}
+RETRY_SECONDS = 2.0
+"""The seconds between two looks at which hosts are away, and so between two tries to start an agent there."""
+HERE_SECONDS, READY_SECONDS = 30.0, 120.0
+"""The seconds that an agent may take to speak, and until its workload is open."""
+_LOOK_SECONDS = 0.2
+SendStart = Callable[[AgentConnection], None]
+"""A function that sends an agent which ranks it has, and what they need."""
 
 
 @final
@@ -223,3 +239,121 @@ class RecordedHosts(StartedHosts):
             self._agents += self._recruiter.agents
             self._recruiter.agents = []
         self._close()
+
+
+@final
+class DriverRecord:
+    """The events that the driver has seen and rank 0 has not, each with its number, until rank 0 has reported it as
+    written.
+
+    Rank 0 may be lost meanwhile, and another one takes its place: what has not been reported as written is sent again,
+    and what is left at the end is written by the agent of rank 0's host.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Event] = {}
+        self._number = 0
+        self._sent, self._pause = 0.0, AGAIN_SECONDS
+
+    def add(self, event: Event) -> dict[str, Any] | None:
+        """Adds an event, and returns the order that sends it; None where it is left out, since too many wait."""
+        if event.kind in _SAMPLES and len(self._waiting) > MOST_WAITING:
+            return None
+        if not self._waiting:
+            self._sent = time.monotonic()
+        self._number += 1
+        self._waiting[self._number] = event
+        return _note_order([(self._number, event)])
+
+    def note_written(self, numbers: Iterable[int]) -> None:
+        """Notes what rank 0 has reported as written."""
+        for number in numbers:
+            self._waiting.pop(number, None)
+        self._sent, self._pause = time.monotonic(), AGAIN_SECONDS
+
+    def overdue_order(self) -> dict[str, Any] | None:
+        """Returns the order that sends all that waits once more, where it has waited for long; else None."""
+        if not self._waiting or time.monotonic() - self._sent < self._pause:
+            return None
+        self._sent, self._pause = time.monotonic(), min(2 * self._pause, MOST_AGAIN_SECONDS)
+        return _note_order(self._waiting.items())
+
+    def take_rest(self) -> list[Event]:
+        """Returns what has not been reported as written, and forgets it."""
+        found, self._waiting = list(self._waiting.values()), {}
+        return found
+
+
+def _note_order(events: Iterable[tuple[int, Event]]) -> dict[str, Any]:
+    return {"kind": "note", "events": [{"number": number, "event": asdict(event)} for number, event in events]}
+
+
+@final
+class Recruiter:
+    """Offers to a pool the workers of hosts that it has lost: an agent is started there, as at first, until one
+    answers. It opens the workload before its host is offered, so that the others wait for nothing but the fork of its
+    ranks.
+
+    ``begin``: sends an agent that is up what it
+    needs to start ranks."""
+
+    def __init__(self, launcher: HostsLauncher, hosts: list[RunHost], pool: HostsPool, begin: SendStart) -> None:
+        self._launcher, self._hosts, self._pool, self._send_start = launcher, hosts, pool, begin
+        self._closing = threading.Event()
+        self._busy: dict[int, threading.Thread] = {}
+        self.agents: list[AgentConnection] = []
+        """The connections that were offered, which are closed with the others at the end of the run."""
+        self._thread = threading.Thread(target=self._watch_hosts, name="recruiter", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Starts no more agents, and ends those that were not offered."""
+        self._closing.set()
+        self._thread.join()
+        for thread in list(self._busy.values()):
+            thread.join()
+
+    def _watch_hosts(self) -> None:
+        while not self._closing.wait(RETRY_SECONDS):
+            for number in self._pool.hosts_away():
+                if number not in self._busy or not self._busy[number].is_alive():
+                    self._busy[number] = threading.Thread(target=self._try_host, args=(number,), daemon=True)
+                    self._busy[number].start()
+
+    def _try_host(self, number: int) -> None:
+        """Starts an agent on a host, and offers its workers where it gets ready."""
+        host, news = self._hosts[number], queue.SimpleQueue[News]()
+        try:
+            agent = AgentConnection(number, host.destination, self._launcher, self._launcher.start(host), news)
+        except (ApportionError, OSError):  # another time
+            return
+        offered = False
+        try:
+            facts = self._answer(news, "here", HERE_SECONDS)
+            if facts is not None:
+                refuse_unlike(versions(), [(host.destination, facts)], self._launcher.device)
+                self._send_start(agent)
+                offered = self._answer(news, "ready", READY_SECONDS) is not None
+        except (ApportionError, ValueError) as error:  # it is not the host that it was
+            self._pool.note_refusal(number, str(error))
+        finally:
+            if offered and not self._closing.is_set():
+                self.agents.append(agent)
+                self._pool.offer_workers(agent)
+            else:
+                agent.end()
+                agent.close()
+
+    def _answer(self, news: queue.SimpleQueue[News], kind: str, seconds: float) -> dict[str, object] | None:
+        """Returns the first message of a kind; None where the agent has ended, or says nothing of the kind in time."""
+        allowed = Allowance(seconds)
+        while allowed.left > 0 and not self._closing.is_set():
+            try:
+                _, message = news.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                continue
+            if message is None or (isinstance(message, dict) and message["kind"] == "refused"):
+                return None
+            if isinstance(message, dict) and message["kind"] == kind:
+                return message
+        return None

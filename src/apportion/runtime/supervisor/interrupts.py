@@ -17,7 +17,7 @@ class Interrupts:
     ``outside()`` is called before it is raised in the body of the user's loop, with what is going to be raised; what
     that returns is added to it as an explanation. ``notices``: whether the notice to end is raised, too; else it ends
     the process. Nothing is changed where the program has a handler of its own, or runs in another thread than the main
-    one. """
+    one."""
 
     def __init__(self, outside: Callable[[BaseException], str], *, notices: bool = True) -> None:
         self._outside, self._held = outside, False

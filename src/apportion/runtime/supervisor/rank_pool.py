@@ -24,6 +24,9 @@ from apportion.runtime.supervisor.failures import (
 )
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, Watchdog, memory_kills
 
+KILL_SECONDS = 30.0
+"""The seconds that a killed worker may take to end: it is not replaced before, since it could write to what it
+shares."""
 LEAVING_SECONDS = 5.0
 """The seconds in which ranks that are done still report something."""
 

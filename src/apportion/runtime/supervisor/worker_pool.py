@@ -1,15 +1,18 @@
-"""Manages the processes of a run from the driver: starts, hears, watches, replaces and ends them."""
+"""The workers of a run on this host, seen from the driver: starts, hears, watches, replaces and ends their
+processes."""
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import cloudpickle
 
-from apportion.comm.channel import Message
+from apportion.comm.channel import Message, SharedMemoryOwner
+from apportion.comm.membership import Membership
 from apportion.core.policy import Policy
 from apportion.errors import WorkerFailed
 from apportion.process import is_stopped
@@ -19,11 +22,10 @@ from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, failure
 from apportion.runtime.supervisor.failures import Notice, WorkerFinished, WorkerLost, WorkerRaised
-from apportion.runtime.supervisor.membership_change import MembershipChange
-from apportion.runtime.supervisor.rank_pool import PoolHistory, RankPool
-from apportion.runtime.supervisor.shared_resources import SharedResources
-from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
+from apportion.runtime.supervisor.rank_pool import KILL_SECONDS, OpenChange, PoolHistory, RankPool
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, Watchdog
 from apportion.runtime.supervisor.worker_channels import WorkerChannels
+from apportion.runtime.worker import progress
 from apportion.runtime.worker.job import Job, WorkerJob
 
 
@@ -271,3 +273,73 @@ class WorkerPool(RankPool):
             self.spare.close()
         self._channels.close()
         self.release()
+
+
+@final
+class SharedResources:
+    """What the workers of one start share, which the driver holds for them: memory, and a store where ranks with GPUs
+    find each other. ``replaceable``: whether there is a page of the membership, since workers may be replaced;
+    ``on_cpu``: the ranks exchange through memory alone, and need no store."""
+
+    def __init__(self, ranks: int, *, replaceable: bool, on_cpu: bool) -> None:
+        self.memory = SharedMemoryOwner()
+        try:
+            self.watch = Watchdog(progress.lines(self.memory.map("progress", progress.NBYTES * ranks)))
+            self.members: Membership | None = None
+            if replaceable:
+                page = memoryview(self.memory.map("members", Membership.nbytes(ranks)))
+                self.members = Membership(page, ranks)
+                self.members.begin()
+            self._store = _open_store() if ranks > 1 and not on_cpu else None
+        except BaseException:
+            self.memory.close()
+            raise
+        self.port = self._store.port if self._store is not None else 0
+        """The port of the store; 0 where there is none."""
+
+    def close(self) -> None:
+        """Lets go of the memory, which ranks that map it keep; nothing else may hold this object any more."""
+        self.memory.close()
+
+
+def _open_store() -> Any:
+    """Returns a store that is reachable from this host alone."""
+    import torch.distributed as dist  # what computes on the CPU needs none
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+
+
+@final
+class MembershipChange(OpenChange):
+    """An open change of the membership, until its table can be written (``comm/membership.py``): the lost are killed,
+    and all others have to answer."""
+
+    def __init__(self, channels: WorkerChannels, members: Membership, watch: Watchdog, history: PoolHistory) -> None:
+        self._channels, self._members, self._history = channels, members, history
+        members.open_change()
+        self._silence = watch.silence()
+
+    def settled(self, lost: Collection[int]) -> bool:
+        """Tells whether the lost have been waited for, and all others have answered or ended. A rank that does not
+        answer is ended. Raises WorkerFailed where a killed process has not ended within KILL_SECONDS."""
+        channels = self._channels
+        listened = {channels.rank_of(slot) for slot in channels.open_slots()}
+        asked = [r for r in listened.difference(lost) if not self._members.acknowledged(channels.slots[r])]
+        late = self._silence.broken_by(asked, time.monotonic()) if asked else None
+        if late is not None:
+            self._history.add(late)
+            channels.kill(late.ranks)
+        undead = listened.intersection(lost)
+        channels.kill(undead)  # also who was found to be lost since the change was opened
+        if undead and self._history.quiet > KILL_SECONDS:
+            raise WorkerFailed(
+                f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "
+                "device, or the process that it was forked from is stopped"
+            )
+        return not asked and not undead
