@@ -93,6 +93,8 @@ class Agent:
             _exit_by_signal(number, frame)
         elif self._noticed is None:
             self._noticed = now
+            # The handler itself sends nothing: the interrupted code may hold the lock of the writer. The `put` of a
+            # SimpleQueue is reentrant, so that it may be called here.
             self._notices.put(number)  # this thread may be writing just now
 
     def serve(self) -> None:
@@ -129,6 +131,8 @@ class Agent:
             given = [
                 self._receive_bytes() for _ in range(3)
             ]  # and on to the end of the stream, which may come meanwhile
+            # In a thread: starting ranks takes seconds, in which the end of the orders must still end this process. The
+            # bytes are read here, before it, since no other thread may read from the stream.
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader, only=order["only"])
@@ -217,6 +221,7 @@ class Agent:
             path=[*(str((self._folder / "code" / part).resolve()) for part in order["path"]), *sys.path],
             directory=str(self._directory),
         )
+        # The port is given up only once a rank can be forked at once: until rank 0 has bound it, another process could.
         template().wait_ready()
         if self._held is not None:
             self._held.close()
@@ -224,6 +229,8 @@ class Agent:
         self._send({"kind": "started", "directory": str(self._directory)})
         with self._lock:
             self._ranks = ranks
+            # Under the lock that `_obey` takes to look whether there are ranks: no order can overtake those that came
+            # early.
             for early in self._early:
                 ranks.obey(early)
         threading.Thread(target=self._end_when_left, args=(ranks,), daemon=True).start()
@@ -294,6 +301,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        # From here on a signal would cut short the killing of the ranks, which nothing else ends.
         for number in (signal.SIGHUP, *notices):
             signal.signal(number, signal.SIG_IGN)
         agent.close()

@@ -55,6 +55,8 @@ class AgentConnection:
     def hand_over(self, news: queue.SimpleQueue[News]) -> None:
         """Puts the agent's messages into another queue from now on, and moves those there that were not taken yet."""
         with self._handing:
+            # Under the lock that the reader takes for each message: one that it has just read goes to the new queue
+            # after those that waited in the old one, and none is left behind.
             before, self._news = self._news, news
             with suppress(queue.Empty):
                 while True:

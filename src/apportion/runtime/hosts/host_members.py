@@ -102,6 +102,7 @@ class HostMembers:
                 self._lines[slot, [Progress.waiting.index, Progress.begun.index]] = 0
         self._release_port()
         share = HostShare(order["first"], order["size"], order["address"], order["port"])
+        # Started before the page is even again: from then on the other ranks wait for these processes.
         begin(taken.fresh)
         self.page.close_change(
             order["slots"], ending=order["ending"], share=share, began=order["began"], saved=order["saved"]

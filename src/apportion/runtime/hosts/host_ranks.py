@@ -254,11 +254,13 @@ class HostRanks:
                     self._pass_on(rank, message)
         except json.JSONDecodeError:  # cut short
             pass
+        # The channel has ended: all that the rank has reported is sent before the report of its exit.
         status = rank.process.wait(END_SECONDS)
         if status is None:  # it has closed its channel, and lives on
             rank.process.kill()
             status = rank.process.wait(END_SECONDS)
         if rank.printing is not None:
+            # Its last lines go before the report of its end, after which the driver may stop listening.
             rank.printing.join(_OUTPUT_SECONDS)
         out_of_memory = memory_kills() > kills
         rank.lines.close()

@@ -133,6 +133,9 @@ class HostsPool(RankPool):
             if message is None and host >= 0:
                 self._drop_host(host, self._agents[host].why_ended())
             elif isinstance(message, dict) and host in self.leader.hosts:
+                # Whatever an agent sends is a sign of life, also of a host that was suspected. A message of a host that
+                # was given up is dropped above: others may have its ranks by now, and two processes must never write as
+                # one rank.
                 self._act_on_silences(self._liveness.note_heard(host))
                 yield from (self._stop_after_notice if message["kind"] == "notice" else self._take_message)(
                     host, message
@@ -180,6 +183,7 @@ class HostsPool(RankPool):
             slot = HostSlot(host, message.pop("slot"))
             if kind == "exited":
                 self.leader.exited(slot)
+            # A message of a slot that is not in the table is a late one of a process that is out of the run.
             if slot in self.leader.table:
                 yield from self._take_rank_message(slot, message)
 
@@ -219,6 +223,7 @@ class HostsPool(RankPool):
             self.leader.saved = self._away.just_saved = True
 
     def _note_progress(self, host: int, message: Message) -> None:
+        # Progress that was sent before all began again may arrive after that, and is of processes that have ended.
         if message["generation"] < self.leader.began:  # of processes that are gone
             return
         first, lines = self._line(HostSlot(host, 0)), message["lines"]
@@ -233,6 +238,8 @@ class HostsPool(RankPool):
     def _drop_host(self, host: int, why: str) -> None:
         """Notes that a host takes part in nothing more."""
         ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
+        # Once: the end of a connection, an invalid message and a silence may all say the same of one host. The leader
+        # goes first, so that no order is sent there any longer by what follows.
         if host in self.leader.hosts:
             self.leader.drop(host)
             self._liveness.forget(host)
@@ -252,6 +259,7 @@ class HostsPool(RankPool):
                 self._drop_host(
                     silence.host, f"it has said nothing for {silence.seconds:.1f} s: it was stopped, or cut off"
                 )
+                # The connection is cut as well: the agent ends its ranks when its input ends, should it run after all.
                 self._agents[silence.host].abandon()
             elif ranks:  # no rank waits for a host whose workers are all gone
                 suspected = silence.thought == "suspected"
@@ -315,6 +323,7 @@ class HostsPool(RankPool):
 
     def open_change(self, lost: Collection[int]) -> HostsChange:
         """Opens a change of the membership: these ranks are lost and killed, and all others have to answer."""
+        # A lost process may only be stopped, and would write again one day: it is killed, and waited for, in any case.
         self.send_orders(self.leader.kill(lost))
         self.send_orders(self.leader.open())
         return HostsChange(self, self._watch)
@@ -402,6 +411,7 @@ class HostsPool(RankPool):
             ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
             cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"
             self._notices.append(Notice(ranks[0], cause, f"goes on with {self.ranks} workers"))
+        # After the table is sent, and before any answer to it can be heard, since both happen in this thread.
         self.history.add_change(losses, self.ranks, restarted=begins)
         self._watch.assign_slots([self._line(slot) for slot in self.leader.table])
         if self._stopping:

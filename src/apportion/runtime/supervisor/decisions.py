@@ -131,9 +131,11 @@ def _decide(seen: _Evidence, seconds: float, policy: Policy, *, survives: bool, 
             return Stop(seen.exits[0].rank, death_text(seen.exits[0]))
         if not seen.finished:
             return _with_losses(seen, policy, survives)
+    # After the losses: ranks that wait for one that was lost are not late by themselves.
     if seen.late is not None:
         return Stop(seen.late.ranks[0], late_text(seen.late))
     if seen.exits or seen.symptoms:
+        # A rank that lost its peer often reports that before the peer's own exit is seen, and would be blamed for it.
         if seconds < CAUSE_SECONDS:
             return GoOn(CAUSE_SECONDS - seconds)
         return Stop(seen.exits[0].rank, death_text(seen.exits[0])) if seen.exits else _stop(seen.symptoms[0])
@@ -150,6 +152,7 @@ class _Evidence:
         """The number of workers in the run now."""
         self.before = [loss for _, change in changes for loss in change.losses]
         started = max((at for at, change in changes if change.restarted), default=0)
+        # Ranks are numbered anew by each change: what was reported of rank 1 before it is about another worker.
         now = happened[changes[-1][0] :] if changes else happened
         self.raised = [h for h in now if isinstance(h, WorkerRaised)]
         self.finished = {h.rank for h in now if isinstance(h, WorkerFinished)}

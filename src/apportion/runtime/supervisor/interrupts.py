@@ -42,6 +42,7 @@ class Interrupts:
 
     def release(self) -> None:
         """Lets signals be raised again, and raises the one that was noted."""
+        # Held again before it is raised: what catches it saves the run and ends processes, and must not be interrupted.
         self._held = False
         if self.pending:
             self._held = True
@@ -54,6 +55,7 @@ class Interrupts:
             self.again = self.again or (self.pending and later and number != signal.SIGHUP)
             self._remember(number)
             return
+        # Held from the first signal on: a second one during the save must cut it short (`again`), not raise out of it.
         self._held = True
         self._remember(number)
         interrupt = raised_by(number)

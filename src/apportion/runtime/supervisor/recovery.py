@@ -72,6 +72,8 @@ class RecoveryLoop:
 
     def close(self) -> None:
         """Stops looking after the worker pool, and then ends it."""
+        # The flag is set before the wake: `_run` is either about to look at it, or is woken from `hear` to do so. The
+        # pool is closed from this thread only after the other has ended, since two threads must not reap one process.
         self._closing = True
         self._pool.wake()
         self._thread.join(CLOSE_SECONDS)
@@ -93,6 +95,7 @@ class RecoveryLoop:
             self._pass_on_messages(
                 STEP_SECONDS if self._replaced else LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
             )
+            # Before the decision: what is reported of one loss must not come after the report of the next.
             self._report_replaced()
             self._prepare_spare()
             action = self._pool.action()
@@ -129,6 +132,8 @@ class RecoveryLoop:
             self._pass_on(self._pool.restart(action.losses))
             self._report(action.losses, "all workers are started again")
             return GoOn()
+        # Nothing is replaced before all others have answered: until then one of them may still write, in memory that a
+        # replacement is about to read, what belongs to the old generation.
         lost = [loss.rank for loss in action.losses]
         decided = self._settled(self._pool.open_change(lost), lost)
         self._close_change(decided, began)
@@ -167,17 +172,23 @@ class RecoveryLoop:
         """Waits until all lost workers have ended and all others have left the old world, and returns what is decided
         then. ``lost``: the ranks that are lost so far."""
         while not self._closing:
+            # The order matters: what `settled` finds out (a rank that does not answer is a loss) must be part of the
+            # decision. Asked the other way round, a change could be closed with a rank in it that is being killed.
             settled = change.settled(lost)
             decided = self._pool.action()
             if isinstance(decided, Finish | Stop | Restart):
                 return decided
             if isinstance(decided, GoOn) and settled:
+                # Without a loss this change was opened to take workers in. Else the others have finished meanwhile, and
+                # are only let go.
                 if not lost and not self._pool.finishing:
                     return decided
                 self._pool.dismiss()
                 self._pass_on(self._pool.hear_leaving())
                 return Finish()
             if isinstance(decided, Replace | Shrink):
+                # A rank that was lost since the change was opened is not in `lost` yet: it is killed and waited for as
+                # well, before the table is written for all losses at once.
                 if settled and len(decided.losses) == len(lost):
                     return decided
                 lost = [loss.rank for loss in decided.losses]
@@ -221,6 +232,7 @@ class RecoveryLoop:
         """Starts the spare that replacements are forked from, once the run is under way, and another one where it was
         lost too."""
         pool = self._pool
+        # A spare that could not stand by for this workload would not be able to the next time either.
         if pool.spare is not None and pool.spare.gone:
             self._spares_left = 0 if pool.spare.unfit() else self._spares_left
             pool.spare.close()

@@ -46,6 +46,8 @@ class LookClock:
 
     def passed(self, now: float) -> float:
         """Returns the seconds since the last call."""
+        # A longer gap says that this process did not run: SIGSTOP, a laptop that slept, a machine that swaps. The
+        # workers may not have run either, and none is blamed for that time.
         seconds = min(now - self._looked, 2 * LOOK_SECONDS)
         self._looked = now
         return seconds
@@ -133,9 +135,12 @@ class Watchdog:
         if (done != self._seen).any():
             self._note_progress(done)
             return None
+        # Only time in which some rank waits counts: where all compute, a step is long, and no rank is late.
         self._waited = self._waited + passed if waiting.any() else 0.0
         if self._waited <= self._allowed():
             return None
+        # Those that do not wait are what the others wait for. Where all wait, each for another, all are late: a
+        # deadlock.
         late = np.flatnonzero(~waiting).tolist() or list(range(len(done)))
         return WorkerStalled(tuple(late), self.step, self._waited)
 

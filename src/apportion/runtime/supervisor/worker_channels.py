@@ -40,6 +40,8 @@ class WorkerChannels:
 
     def pids(self) -> list[int]:
         """Returns the process ids by rank; none while all are started again."""
+        # The pool's thread may put another dictionary and another list in the place of these meanwhile. Each is read
+        # once, so that a rank may be missing here, but no process id is that of another rank.
         processes = self._processes
         return [processes[slot].pid for slot in list(self.slots) if slot in processes]
 
@@ -70,6 +72,8 @@ class WorkerChannels:
         self._processes[slot], self._lines[slot] = process, Lines(process.channel)
         self._late_by[slot] = time.monotonic() - self._began
         self._selector.register(process.channel, selectors.EVENT_READ, slot)
+        # An exit makes the channel readable only where nothing else holds it open, such as a loader that the worker has
+        # started: so the end of the process itself wakes `receive` too.
         process.when_ended(self.wake)
 
     def remove(self, slots: Collection[int]) -> None:
@@ -120,6 +124,7 @@ class WorkerChannels:
     def reap(self, slot: int) -> int:
         """Waits until the process in this slot has ended, kills it where it does not, and returns its exit status."""
         process = self._processes[slot]
+        # Unregistered before the wait: a closed channel is readable for ever, and `receive` would return at once again.
         self._selector.unregister(process.channel)
         code = process.wait(GONE_SECONDS)
         if code is None:  # it closed its channel and lives on: it can no longer be led
@@ -129,6 +134,7 @@ class WorkerChannels:
 
     def end_all(self) -> None:
         """Ends every process, and waits until they are gone."""
+        # All are killed before the first is waited for: they end side by side, and none waits for another that is gone.
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():

@@ -94,11 +94,14 @@ class WorkerPool(RankPool):
         if self._shared is not None and self._shared.members is not None:
             self._shared.members.tick()
         for slot, messages in self._channels.receive(seconds):
+            # In this order: the exit status is there only once the process is reaped, and only then is the rank lost.
+            # Its slot stays taken until a change of the membership clears it, so that ranks keep their numbers.
             if messages is None:
                 code = self._channels.reap(slot)
                 self.history.add_exit(self._channels.rank_of(slot), code, self._seen_by(slot))
                 continue
             for message in messages:
+                # Requests for memory are answered here, at once: a worker cannot go on without.
                 if message["kind"] == "shared":
                     self._hand_out(slot, message)
                 elif message["kind"] in ("raised", "finished"):
@@ -143,6 +146,7 @@ class WorkerPool(RankPool):
             watch = self._shared.watch
             self._note_begun(watch)
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
+            # Ranks that have finished stand still from then on, while others may still go on: they are excused.
             late = watch.late(time.monotonic(), stopped, self.history.finished)
             if late is not None and self.history.add_late(late, stopped):
                 tell_to_print_stacks(self.pids())
@@ -177,13 +181,18 @@ class WorkerPool(RankPool):
         """Puts new workers in the places of the lost ones, and closes the change. Returns the losses in whose places
         there are none: none of them."""
         assert self._shared is not None
+        # The history first: what happens from here on happens to the ranks of the new world, and an exit of a new
+        # worker must not be counted among those of the old one.
         self._changed(losses)
         for loss in losses:
             slot = self._channels.slots[loss.rank]
+            # The marks of the lost one are cleared before its successor starts: it would otherwise be taken for a rank
+            # that waits, or that has begun, until it has written its own.
             self._channels.clear(slot)
             self._shared.watch.reset(slot)
             port = self._shared.port
             self._channels.add(slot, self._launcher.replace(self._payload, slot, self._places, port, self.spare))
+        # The order was sent before these workers existed.
         self._close_change()
         if self._stopping:
             self.send({"kind": "stop"}, [loss.rank for loss in losses])
@@ -220,6 +229,8 @@ class WorkerPool(RankPool):
     def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
         """Ends every process, and begins again with others and with memory of their own. What ranks still say is not
         waited for."""
+        # In this order: workers use the memory and the store until they have ended. The new ones get memory of their
+        # own, which a process that was killed and has not ended yet cannot reach.
         self._channels.end_all()
         self.release()
         self._changed(losses, restarted=True)

@@ -35,6 +35,8 @@ class Follower:
     def open(self, generation: int, living: Collection[int]) -> bool:
         """Begins a change, which the workers in the slots ``living`` have to answer. Returns False, and does nothing,
         where this is not a change (an even generation), or not newer than all that was obeyed before."""
+        # An order may come twice, or late after a newer one: obeyed again, it would wait for answers that have been
+        # given.
         if generation % 2 == 0 or generation <= self.generation:
             return False
         self.generation = generation

@@ -79,6 +79,7 @@ class Leader:
 
     def open(self) -> list[AgentOrder]:
         """Begins a change of the table, also where one is under way."""
+        # By two where a change is open already: answers to that one must not count for this one, in which more is lost.
         self.generation += 1 + self.generation % 2
         self._answered.clear()
         self._places.clear()
@@ -118,6 +119,7 @@ class Leader:
     def can_close(self) -> bool:
         """True where a table can be sent: every worker has answered or ended, those that were killed have ended, also
         who had answered before, and each host has said its place."""
+        # An answer is not enough of a process that was killed: it may have answered first, and still be writing.
         settled = self._killed <= self._ended and not self.asked()
         return self.generation % 2 == 1 and settled and self.hosts <= self._places.keys()
 
