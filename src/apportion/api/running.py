@@ -186,7 +186,7 @@ def _on_processes(
     """Runs under one strategy. Raises NotProved before the first step, where the run must not go on."""
     from apportion.planner.performance_monitor import PerformanceMonitor
     from apportion.runtime.proof.limits import STARTED_SECONDS
-    from apportion.runtime.supervisor.run import RunSupervisor
+    from apportion.runtime.supervisor.run import LocalRun
 
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
@@ -207,7 +207,7 @@ def _on_processes(
         from apportion.api.run_proof import SelfProof  # a run that is not proved needs none of this
 
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
-    supervised = RunSupervisor(job, chosen.launcher, chosen.ranks, proof)
+    supervised = LocalRun(job, chosen.launcher, chosen.ranks, proof)
     watch = PerformanceMonitor(decision.expected)
     events = supervised.events()
     try:
