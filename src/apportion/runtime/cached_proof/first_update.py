@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from apportion.core.sampling.rng import seeded_rng
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.runtime.proof.proof_workload import few_rows, moving, short_sequences
 from apportion.runtime.proof.value_digest import seal
 
