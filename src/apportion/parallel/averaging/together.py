@@ -7,7 +7,7 @@
     rank 1   notes /          own change x its share of the examples /
 
 A rank sends in a round what it sends for the gradient of one step of data_parallel: each weighs its change before the
-sum, so that the sum is the mean. What the weights follow from goes round first, in a few bytes (``notes.py``): the
+sum, so that the sum is the mean. What the weights follow from goes round first, in a few bytes: the
 examples of each rank, and numbers that are not to be summed, such as counters.
 
 The slots of the optimizers are in the sum where replicas go on with their mean. Where each keeps its own, they are
