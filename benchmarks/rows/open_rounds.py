@@ -15,8 +15,8 @@ from pathlib import Path
 from hosts import cannot, several_hosts
 from parked import SideFailed, environment
 
-from apportion.parallel.averaging.open.replay import check_log
-from apportion.parallel.averaging.open.round_log import RoundLog
+from apportion.parallel.averaging.reference import check_log
+from apportion.parallel.averaging.round_log import RoundLog
 
 SIDE = str(Path(__file__).resolve().parents[1] / "sides" / "open_rounds_side.py")
 EVERY_SECONDS, AWAY_SECONDS = 20.0, 6.0

@@ -17,7 +17,7 @@ from apportion.comm.world import World
 from apportion.core.fault_points import plant
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, Strategy
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.parameter_server import ParameterServer
 

@@ -23,7 +23,7 @@ import warm_ranks
 from apportion.comm.channel import Message
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
-from apportion.parallel.replica import single_process
+from apportion.parallel.replica import step as single_step
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof_workload import few_rows
 from apportion.runtime.spawn.template import Spare
@@ -83,7 +83,7 @@ def _is_one_device(strategy: Strategy) -> bool:
     """Tells whether the reference is one device's, whatever the settings: ``return reference(workload)``."""
     function: Any = type(strategy).reference
     same = function.__code__.co_code == SingleDevice.reference.__code__.co_code
-    return same and strategy.exact and function.__globals__.get("reference") is single_process.reference
+    return same and strategy.exact and function.__globals__.get("reference") is single_step.reference
 
 
 def _is_not_cut(job: Job) -> bool:

@@ -32,7 +32,7 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.strategies.data_parallel import DataParallel
 
 VERSION_BYTES = 1 << 20

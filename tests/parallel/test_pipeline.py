@@ -28,8 +28,8 @@ from apportion.parallel.pipeline.cut_points import (
     measured,
     named,
 )
-from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.stage_graph import StageGraph, prove, terms
+from apportion.parallel.pipeline.staging import turns
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.pipeline.whole_batch import (
     BatchRows,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.parallel.averaging.open.deadline import seconds_of
-from apportion.parallel.averaging.open.round_book import GATHER_SECONDS, GRACE_SECONDS, OpenedRound, RoundBook, Standing
+from apportion.parallel.averaging.round_state import GATHER_SECONDS, GRACE_SECONDS, OpenedRound, RoundBook, Standing
+from apportion.strategies.local_sgd import seconds_of
 
 EVERY, DEADLINE = 3, 2.0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from apportion.comm.network.rank_connection import RankConnection
-from apportion.parallel.averaging.open.messages import MessageKind, MessageReader, send_message
+from apportion.parallel.averaging.messages import MessageKind, MessageReader, send_message
 
 Ends = tuple[RankConnection, RankConnection]
 

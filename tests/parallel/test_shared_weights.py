@@ -19,7 +19,7 @@ from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State
 from apportion.parallel.optim.elementwise import FlatPiece, rule_of
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.parallel.shared_weights.layout import SharedLayout, is_dense, regions_of
 from apportion.parallel.shared_weights.slice_update import stretches
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep

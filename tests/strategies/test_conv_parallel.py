@@ -23,7 +23,7 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.address import load_workload
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
 
 pytestmark = pytest.mark.processes

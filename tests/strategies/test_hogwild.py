@@ -20,7 +20,7 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice
 

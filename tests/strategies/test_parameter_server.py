@@ -26,7 +26,7 @@ from apportion.core.strategy import State, batches
 from apportion.core.value import parse
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.replay import replay
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.runtime.proof.proof import Proof
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.single_device import SingleDevice

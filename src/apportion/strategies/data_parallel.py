@@ -54,18 +54,14 @@ from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, he
 from apportion.core.value import NESTED
 from apportion.core.workload import Workload
 from apportion.parallel.compression.compression import METHODS, Compression, compression
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.running_statistics import RunningStatistics
-from apportion.parallel.ops.sync_batch_norm import use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, RunningStatistics, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
-from apportion.parallel.replica.bucket_update import BucketUpdate
+from apportion.parallel.replica.bucket_update import BucketUpdate, GradientUpdate
 from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, early_bytes
-from apportion.parallel.replica.gradient_update import GradientUpdate
 from apportion.parallel.replica.initial_model import refuse_renormalising
 from apportion.parallel.replica.load_balancing import MeasuredShares
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.replica.step import ReplicaStep
+from apportion.parallel.replica.step import ReplicaStep, reference
 from apportion.parallel.shared_weights.suitability import unsuited
 from apportion.parallel.shared_weights.update import SharedUpdate
 

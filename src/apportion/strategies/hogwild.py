@@ -50,7 +50,7 @@ from apportion.cost_model.profile import Profile
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.store import Store
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, must_be_one_host
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
 """The time of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and

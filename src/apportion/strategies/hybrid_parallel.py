@@ -50,12 +50,18 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.tensor import first_sliced_layer, hybrid_cost, sliced
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
-from apportion.parallel.ops.channels_last import takes_channels_last
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.tensor.hybrid_model import HybridModel, HybridParts, cut, unfollowed, what_crosses
+from apportion.parallel.replica.step import reference
+from apportion.parallel.tensor.hybrid_model import (
+    HybridModel,
+    HybridParts,
+    cut,
+    takes_channels_last,
+    unfollowed,
+    what_crosses,
+)
 from apportion.parallel.tensor.patterns import trace
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, plan
 from apportion.parallel.tracing.forward_signature import opened

@@ -63,9 +63,8 @@ from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
 from apportion.parallel.parameter_store.worker_step import DownpourStep, OrderedStep
-from apportion.parallel.partition.replica_costs import slowest_group
-from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many, slowest_group
+from apportion.parallel.replica.step import reference
 
 
 def _in_order(found: Computed, once: PushPrice, workers: int) -> dict[str, float]:

@@ -232,8 +232,9 @@ def refuse_nothing_compared(ranks: Sequence[RankRecord], union: RankRecord) -> N
             )
     for who, records in (("on the ranks", ranks), ("in one process", [union])):
         if not any(record.steps for record in records):
+            calls = len(union.events_of("call"))
             raise ValueError(
-                f"step made no optimizer step {who} in {len(union.events_of('call'))} calls: it ends with optimizer.step() "
+                f"step made no optimizer step {who} in {calls} calls: it ends with optimizer.step() "
                 "of the optimizer that it is given"
             )
     gradients = [array for step in union.steps for array in step["gradients"].values() if array is not None]

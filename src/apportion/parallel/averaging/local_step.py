@@ -19,14 +19,14 @@ from apportion.core.strategy import Recoverable, State
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.averaging.contribution import Contribution, Outer, ReplicaTensors
-from apportion.parallel.averaging.open.coordinator import OpenRounds, Refuse
-from apportion.parallel.averaging.open.exchange import OpenExchange
+from apportion.parallel.averaging.coordinator import OpenRounds, Refuse
+from apportion.parallel.averaging.exchange import OpenExchange
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange
 from apportion.parallel.averaging.shared import SharedAverage, can_share
 from apportion.parallel.averaging.together import Together
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.replica import called
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 
 
 @dataclass(frozen=True, kw_only=True)

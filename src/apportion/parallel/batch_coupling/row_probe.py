@@ -22,7 +22,7 @@ from apportion.core.rng import seed_everything
 from apportion.core.torch_private import DropoutBase
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.sync_batch_functions import normalisation
-from apportion.parallel.ops.running_statistics import RunningStatistics
+from apportion.parallel.ops.sync_batch_norm import RunningStatistics
 from apportion.parallel.tracing.side_effects import Before, draws
 
 SMALL = 20_000_000

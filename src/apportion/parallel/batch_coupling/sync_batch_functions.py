@@ -18,8 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.sync_batch_norm import Normalize
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, Normalize
 
 _FUNCTIONAL = "x running_mean running_var weight bias training momentum eps"
 _TORCH = "x weight bias running_mean running_var training momentum eps cudnn_enabled"

@@ -37,8 +37,7 @@ from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.sync_batch_norm import use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.committed_shards import CommittedShards
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many, how_many_are_left, whole_network

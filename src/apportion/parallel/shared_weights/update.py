@@ -31,7 +31,7 @@ from apportion.core.fault_points import reached
 from apportion.errors import StateLost
 from apportion.parallel.ops.factored_linear import factored, plain_layers
 from apportion.parallel.optim.elementwise import ElementwiseRule, rule_of
-from apportion.parallel.replica.gradient_update import GradientUpdate
+from apportion.parallel.replica.bucket_update import GradientUpdate
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.resync import share_python_state
 from apportion.parallel.shared_weights.gradient_slots import GradientSlots

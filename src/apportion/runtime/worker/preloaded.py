@@ -24,7 +24,7 @@ from torch import nn
 from apportion.core.data.source import BatchSource
 from apportion.core.rng import RngState, seed_everything
 from apportion.core.workload import Workload
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.runtime.spawn.fork_server import ForkServer
 from apportion.runtime.spawn.imports import Imports, repeat
 from apportion.runtime.spawn.template import UNFIT

@@ -16,7 +16,7 @@ from apportion.core.rng import seeded_rng
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
-from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState
+from apportion.parallel.replica.step import OneDeviceStep, ReferenceState
 
 
 @collective

@@ -32,7 +32,7 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Update, Workload
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState, reference
+from apportion.parallel.replica.step import OneDeviceStep, ReferenceState, reference
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.module_taps import taps

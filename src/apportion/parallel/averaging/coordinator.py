@@ -21,11 +21,16 @@ from typing import Any, final
 from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import RankListener
 from apportion.errors import PeerLost
-from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, average, copy_parts
-from apportion.parallel.averaging.open.messages import MessageKind, MessageReader, RoundMessage, send_message
-from apportion.parallel.averaging.open.round_book import OpenedRound, RoundBook
-from apportion.parallel.averaging.open.round_log import LoggedPart, LoggedRound, RoundLog
-from apportion.parallel.averaging.open.wire import ContributionBytes
+from apportion.parallel.averaging.contribution import (
+    Contribution,
+    ContributionBytes,
+    ReplicaTensors,
+    average,
+    copy_parts,
+)
+from apportion.parallel.averaging.messages import MessageKind, MessageReader, RoundMessage, send_message
+from apportion.parallel.averaging.round_log import LoggedPart, LoggedRound, RoundLog
+from apportion.parallel.averaging.round_state import OpenedRound, RoundBook
 
 FAREWELL_SECONDS = 5.0
 """The seconds that replicas have at the end to learn that it is the end."""

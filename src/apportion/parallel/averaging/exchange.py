@@ -26,11 +26,10 @@ from apportion.comm.network.rank_connection import RankConnection, move_until
 from apportion.comm.network.rendezvous import RankService
 from apportion.comm.world import World
 from apportion.errors import ApportionError, PeerLost
-from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors
-from apportion.parallel.averaging.open.coordinator import OpenRounds, Refuse, RoundCoordinator
-from apportion.parallel.averaging.open.messages import MessageKind, MessageReader, RoundMessage, send_message
-from apportion.parallel.averaging.open.round_log import RoundLog
-from apportion.parallel.averaging.open.wire import ContributionBytes
+from apportion.parallel.averaging.contribution import Contribution, ContributionBytes, ReplicaTensors
+from apportion.parallel.averaging.coordinator import OpenRounds, Refuse, RoundCoordinator
+from apportion.parallel.averaging.messages import MessageKind, MessageReader, RoundMessage, send_message
+from apportion.parallel.averaging.round_log import RoundLog
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write
 
 FIRST_SECONDS, RETURN_SECONDS = 300.0, 60.0
