@@ -84,7 +84,7 @@ def _saved_late(record: RankRecord) -> str:
 
 
 def lacks_gpu(passed: PassResult) -> bool:
-    """Whether a script failed, or ended before its first step, because there is no GPU, or fewer than ranks."""
+    """Whether a script failed, or ended before its first step, for lack of a GPU for each rank."""
     failed = next((record for record in passed.failed if record.outcome is not None), None)
     if failed is not None and failed.outcome is not None:
         return needs_gpu(failed.outcome, passed.outputs[failed.rank])
@@ -95,7 +95,7 @@ def lacks_gpu(passed: PassResult) -> bool:
 
 
 def needs_gpu(outcome: Mapping[str, Any], output: str) -> bool:
-    """Whether a script failed because there is no GPU, or fewer than ranks."""
+    """Whether a script failed for lack of a GPU for each rank."""
     if outcome["how"] == "exited":
         return bool(_GPU.search(output[-500:]))
     return outcome["how"] == "raised" and bool(

@@ -274,7 +274,7 @@ def _answer_for_accelerator() -> None:
     accelerator.current_stream = lambda *args, **kwargs: _Stream()
 
 
-class _Done:
+class _AlreadyDone:
     """What a stream and an event have in common where everything is already done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -288,7 +288,7 @@ class _Done:
         return True
 
 
-class _Stream(_Done):
+class _Stream(_AlreadyDone):
     """A stream on which everything is already done."""
 
     cuda_stream = 0
@@ -313,7 +313,7 @@ class _Stream(_Done):
         return False
 
 
-class _Event(_Done):
+class _Event(_AlreadyDone):
     """An event that has happened."""
 
     def record(self, stream: Any = None) -> None:

@@ -50,7 +50,7 @@ class ScheduleSteps:
         """Returns the number of steps that the schedulers of an optimizer have made."""
         try:
             return self._made.get(optimizer, 0)
-        except TypeError:  # of another class than torch's, to which there is no weak reference
+        except TypeError:  # of another class than torch's, which has no weak references
             return 0
 
 

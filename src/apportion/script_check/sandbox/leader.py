@@ -131,7 +131,7 @@ def _kill(pid: int) -> None:
 
 def _exec_rank(rank: dict[str, Any], parent: int, control: socket.socket) -> NoReturn:
     """Turns this process, forked from the starter, into a rank."""
-    # A group of its own, by which the rank and what it starts are ended where there is no /proc.
+    # A group of its own, by which the rank and what it starts are ended where /proc is missing.
     os.setsid()
     die_with_parent(parent)
     output = os.open(rank["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
