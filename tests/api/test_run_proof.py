@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 from apportion import Disproved, Event, Workload
-from apportion.api import proof_workers, prover, run_proof
+from apportion.api import prover, run_proof
 from apportion.api.proof_words import likely_causes
 from apportion.api.proof_workers import ProofRequest, ProofWorkers
 from apportion.core.value import parse
@@ -32,6 +32,8 @@ from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import read_events
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launched import ranks as proof_ranks
+from apportion.runtime.launched.ranks import LocalRanks, Ranks
 from apportion.runtime.proof import limits, proof_workload
 from apportion.runtime.proof.budget import ProofSteps
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
@@ -301,12 +303,12 @@ def test_the_folder_of_a_proof_is_there_until_every_process_has_ended(monkeypatc
             closed.append(workers.folder / f"state{len(closed)}")
             closed[-1].write_bytes(b"late")
 
-    monkeypatch.setattr(proof_workers, "WorkerPool", Writing)
+    monkeypatch.setattr(proof_ranks, "WorkerPool", Writing)
     chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
     asked = ProofRequest(workload=net(), chosen=chosen, steps=4)
     with (
         pytest.raises(ValueError, match="a rank failed"),
-        ProofWorkers.started(asked, ProofLimits(None, share=0.0, run_steps=0), "float64") as workers,
+        ProofWorkers.started(asked, ProofLimits(None, share=0.0, run_steps=0), "float64", LocalRanks()) as workers,
     ):
         raise ValueError("a rank failed")
     assert len(closed) == 3
@@ -338,11 +340,11 @@ def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
 ) -> None:
     asked = []
 
-    def impatient(request: ProofRequest, ranks: None) -> Any:
+    def impatient(request: ProofRequest, ranks: Ranks) -> Any:
         asked.append(request)
         if not request.short:
             raise OutOfTimeError("it needs about 100 s")
-        return prover.prove(request)
+        return prover.prove(request, ranks)
 
     monkeypatch.setattr(run_proof, "prove", impatient)
     given = replace(net(lambda: Words(length)), data=texts, loss=nn.CrossEntropyLoss())

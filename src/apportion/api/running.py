@@ -16,6 +16,7 @@ from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.event import Event
+from apportion.core.launcher import Launcher
 from apportion.core.own_frames import outside
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
@@ -24,8 +25,9 @@ from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
 from apportion.planner.decision import Decision, Planning, next_best
-from apportion.reporting.recording import journaled
+from apportion.reporting.recording import draw_report, journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.checkpoint.event_lines import EVENTS
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
@@ -41,7 +43,9 @@ if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
     from apportion.runtime.proof.proof import Settled
 
-Launcher = Local | Env | HostsLauncher
+
+UNKNOWN = "data_parallel"
+"""The strategy that stands in the driver's job where the ranks of other hosts choose one: they alone build it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +74,72 @@ class RunRequest:
         )
 
 
-def started(
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that is about to begin, on whichever ranks a launcher has."""
+
+    asked: RunRequest
+    strategy: Strategy | None
+    """The strategy; None: one is chosen."""
+    planning: Planning
+    """The settings of that choice."""
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None and self.planning != Planning():
+            raise ValueError(
+                f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {self.strategy} is "
+                "given: leave either out"
+            )
+
+    def on_processes(self, launcher: Local) -> Generator[Event, None, None]:
+        """Runs on processes of this machine. A run that is gone on with keeps its strategy."""
+        training = self
+        if self.asked.resume == "auto":
+            asked = replace(self.asked, resume=has_checkpoint(self.asked.run_dir))
+            training = replace(training, asked=asked)
+        if training.strategy is None and training.asked.resume is True:
+            strategy: Strategy = parse(strategy_of(training.asked.run_dir), "apportion.strategies")
+            training = replace(training, strategy=strategy)
+        return _started(training.asked, training.strategy, launcher, training.planning)
+
+    def on_running_ranks(self, launcher: Env) -> Generator[Event, None, None]:
+        """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
+        return _launched(self.asked, self.strategy, launcher, self.planning)
+
+    def on_hosts(self, launcher: HostsLauncher) -> Generator[Event, None, None]:
+        """Runs on ranks that are started on the launcher's hosts. Where no strategy is given, they choose one."""
+        return _started_on_hosts(self.asked, self.strategy, launcher, self.planning)
+
+
+def _started(
     asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
-    """Runs on processes of this machine."""
     with single_writer(asked.run_dir):
         if not asked.resume:
             refuse_started(asked.run_dir)  # before anything is measured, tried or proved
         yield from _run_here(asked, strategy, launcher, planning)
+
+
+def _started_on_hosts(
+    asked: RunRequest, strategy: Strategy | None, launcher: HostsLauncher, planning: Planning
+) -> Generator[Event, None, None]:
+    from apportion.api.shipment import HostJob, shipment_of, shipped_workload, whole_address
+    from apportion.runtime.hosts.hosts_run import HostsRun  # what goes to other hosts needs more
+
+    if not asked.resume:
+        refuse_started(asked.run_dir)  # the copy of the run would take its place
+    shipped = replace(asked, address=whole_address(asked.address), workload=shipped_workload(asked.workload))
+    replaceable = strategy is not None and not strategy.comes_and_goes
+    given = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
+    shipment = shipment_of(asked.workload, given)
+    job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
+    job = replace(job, replaceable=replaceable)
+    run = HostsRun(job, launcher, shipment, chooses=strategy is None)
+    try:
+        yield from run.events()
+    finally:
+        if run.is_late and Path(asked.run_dir, EVENTS).exists():
+            draw_report(asked.run_dir)
 
 
 def _run_here(
@@ -160,10 +222,9 @@ def _on_processes(
             requeue_job(job.policy)
 
 
-def launched(
+def _launched(
     asked: RunRequest, strategy: Strategy | None, launcher: Env, planning: Planning
 ) -> Generator[Event, None, None]:
-    """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
     from apportion.runtime.launched.rank_notice import RankNotice
 
     notice = RankNotice(RunControl())
@@ -296,8 +357,8 @@ def _chosen_together(
         written = strategy_of(asked.run_dir) if world.rank == 0 else None
         written = broadcast_message(written, world.group(), device=world.device)
         return parse(written, "apportion.strategies"), None
-    from apportion.api.launched.proof import all_or_none, must_agree
     from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
+    from apportion.runtime.launched.driving import all_or_none, must_agree
 
     # Before anything is measured; the other ranks may not have the disk.
     all_or_none(lambda: refuse_started(asked.run_dir) if world.rank == 0 else None, world)
@@ -310,7 +371,7 @@ def _chosen_together(
         )
     fresh = world.renew()  # what is built to be tried is none of the run's
     try:
-        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial)
+        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial, name=asked.address)
     finally:
         fresh.close()
     return parse(told["strategy"], "apportion.strategies"), told

@@ -20,6 +20,8 @@ class PlainLines:
         self._next = 0.0
         self._start: Event | None = None
         self._scores: dict[int, float] = {}
+        self._proved = False
+        """True once the sentence of the run's proof has been shown."""
 
     def open(self) -> None:
         """Begins to show."""
@@ -37,10 +39,11 @@ class PlainLines:
         if event.kind == "plan":
             self.say(in_flags(plan_line(event)))
         elif event.kind == "proof":
+            self._proved = event.data["verdict"] != "begun"
             self.say(in_flags(event.data["sentence"]))
         elif event.kind == "start":
             self._start = event
-            if (event.data["proof"] or {}).get("remembered"):
+            if event.data["proof"] is not None and not self._proved:  # it was made by the ranks, or earlier
                 self.say(in_flags(event.data["proof"]["sentence"]))
             self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:

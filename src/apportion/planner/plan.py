@@ -13,7 +13,6 @@ from apportion.cost_model.cost import TERMS
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced
 from apportion.planner.rollouts.rates import RolloutRate
-from apportion.runtime.launch.local import Local
 
 MOST_SPANS = 1500
 """The largest number of spans of the timeline that the JSON holds."""
@@ -198,7 +197,7 @@ def commands(workload: str, chosen: Priced, started_by: str | None = None) -> Co
     FILE:NAME. ``started_by``: the launcher for several hosts."""
     address = workload if ":" in workload else "FILE:NAME"
     train = f"apportion train {_quoted(address)} --strategy {_quoted(str(chosen.strategy))}"
-    launcher = str(chosen.launcher) if isinstance(chosen.launcher, Local) else started_by
+    launcher = started_by if chosen.local is None else str(chosen.local)
     ours = None if launcher is None else f"{train} --launcher {_quoted(launcher)}"
     return Commands(ours, _torchrun(f"{train} --launcher {_quoted(_env(chosen))}", chosen))
 

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import cloudpickle
 
-from apportion.core.value import Value
+from apportion.core.launcher import Carried, Launcher
 from apportion.process import most_threads, usable_cores
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.imports import Imports
@@ -20,7 +21,7 @@ from apportion.runtime.spawn.template import template
 
 
 @dataclass(frozen=True, repr=False)
-class Local(Value):
+class Local(Launcher):
     """Worker processes on this machine, each with a number of threads."""
 
     workers: int | None = None
@@ -33,14 +34,17 @@ class Local(Value):
     loaders: int = 0
     """The number of data-loading processes of each worker; they count against the cores."""
 
-    launched = False
-    """False: the ranks are not running yet, and have to be started."""
-
     def __post_init__(self) -> None:
         self._must_be_whole("workers", "threads")
         self._must_be_whole("loaders", least=0)
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    def with_workers(self, workers: int) -> Self:
+        return replace(self, workers=workers)
+
+    def dispatch(self, carried: Carried) -> Any:
+        return carried.on_processes(self)
 
     def on_cpu(self) -> bool:
         """Tells whether the workers compute on the CPU."""

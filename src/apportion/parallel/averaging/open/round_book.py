@@ -38,7 +38,7 @@ class Standing(Enum):
 
 
 @dataclass
-class Slot:
+class PresentReplica:
     """A replica that is there. ``life``: the number of its connection, which no other has had."""
 
     life: int
@@ -78,7 +78,7 @@ class RoundBook:
 
     def __init__(self, *, every: int, total: int, deadline: float, size: int) -> None:
         self._every, self._total, self._deadline, self._size = every, total, deadline, size
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, PresentReplica] = {}
         """The replicas that are there, by rank."""
         self._lives = 0
         self._free: list[int] = []
@@ -114,10 +114,10 @@ class RoundBook:
     # Who is there
 
     def come(self, rank: int) -> int:
-        """Slot a replica, in the place of one with its rank that was there; returns the number of its life."""
+        """Add a replica, in the place of one with its rank that was there; returns the number of its life."""
         self.leave(rank)
         self._lives += 1
-        self.slots[rank] = Slot(self._lives)
+        self.slots[rank] = PresentReplica(self._lives)
         return self._lives
 
     def leave(self, rank: int) -> None:
@@ -127,7 +127,7 @@ class RoundBook:
         if slot is not None and slot.standing is Standing.WORKING:
             self._give_back(slot)
 
-    def _give_back(self, slot: Slot, made: int = 0) -> None:
+    def _give_back(self, slot: PresentReplica, made: int = 0) -> None:
         for batch in slot.batches[made:]:
             heapq.heappush(self._free, batch)
 
@@ -188,7 +188,7 @@ class RoundBook:
         slot.standing = Standing.IDLE
         return counts
 
-    def _measure(self, slot: Slot, made: int, now: float) -> None:
+    def _measure(self, slot: PresentReplica, made: int, now: float) -> None:
         assert self._opened is not None
         seconds = max(1e-6, now - self._opened)
         slot.many = max(1, min(self._every, int(MARGIN * self._deadline * made / seconds)))
