@@ -151,12 +151,10 @@ class DataParallel(Strategy):
         from apportion.cost_model.compute import by_speed, computed, dealt
         from apportion.cost_model.constraints import must_be_whole, must_feed
         from apportion.cost_model.strategies import data_parallel, shared_weights
-        from apportion.parallel.partition import (
-            replica_costs,  # these here: a run needs no prices, and begins sooner without
-        )
+        from apportion.parallel.partition import replica_groups  # a run needs no prices, and begins sooner without
 
         if self.of is not None:
-            return replica_costs.cost(self.of, self.replicas, profile, layout)
+            return replica_groups.cost(self.of, self.replicas, profile, layout)
         must_feed(profile, layout.ranks)
         must_be_whole(profile, self.microbatches)
         self._refuse_carried(profile.carries)

@@ -23,7 +23,7 @@ from apportion.core.parts import PartedDataset
 from apportion.core.rng import seeded_rng
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.runtime.cached_proof.basis import Basis, OpenedParts, choose_rows, length
 from apportion.runtime.cached_proof.forked import ForkedCallError, in_fork
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder
