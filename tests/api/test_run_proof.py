@@ -408,7 +408,7 @@ def row(strategy: str, seconds: float | None = 1.0, **more: Any) -> dict[str, An
 def decided(*rows: dict[str, Any]) -> Decision:
     chosen = candidate(parse(rows[0]["strategy"], "apportion.strategies"), PLACE)
     told = {"strategy": rows[0]["strategy"], "launcher": rows[0]["launcher"], "why": "fast", "candidates": list(rows)}
-    return Decision(chosen=chosen, told=told, expected=None)
+    return Decision(chosen=chosen, plan=told, expected=None)
 
 
 def test_the_next_best_exact_one_is_taken_and_the_report_says_why() -> None:
@@ -417,9 +417,9 @@ def test_the_next_best_exact_one_is_taken_and_the_report_says_why() -> None:
     )
     then = next_best(first, {str(first.chosen)}, PLACE, "it was wrong")
     assert str(then.chosen.strategy) == "tensor_parallel"
-    assert then.told is not None
-    assert "it was wrong" in then.told["why"]
-    assert "it was wrong" in next(r["refused"] for r in then.told["candidates"] if r["strategy"] == "data_parallel")
+    assert then.plan is not None
+    assert "it was wrong" in then.plan["why"]
+    assert "it was wrong" in next(r["refused"] for r in then.plan["candidates"] if r["strategy"] == "data_parallel")
 
 
 def test_one_process_is_what_is_left_in_the_end() -> None:

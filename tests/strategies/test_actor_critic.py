@@ -117,7 +117,7 @@ def test_it_learns() -> None:
     for batch in batches(step):
         step(batch)
         if step.done in (5, step.source.total - 100, step.source.total):
-            told.append(step.source.dataset.told()["score"])  # type: ignore[attr-defined]
+            told.append(step.source.dataset.rollout_facts()["score"])  # type: ignore[attr-defined]
     assert told[-1] > told[0] + 0.5
 
 

@@ -116,7 +116,7 @@ def _train(channel: Channel, job: HostJob, control: Any) -> None:
     on_cpu = job.launcher.device == "cpu" or not torch.cuda.is_available()  # GPUs meet over NCCL, once
     supervised = channel if job.replaceable and on_cpu else None
     for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
-        if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank is told
+        if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank gets one
             channel.send({"kind": "event", "event": asdict(event)})
         _acknowledge(channel, control)
     _acknowledge(channel, control)
@@ -130,7 +130,7 @@ def _acknowledge(channel: Channel, control: Any) -> None:
 
 def _answer(channel: Channel, given: HostVerb) -> int:
     """Carries out a verb, whose value rank 0 tells, and returns the exit status of the process. An error that is one of
-    this package's is told whole, so that the driver can raise the same one."""
+    this package's is sent whole, so that the driver can raise the same one."""
     from apportion.runtime.launched.outcome import failed, result
     from apportion.runtime.worker.entry import described
 
@@ -138,12 +138,12 @@ def _answer(channel: Channel, given: HostVerb) -> int:
         verb = replace(given.verb, workload=_here(given.verb.workload))
         answer, rank = verb.answer_of_ranks(given.launcher)
     except BaseException as error:
-        told = described(error)
-        if told["traceback"] is None:
-            told["error"] = failed(error)
+        report = described(error)
+        if report["traceback"] is None:
+            report["error"] = failed(error)
             # Of a rank that is lost all others tell; the one that has ended is the cause.
-            told["symptom"] = isinstance(error, PeerLost) or getattr(error, "traceback", "") is None
-        channel.send(told)
+            report["symptom"] = isinstance(error, PeerLost) or getattr(error, "traceback", "") is None
+        channel.send(report)
         return 1
     if rank == 0:
         channel.send(result(answer))

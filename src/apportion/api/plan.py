@@ -29,7 +29,7 @@ ROLLOUT_SECONDS = 5.0
 
 
 @named_arguments("plan")
-def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
+def plan(  # noqa: PLR0913 (the settings, all of them by name)
     workload: Workload | str | None = None,
     cluster: Cluster | str | Path | None = None,
     *,

@@ -28,7 +28,7 @@ class ProofRows:
     apart: bool = False
     """True where several hosts have parts of the data set."""
 
-    def told(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
+    def noted_in(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
         """Returns what a run writes down of its proof, with the rows that were sent before it. ``compared``: those of
         part 0 that every rank was sent."""
         said = [proof["sentence"]]

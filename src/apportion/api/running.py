@@ -152,13 +152,13 @@ def _run_here(
     else:
         from apportion.planner.trials.trial import candidate
 
-        decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
+        decision = Decision(chosen=candidate(strategy, launcher), plan=None, expected=None)
     refused = set[str]()
     before = list[Event]()
     plain: tuple[str, ...] = ()
     while True:
-        if decision.told is not None and not plain:
-            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
+        if decision.plan is not None and not plain:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.plan))
             yield before[-1]
         try:
             yield from _on_processes(asked, decision, before, plain)
@@ -166,7 +166,7 @@ def _run_here(
         except NotProved as error:
             if error.proved:  # with these fast paths switched off
                 plain = error.plain
-            elif decision.told is None or not decision.chosen.strategy.exact:
+            elif decision.plan is None or not decision.chosen.strategy.exact:
                 raise Disproved(f"{error}; {_CURE}") from None
             else:
                 refused.add(str(decision.chosen))
@@ -201,7 +201,7 @@ def _on_processes(
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
     step_seconds = None if decision.expected is None else decision.expected.step_seconds
-    spent = 0.0 if decision.told is None else STARTED_SECONDS + float(decision.told["seconds"])
+    spent = 0.0 if decision.plan is None else STARTED_SECONDS + float(decision.plan["seconds"])
     proof = None
     if job.prove:
         from apportion.api.run_proof import SelfProof  # a run that is not proved needs none of this
@@ -213,7 +213,7 @@ def _on_processes(
     try:
         yield from journaled(job, events, before, supervised.rest, watch, draws=lambda: not supervised.told_to_end)
     except ValueError as error:
-        if decision.told is None or supervised.started or chosen.ranks == 1:
+        if decision.plan is None or supervised.started or chosen.ranks == 1:
             raise
         # What an earlier run has chosen, or a prediction, cannot run this workload: others may.
         raise NotProved(str(error), proved=False, plain=()) from error
@@ -280,15 +280,15 @@ def _joined(
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
     before: list[Event] = []
     if strategy is None:
-        strategy, told = _chosen_together(asked, launcher, world, planning)
-        if told is not None and world.rank == 0:
-            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
+        strategy, plan = _chosen_together(asked, launcher, world, planning)
+        if plan is not None and world.rank == 0:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=plan))
             yield before[0]
     job = asked.job(strategy, launcher, torch.get_num_threads())
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
-        control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
+        control.settle = lambda facts: _settled_together(job, world, facts, agreement, required=asked.require_proof)
     elif world.unmet is not None:
         if asked.require_proof:
             raise ValueError(
@@ -371,10 +371,10 @@ def _chosen_together(
         )
     fresh = world.renew()  # what is built to be tried is none of the run's
     try:
-        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial, name=asked.address)
+        plan = choose_launched(asked.workload, fresh, launcher, trial=planning.trial, name=asked.address)
     finally:
         fresh.close()
-    return parse(told["strategy"], "apportion.strategies"), told
+    return parse(plan["strategy"], "apportion.strategies"), plan
 
 
 TAKE_OVER_SECONDS, TAKEN_OVER_SECONDS = 10.0, 0.5
@@ -386,7 +386,7 @@ fit a host."""
 
 
 def _settled_together(
-    job: Job, world: World, told: dict[str, Any], agreement: RunAgreement, *, required: bool
+    job: Job, world: World, facts: dict[str, Any], agreement: RunAgreement, *, required: bool
 ) -> dict[str, Any]:
     """Proves the run on its own ranks, where they are on several hosts or too many for processes beside them; else lets
     rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way.
@@ -405,7 +405,7 @@ def _settled_together(
     proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())
     known = None
     if world.rank == 0:
-        known = proof.compressed() if unreferenced else proof.known(told)
+        known = proof.compressed() if unreferenced else proof.known(facts)
     needless = known is not None or (not on_these and world.size > PROCESSES)
     workload, step = agreement.built
     rows = gather_proof_rows(workload, step.source.dataset, world, known=needless)
@@ -415,19 +415,19 @@ def _settled_together(
         if known is None and rows.refused is not None:
             known = proof.unproved(rows.refused)
         elif known is None and not on_these:
-            known = proof.settle(told) if world.size <= PROCESSES else proof.too_many()
+            known = proof.settle(facts) if world.size <= PROCESSES else proof.too_many()
         answer = None if known is None else _answer(proof, known)
     answer = broadcast_message(answer, world.group(), device=world.device)
     if answer is None:
-        alone = replace(job, loaders=0, lengths=tuple(told["lengths"]))
-        answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
+        alone = replace(job, loaders=0, lengths=tuple(facts["lengths"]))
+        answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(facts, ranks)), cut_at)
     if "refused" in answer:
         raise Disproved(answer["refused"])
-    return rows.told(answer["proof"], agreement.rows_sent)
+    return rows.noted_in(answer["proof"], agreement.rows_sent)
 
 
 def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
-    """Returns what all ranks are told of the answer: what the run writes down, or why it must not go on."""
+    """Returns what all ranks are sent of the answer: what the run writes down, or why it must not go on."""
     try:
         return {"proof": proof.check(settled)}
     except NotProved as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @named_arguments("run")
-def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
+def run(  # noqa: PLR0913 (the settings, all of them by name)
     workload: Workload | str,
     strategy: Strategy | str | None = None,
     *,

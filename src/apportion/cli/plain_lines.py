@@ -56,7 +56,7 @@ class PlainLines:
             self._scores[event.data["rank"]] = event.data["score"]
         elif event.kind == "drift":
             self.say(f"step {event.step}: {event.data['cause']}")
-        elif event.kind == "fault" and event.data["action"] != "stops":  # that is told as the error that it ends with
+        elif event.kind == "fault" and event.data["action"] != "stops":  # that is shown as the error that it ends with
             self.say(in_flags(f"fault: {event.data['cause']} ({event.data['action']})"))
 
     def _score(self) -> float | None:
@@ -69,9 +69,9 @@ def plan_line(event: Event) -> str:
     data = event.data
     taken = data["strategy"], data["launcher"]
     others = [
-        f"{other['strategy']} on {other['launcher']}: {told}"
+        f"{other['strategy']} on {other['launcher']}: {tried}"
         for other in data["candidates"]
-        if (other["strategy"], other["launcher"]) != taken and (told := _tried(other))
+        if (other["strategy"], other["launcher"]) != taken and (tried := _tried(other))
     ]
     return f"{taken[0]} on {taken[1]}: {data['why']}" + (f" ({'; '.join(others)})" if others else "")
 

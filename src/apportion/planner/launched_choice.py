@@ -33,13 +33,13 @@ def choose_launched(
     """
     began = time.monotonic()
     plan = plan_launched(workload, world, name=name, trial=trial, seconds=TRIAL_SECONDS, measuring=MEASURING_SECONDS)
-    told: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
     if plan is not None:
-        told = {**described_choice(plan, world.size, str(launcher)), "seconds": time.monotonic() - began}
-    told = broadcast_message(told, world.group(), device=world.device)
-    if told["strategy"] is None:
-        raise ValueError(f"no exact strategy trains this network on these {world.size} ranks: {told['why']}")
-    return told
+        data = {**described_choice(plan, world.size, str(launcher)), "seconds": time.monotonic() - began}
+    data = broadcast_message(data, world.group(), device=world.device)
+    if data["strategy"] is None:
+        raise ValueError(f"no exact strategy trains this network on these {world.size} ranks: {data['why']}")
+    return data
 
 
 def described_choice(plan: Plan, ranks: int, launcher: str) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def _slots(world: World) -> list[tuple[int, int | None]]:
     """Return each rank's (host, GPU), by number; GPU None: the rank computes on the cores. Raises ValueError where the
     hosts do not have equally many ranks."""
     gpu = None if world.device.type == "cpu" else world.device.index or 0
-    told = [socket.gethostname(), world.local_rank, world.local_size, gpu]
-    everyone = gather_messages(told, world.group(), device=world.device)
+    place = [socket.gethostname(), world.local_rank, world.local_size, gpu]
+    everyone = gather_messages(place, world.group(), device=world.device)
     own = hosts([(str(name), int(rank), int(size)) for name, rank, size, _ in everyone])
     many = Counter(own)
     if len(set(many.values())) > 1:
@@ -125,9 +125,9 @@ def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float)
     bench = Bench(opened, world)
     try:
         for turn in range(1 + AGAIN):
-            told = None if planned is None else _worth_trying(planned, first=turn == 0)
-            told = broadcast_message(told, world.group(), device=world.device)
-            chosen: list[Choice] = [(strategy, threads) for strategy, threads in told]
+            worth = None if planned is None else _worth_trying(planned, first=turn == 0)
+            worth = broadcast_message(worth, world.group(), device=world.device)
+            chosen: list[Choice] = [(strategy, threads) for strategy, threads in worth]
             if len(chosen) < 2:
                 break
             for choice in chosen:

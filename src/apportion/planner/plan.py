@@ -1,4 +1,4 @@
-"""A plan as it is told: what to run, every alternative with its price, and why."""
+"""A plan: what to run, every alternative with its price, and why."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def described(p: Priced) -> dict[str, Any]:
     """Describe one candidate as plain data. Times are in seconds; a refused candidate has none.
     ``predicted_step_seconds`` is the predicted time, ``step_seconds`` the one that counts: measured where it was
     tried."""
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "strategy": str(p.strategy),
         "launcher": str(p.launcher),
         "workers": p.workers,
@@ -135,9 +135,9 @@ def described(p: Priced) -> dict[str, Any]:
         "refused": p.refusal or None,
     }
     if p.cost is None:
-        return {**told, **dict.fromkeys(_TIMES)}
+        return {**data, **dict.fromkeys(_TIMES)}
     return {
-        **told,
+        **data,
         "step_seconds": p.step_seconds,
         "predicted_step_seconds": p.cost.step_seconds,
         "examples_per_second": p.examples_per_second,

@@ -302,7 +302,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
             self._measured.computed(self._own_rows or 0, self._group.waited - self._waited)
         assert self._loss is not None, "update() follows backward()"
         mean, self._loss = self._loss, None
-        loss = self.gradient_update(mean, self._share.told())
+        loss = self.gradient_update(mean, self._share.reported_factor())
         if self._measured is not None:
             self._measured.look(self._group)
             self.data_shard = self._measured.shard

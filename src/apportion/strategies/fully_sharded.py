@@ -104,7 +104,7 @@ class FullySharded(Strategy):
             moving, timeline = fully_sharded.overlapped(layout, root, units)
         else:
             moving = fully_sharded.in_turn(layout, root, units)
-        told = all_reduce(layout, range(n), 8.0 * (len(profile.layers) + 1))
+        counting = all_reduce(layout, range(n), 8.0 * (len(profile.layers) + 1))
         calls = STEP_CALLS + 3 * UNIT_CALLS * parts * len(units) + LAYER_CALLS * len(profile.layers)
         largest = max(unit.nbytes for unit in units)
         share = copies(profile, weights=1 / n, gradients=1 / n, slots=1 / n, buffers=2)
@@ -113,7 +113,7 @@ class FullySharded(Strategy):
             terms={
                 "computing": found.both,
                 "updating": updating(profile, layout, profile.parameter_bytes / n) + calls * call_seconds(layout),
-                "communicating": parts * moving + told,
+                "communicating": parts * moving + counting,
                 "waiting": found.waiting,
                 "loading": found.loading,
             },
@@ -255,7 +255,7 @@ class FullyShardedStep(ReplicaStep):
         yield from ((batch.borrowed(), False) for _ in range(many - len(own)))
 
     def reduce_gradients(self, loss: Tensor) -> Tensor:
-        loss = loss * self._share.told()
+        loss = loss * self._share.reported_factor()
         if self._sharded is not None:
             loss = self._sharded.sum(loss)
             if self._clip is not None:

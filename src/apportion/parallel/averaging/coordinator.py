@@ -227,21 +227,21 @@ class RoundCoordinator:
             self._say(f"rank {admitted.rank} is gone: what it was dealt in round {self._book.number} is dealt again")
 
     def _say(self, what: str) -> None:
-        """Tell the user who comes and goes; the end of the run is told otherwise."""
+        """Tell the user who comes and goes; the end of the run is reported otherwise."""
         if self._ending is None and not self._book.is_finished:
             sys.stderr.write(f"{what}\n")
             sys.stderr.flush()
 
     def _take(self, admitted: _Admitted, message: RoundMessage) -> None:
         if message.kind is MessageKind.HELLO:
-            self._greet(admitted, message.told)
+            self._greet(admitted, message.fields)
             return
         if not admitted.life:
             raise ConnectionError(f"{admitted.connection.name} has not said hello")
-        number, made = int(message.told["round"]), int(message.told["made"])
+        number, made = int(message.fields["round"]), int(message.fields["made"])
         dealt = self._book.slots[admitted.rank].batches
         batches = dealt[:made]
-        examples = float(message.told.get("examples", 0.0))
+        examples = float(message.fields.get("examples", 0.0))
         counts = self._book.come_back(admitted.rank, number, made, time.monotonic())
         part = LoggedPart(
             rank=admitted.rank,
@@ -259,35 +259,35 @@ class RoundCoordinator:
             raise ConnectionError(f"{admitted.connection.name} sent {len(message.data)} bytes and {examples} examples")
         self._given[admitted.rank] = _Given(part, wire.parts(message.data))
 
-    def _greet(self, admitted: _Admitted, told: Mapping[str, Any]) -> None:
+    def _greet(self, admitted: _Admitted, fields: Mapping[str, Any]) -> None:
         """Let a replica take part, or tell it why not."""
-        why = self._refusal(admitted, told)
+        why = self._refusal(admitted, fields)
         if why is not None:
             send_message(admitted.connection, MessageKind.REFUSED, {"why": why})
             return  # it goes by itself
         for other in [o for o in self._admitted if o is not admitted and o.rank == admitted.rank and o.life]:
-            if other.process != told["process"]:
+            if other.process != fields["process"]:
                 self._displaced.add(other.process)
             self._let_go(other)
-        admitted.process, admitted.life = str(told["process"]), self._book.come(admitted.rank)
+        admitted.process, admitted.life = str(fields["process"]), self._book.come(admitted.rank)
         self._since.came.append((admitted.rank, admitted.life))
         if self._book.number:
             self._say(f"rank {admitted.rank} has come during round {self._book.number}, and is in the next one")
 
-    def _refusal(self, admitted: _Admitted, told: Mapping[str, Any]) -> str | None:
-        if told["process"] in self._displaced:
+    def _refusal(self, admitted: _Admitted, fields: Mapping[str, Any]) -> str | None:
+        if fields["process"] in self._displaced:
             return f"another process has taken the place of rank {admitted.rank} meanwhile: end this one"
         if not 0 <= admitted.rank < self._rounds.size:
             return f"RANK={admitted.rank} must be in 0..{self._rounds.size - 1} (WORLD_SIZE={self._rounds.size})"
-        if told["nbytes"] != self._full.nbytes:
+        if fields["nbytes"] != self._full.nbytes:
             return (
-                f"rank {admitted.rank} averages {told['nbytes']} bytes where rank 0 averages {self._full.nbytes}: "
+                f"rank {admitted.rank} averages {fields['nbytes']} bytes where rank 0 averages {self._full.nbytes}: "
                 "start all ranks with the same network, optimizer and strategy"
             )
         if self._introduction is None or admitted.rank == 0:
             return None
         own, refuse = self._introduction
-        return refuse(own, told["given"], admitted.rank)
+        return refuse(own, fields["given"], admitted.rank)
 
     # Rounds
 
@@ -320,7 +320,7 @@ class RoundCoordinator:
         *,
         ended: bool = False,
     ) -> None:
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "round": opened.number,
             "done": opened.done,
             "present": opened.present,
@@ -329,8 +329,8 @@ class RoundCoordinator:
             "ended": ended,
         }
         if admitted.rank == 0:  # which saves
-            told["unpushed"] = opened.unpushed
-        send_message(admitted.connection, MessageKind.ROUND, told, memory)
+            fields["unpushed"] = opened.unpushed
+        send_message(admitted.connection, MessageKind.ROUND, fields, memory)
         admitted.fresh = False
         self._push(admitted)
 
@@ -338,7 +338,7 @@ class RoundCoordinator:
         """Send a message of the round that is open, or was until now, to some ranks."""
         for admitted in self._admitted:
             if admitted.rank in ranks and admitted.life == self._book.slots[admitted.rank].life:
-                assert self._opened is not None, "a round that is told of was opened"
+                assert self._opened is not None, "a round that is announced was opened"
                 send_message(admitted.connection, kind, {"round": self._opened.number})
                 self._push(admitted)
 

@@ -108,8 +108,8 @@ class OpenExchange(Exchange):
         }
         self._reader = MessageReader(connection, most)
         given = {} if self._introduction is None else self._introduction[0]
-        told = {"process": self._process, "nbytes": self._full.nbytes, "given": given}
-        send_message(connection, MessageKind.HELLO, told)
+        fields = {"process": self._process, "nbytes": self._full.nbytes, "given": given}
+        send_message(connection, MessageKind.HELLO, fields)
 
     def _lose(self, error: PeerLost) -> None:
         """Let go of a connection that has ended; what was not given is made anew, by whoever it is dealt to."""
@@ -145,24 +145,24 @@ class OpenExchange(Exchange):
         return AveragingRound(self._done, self._done, 1, 0, ended=True)
 
     def _begin_round(self, message: RoundMessage, into: Contribution) -> AveragingRound:
-        told, fresh = message.told, bool(message.told["fresh"])
+        fields, fresh = message.fields, bool(message.fields["fresh"])
         wire = self._whole if self._world.rank == 0 else self._full if fresh else self._wire
         if len(message.data) != wire.nbytes:
             raise AssertionError(f"rank 0 sent an average of {len(message.data)} bytes, and it has {wire.nbytes}")
         wire.read(message.data, into)
-        batches = tuple(int(batch) for batch in told["batches"])
-        self._round, self._many, self._gave = int(told["round"]), len(batches), False
-        self._ended = bool(told["ended"])
-        self._done = int(told["done"])
+        batches = tuple(int(batch) for batch in fields["batches"])
+        self._round, self._many, self._gave = int(fields["round"]), len(batches), False
+        self._ended = bool(fields["ended"])
+        self._done = int(fields["done"])
         return AveragingRound(
             self._done,
             self._done,
-            int(told["present"]),
+            int(fields["present"]),
             len(batches),
             given=batches,
             fresh=fresh,
             ended=self._ended,
-            unpushed=tuple(told.get("unpushed", ())),
+            unpushed=tuple(fields.get("unpushed", ())),
             limit=self._rounds.total,
         )
 
@@ -170,7 +170,7 @@ class OpenExchange(Exchange):
         """Take note of a message that begins no round. What is said of a round that this replica has ended is of no
         account."""
         if message.kind is MessageKind.REFUSED:
-            raise ValueError(str(message.told["why"]))
+            raise ValueError(str(message.fields["why"]))
         if message.kind is MessageKind.ENDED:
             self._ended = True
 
@@ -183,8 +183,8 @@ class OpenExchange(Exchange):
             return
         examples = write(self._own)
         self._gave = True
-        told = {"round": self._round, "made": made, "examples": examples}
-        send_message(self._reader.connection, MessageKind.PART, told, self._wire.write(self._own))
+        fields = {"round": self._round, "made": made, "examples": examples}
+        send_message(self._reader.connection, MessageKind.PART, fields, self._wire.write(self._own))
 
     def is_over(self, made: int, write: Write) -> bool:
         if self._ended:
@@ -197,7 +197,7 @@ class OpenExchange(Exchange):
         except PeerLost as error:
             self._lose(error)
             return True
-        said = {message.kind for message in self._came if message.told.get("round", self._round) == self._round}
+        said = {message.kind for message in self._came if message.fields.get("round", self._round) == self._round}
         if MessageKind.CLOSED in said:
             self._gave = True
             send_message(self._reader.connection, MessageKind.LEFT, {"round": self._round, "made": made})

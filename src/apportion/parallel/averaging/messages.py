@@ -27,7 +27,7 @@ class MessageKind(IntEnum):
     HELLO = 1
     """A replica says who it is, and what it was given to train."""
     REFUSED = 2
-    """A replica is told why it may not take part."""
+    """A replica is sent the reason why it may not take part."""
     ROUND = 3
     """A replica is given its batches, and the average that it begins with."""
     PART = 4
@@ -35,11 +35,11 @@ class MessageKind(IntEnum):
     ASKED = 8
     """A replica is asked to give what it has by now."""
     CLOSED = 5
-    """A replica is told that its round is over without it."""
+    """A replica is informed that its round is over without it."""
     LEFT = 6
     """A replica says that it has left a round that was closed, and how many batches it had made of it."""
     ENDED = 7
-    """A replica is told that the run has ended."""
+    """A replica is informed that the run has ended."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class RoundMessage:
     """A message that has come."""
 
     kind: MessageKind
-    told: Mapping[str, Any]
+    fields: Mapping[str, Any]
     data: bytearray
 
 
 def send_message(
-    connection: RankConnection, kind: MessageKind, told: Mapping[str, Any], data: bytearray | None = None
+    connection: RankConnection, kind: MessageKind, fields: Mapping[str, Any], data: bytearray | None = None
 ) -> None:
     """Begin to send a message; ``data`` must stay as it is until it is through."""
-    text = json.dumps(told).encode()
+    text = json.dumps(fields).encode()
     if len(text) > MOST_JSON:
         raise AssertionError(f"the JSON of a message has {len(text)} bytes, and at most {MOST_JSON} are read")
     many = 0 if data is None else len(data)
@@ -113,9 +113,9 @@ class MessageReader:
 
     def _parsed(self) -> Mapping[str, Any]:
         try:
-            told = json.loads(self._text)
+            fields = json.loads(self._text)
         except ValueError as error:
             raise ConnectionError(f"{self.connection.name} sent {self._text[:40]!r}, which is no JSON") from error
-        if not isinstance(told, dict):
-            raise ConnectionError(f"{self.connection.name} sent {type(told).__name__}, where a message has names")
-        return told
+        if not isinstance(fields, dict):
+            raise ConnectionError(f"{self.connection.name} sent {type(fields).__name__}, where a message has names")
+        return fields

@@ -87,12 +87,12 @@ class RoundLog:
     @classmethod
     def load(cls, path: str | Path) -> RoundLog:
         """Read the log from a file that ``save`` wrote."""
-        told: dict[str, Any] = json.loads(Path(path).read_text())
-        return cls(told["first"], tuple(_round(each) for each in told["rounds"]))
+        fields: dict[str, Any] = json.loads(Path(path).read_text())
+        return cls(fields["first"], tuple(_round(each) for each in fields["rounds"]))
 
 
-def _round(told: dict[str, Any]) -> LoggedRound:
-    parts: Sequence[dict[str, Any]] = told.pop("parts")
+def _round(fields: dict[str, Any]) -> LoggedRound:
+    parts: Sequence[dict[str, Any]] = fields.pop("parts")
     made = tuple(LoggedPart(**{**part, "batches": tuple(part["batches"])}) for part in parts)
-    came = tuple((rank, life) for rank, life in told.pop("came"))
-    return LoggedRound(**told, parts=made, came=came)
+    came = tuple((rank, life) for rank, life in fields.pop("came"))
+    return LoggedRound(**fields, parts=made, came=came)

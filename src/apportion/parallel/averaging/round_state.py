@@ -1,5 +1,5 @@
 """The book of rounds that close at their deadline: who takes part, which batches are whose, and when a round is over.
-It holds no tensor and reads no clock: every decision follows from what it was told.
+It holds no tensor and reads no clock: every decision follows from what it was given.
 
 ::
 
@@ -51,7 +51,7 @@ class PresentReplica:
 
 @dataclass(frozen=True)
 class Deal:
-    """What a replica is told of the round that opens."""
+    """What a replica is sent of the round that opens."""
 
     life: int
     batches: tuple[int, ...]

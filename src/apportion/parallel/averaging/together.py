@@ -128,7 +128,7 @@ def gather_notes(note: Note, group: Group, device: torch.device) -> Notes:
         *(t.reshape(1).to(torch.int64).view(torch.float64) for t in few),  # their bits: a double may not hold them
     ]
     rows = group.all_gather(torch.cat([part.cpu() for part in parts]).to(device)).cpu()
-    told, flags, has, singles, bits = rows.split([1, len(moved), len(note.has), len(note.singles), len(few)], dim=1)
+    digests, flags, has, singles, bits = rows.split([1, len(moved), len(note.has), len(note.singles), len(few)], dim=1)
     found = iter(bits.contiguous().view(torch.int64).amax(0) if few else ())
     changed = iter(flags.any(0).tolist())
     largest = []
@@ -140,7 +140,7 @@ def gather_notes(note: Note, group: Group, device: torch.device) -> Notes:
             largest.append(gathered.view(group.size, *tensor.shape).amax(0))
         else:
             largest.append(before)
-    return Notes(told.flatten().tolist(), has.to(torch.uint8), singles, largest)
+    return Notes(digests.flatten().tolist(), has.to(torch.uint8), singles, largest)
 
 
 @dataclass(frozen=True)

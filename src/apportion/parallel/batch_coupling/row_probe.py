@@ -134,8 +134,8 @@ class Copied:
                 losses, weights = [self._loss(outputs, targets).reshape(()) * 1.0], [1.0]
                 losses[0].backward()
                 self._take_gradients()
-        told = [loss.detach() * w for loss, w in zip(losses, [w for w in weights if w], strict=True)]
-        return self._ended(Ran(torch.stack(told).sum() if told else None, outputs, {}, {}, drew))
+        weighted = [loss.detach() * w for loss, w in zip(losses, [w for w in weights if w], strict=True)]
+        return self._ended(Ran(torch.stack(weighted).sum() if weighted else None, outputs, {}, {}, drew))
 
     def _buffers_now(self) -> dict[str, Tensor]:
         """The buffers now, but for the counters of normalisations, which count a batch once, whatever the rows, and for

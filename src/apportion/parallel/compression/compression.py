@@ -83,12 +83,16 @@ class KeptErrors:
 
     def load(self, state: State, sums: Sequence[HostSum], numbers: Sequence[int]) -> None:
         """Go on from what a state has of this rank. ``numbers``: of how many numbers each sum is."""
-        told, now = state.settings.get(SETTING), self._said(numbers)
-        if told != now and state.step and self._group.rank == 0:
-            before = f"compress={told['method']} on hosts {told['hosts']}" if told else "no compression between hosts"
+        earlier, now = state.settings.get(SETTING), self._said(numbers)
+        if earlier != now and state.step and self._group.rank == 0:
+            before = (
+                f"compress={earlier['method']} on hosts {earlier['hosts']}"
+                if earlier
+                else "no compression between hosts"
+            )
             after = f"compress={self._compress} on hosts {self._hosts}"
-            if told and before == after:
-                after += f", whose sums are of {numbers} numbers and not of {told.get('numbers')}"
+            if earlier and before == after:
+                after += f", whose sums are of {numbers} numbers and not of {earlier.get('numbers')}"
             warnings.warn(
                 f"the state was saved with {before}, and goes on with {after}: what has been left out of the gradients "
                 "so far begins at zero",
@@ -97,7 +101,7 @@ class KeptErrors:
         for number, between in enumerate(sums):
             begin = self._name(self._first if between.same_on_host else self._group.rank, number, "")
             kept = {name.removeprefix(begin): t for name, t in state.optimizer.items() if name.startswith(begin)}
-            between.keep(kept if told == now else {})
+            between.keep(kept if earlier == now else {})
 
     def _said(self, numbers: Sequence[int]) -> dict[str, Any]:
         return {"method": str(self._compress), "hosts": self._hosts, "numbers": list(numbers)}

@@ -183,10 +183,10 @@ class ReplicatedStep(Step, Recoverable):
     @torch.no_grad()
     def _joined(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
-        told = self._sums(loss if self._told else None, self._told)
+        total = self._sums(loss if self._told else None, self._told)
         if self._committed is not None:  # nobody is two updates ahead of another
             self._world.group().barrier()
-        return None if loss is None else told
+        return None if loss is None else total
 
     def update(self) -> Mapping[str, Tensor]:
         values = self._inner.update()

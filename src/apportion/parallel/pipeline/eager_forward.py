@@ -237,7 +237,7 @@ class OwnForward:
             try:
                 module.__class__ = _intercepted(type(module), self._call)
             except TypeError as error:
-                raise CannotRun(f"{name} is a {type(module).__name__}, whose calls cannot be told apart") from error
+                raise CannotRun(f"{name} is a {type(module).__name__}, whose calls cannot be distinguished") from error
 
     def close(self) -> None:
         """Leave the modules as they were."""

@@ -93,7 +93,7 @@ class ReplicaStep(Step):
         self._own_rows, own = len(batch), batch if len(batch) else batch.borrowed()
         loss, weight = self._share.weighted_loss(own, own=len(batch) > 0, total=self._share.total(own))
         self._replica.backward(loss, weight)
-        self._loss = loss.detach() * (weight * self._share.told())
+        self._loss = loss.detach() * (weight * self._share.reported_factor())
         return loss.detach() if len(batch) and weight else None
 
     def update(self) -> Mapping[str, Tensor]:

@@ -194,7 +194,7 @@ class Episodes(ActedDataset):
         pictures = filmed(self._environment, self._acting, self.network, seed=seed, state=begin, beat=self.beat)
         return as_gif(pictures, folder / EPISODE) if pictures else None
 
-    def told(self) -> Mapping[str, Any]:
+    def rollout_facts(self) -> Mapping[str, Any]:
         return {}
 
 

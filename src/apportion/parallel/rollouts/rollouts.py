@@ -49,7 +49,7 @@ class Rollouts(ActedDataset):
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._acting = Acting()
-        self._told = _Tally()
+        self._tally = _Tally()
         self._example: Rollout | None = None
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Rollouts(ActedDataset):
                 rollout = actor.play(act, self.steps, step)
                 check_finite(rollout, actor.name, self.network, act)
                 self._made[key] = step, rollout
-                self._told.take(rollout)
+                self._tally.take(rollout)
             played.append(self._made[key][1])
         return _inputs(played), _targets(played)
 
@@ -140,12 +140,12 @@ class Rollouts(ActedDataset):
         assert self._example is not None
         return self._example.observations[0].repeat(self.environments, axis=0), self._example.observed
 
-    def told(self) -> Mapping[str, Any]:
-        return self._told.flush()
+    def rollout_facts(self) -> Mapping[str, Any]:
+        return self._tally.flush()
 
 
 class _Tally:
-    """What is to be told of the rollouts since it was last asked."""
+    """What is to be reported of the rollouts since it was last asked."""
 
     def __init__(self) -> None:
         self._frames, self._since = 0, time.perf_counter()
@@ -167,7 +167,7 @@ class _Tally:
     def flush(self) -> dict[str, Any]:
         now = time.perf_counter()
         self._frames += self._new
-        told = {
+        facts = {
             "frames": self._frames,
             "frames_per_second": self._new / max(now - self._since, 1e-9),
             "environment": self._moving / max(1, self._rollouts),
@@ -178,7 +178,7 @@ class _Tally:
         }
         self._since = now
         self._begin()
-        return told
+        return facts
 
 
 def _widened(rollout: Rollout, width: int) -> Rollout:

@@ -3,7 +3,7 @@
 One tracer serves all that plans, cuts or exports a network. These uses differ in what stays one node (``whole``), and
 in how they treat a forward that does more than its graph shows: that changes itself, draws numbers once, turns
 gradients off. Code that runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; code
-that runs the network's own forward, and looks at the graph alone (slices), ``goes_on`` and is told.
+that runs the network's own forward, and looks at the graph alone (slices), ``goes_on`` and reads it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _OWN = str(PACKAGE)
 def reason(error: BaseException) -> str:
     """The reason for an error that a forward raised as it was called with stand-ins for tensors."""
     frames = traceback.extract_tb(error.__traceback__)
-    told = str(error).splitlines()[0] if str(error) else ""
+    text = str(error).splitlines()[0] if str(error) else ""
     if said_here(error):
-        return told
+        return text
     own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
     where = f"at {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].line}) " if own else ""
-    if "control flow" in told:
+    if "control flow" in text:
         return f"{where}what is in a tensor, or its shape, decides about control flow"
-    if "iterat" in told or "__len__" in told or "'len'" in told or "len(" in told:
+    if "iterat" in text or "__len__" in text or "'len'" in text or "len(" in text:
         return f"{where}it loops over a tensor or asks for a length, which is known only as it runs"
     return f"{where}it does what is known only as it runs"
 

@@ -89,15 +89,15 @@ def _piloted(
     assert best.local is not None
     pair = candidate(exact.strategy, exact.local), candidate(best.strategy, best.local)
     try:
-        told = pilot(pair[0], pair[1], workload, {}, steps=_steps(pair[0], workload), seconds=seconds)
+        piloted = pilot(pair[0], pair[1], workload, {}, steps=_steps(pair[0], workload), seconds=seconds)
     except (ValueError, ApportionError) as error:
         return exact, (f"no pilot of {best}: {error}",)
-    verdict = "chosen" if told.better else "not chosen"
-    return best if told.better else exact, (f"pilot of {best}: {told.text}: {verdict}",)
+    verdict = "chosen" if piloted.better else "not chosen"
+    return best if piloted.better else exact, (f"pilot of {best}: {piloted.text}: {verdict}",)
 
 
 def _steps(exact: Candidate, workload: Workload | str) -> int:
-    """Return the number of steps of the whole training: a pilot goes no further, and a schedule is told so many."""
+    """Return the number of steps of the whole training: a pilot goes no further, and schedules are given it."""
     group = TrialWorkers(exact, workload, {})
     try:
         group.built()

@@ -156,8 +156,8 @@ def worth_trying(offers: Sequence[Offer]) -> list[Offer]:
 def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction, best: float | None) -> Offer | None:
     """Return the fastest untried offer by the corrected predictions, if it should beat the best measured candidate
     (``best``: that candidate's seconds of an example); else None."""
-    told = set(known)
-    rest = [(p, p.cost) for p in offers if str(p) not in told]
+    named = set(known)
+    rest = [(p, p.cost) for p in offers if str(p) not in named]
     priced = [(i, family(p.strategy), cost) for i, (p, cost) in enumerate(rest) if cost is not None]
     found = [(fitted.step_seconds(name, cost) / cost.examples, i) for i, name, cost in priced]
     if not found or best is None or min(found)[0] >= best:

@@ -76,7 +76,7 @@ class RunReporter:
         """Yields the events of this rank's speed since the last ones."""
         yield self.event("speed", rank=rank, **self.meter.speed())
         if isinstance(dataset := self._step.source.dataset, ActedDataset):
-            yield self.event("rollouts", rank=rank, **dataset.told())
+            yield self.event("rollouts", rank=rank, **dataset.rollout_facts())
 
     def warnings(self, rank: int) -> Iterator[Event]:
         """Yields the faults that do not end the run."""

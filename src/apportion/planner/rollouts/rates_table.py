@@ -1,4 +1,4 @@
-"""Frames a second as they are told: a table of sizes by strategies, and why cores, or a GPU, win or not."""
+"""Frames a second in words: a table of sizes by strategies, and why cores, or a GPU, win or not."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def _most(best: RolloutRate, rates: Sequence[RolloutRate]) -> str:
 
 
 def _of_a_frame(rate: RolloutRate) -> str:
-    told = [f"{microseconds(getattr(rate, part))} {name}" for part, name in _PARTS.items()]
-    return f"of a frame of a worker there {', '.join(told[:-1])} and {told[-1]}"
+    times = [f"{microseconds(getattr(rate, part))} {name}" for part, name in _PARTS.items()]
+    return f"of a frame of a worker there {', '.join(times[:-1])} and {times[-1]}"
 
 
 def _cores(rates: Sequence[RolloutRate]) -> str:
