@@ -101,6 +101,7 @@ class DrivenVerb(Verb[Value]):
     def answer(self, ranks: Ranks) -> Any:
         """Carries the verb out with these ranks, in their driver; returns plain JSON."""
 
+    @collective
     def opened(self, workload: Workload, world: World) -> DrivenVerb[Value]:
         """Returns the verb once running ranks have opened its workload, and agree on it. Called by all ranks."""
         return self

@@ -57,9 +57,9 @@ from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_ba
 from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_functions
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.replica.forward_state import moved
-from apportion.parallel.replica.fsdp import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.parallel.replica.initial_model import refuse_written
 from apportion.parallel.replica.replica import called
+from apportion.parallel.replica.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
 from apportion.parallel.replica.step import ReplicaStep, reference
 
 if TYPE_CHECKING:
