@@ -37,6 +37,8 @@ THOROUGH = [
     "loaders_by_world.py anew",
     "loaders_by_world.py anew1",
     "loaders_by_world.py anew2",
+    "loaders_by_world.py one_line anew1",
+    "loaders_by_world.py one_line anew2",
     "minimum_gpus.py",
     "modules.py ckpt",
     "modules.py complex",

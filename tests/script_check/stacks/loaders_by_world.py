@@ -1,4 +1,5 @@
-"""Loaders that other lines make where there is one process: once, or anew for each epoch on either side or on both."""
+"""Loaders that other lines make where there is one process, or the same line: once, or anew for each epoch on either
+side or on both."""
 
 import sys
 
@@ -16,7 +17,14 @@ train, held_out = TensorDataset(x[:40], x[:40, :2].tanh()), TensorDataset(x[40:]
 
 
 def loaders(epoch):
-    if world > 1:
+    if "one_line" in sys.argv:
+        samplers = [None, None]
+        if world > 1:
+            samplers = [DistributedSampler(train, seed=2), DistributedSampler(held_out, shuffle=False)]
+            samplers[0].set_epoch(epoch)
+        training = DataLoader(train, batch_size=20 // world, sampler=samplers[0], shuffle=world == 1)
+        evaluation = DataLoader(held_out, batch_size=10, sampler=samplers[1])
+    elif world > 1:
         sampler = DistributedSampler(train, seed=2)
         sampler.set_epoch(epoch)
         training = DataLoader(train, batch_size=20 // world, sampler=sampler)

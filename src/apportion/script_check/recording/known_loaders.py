@@ -23,10 +23,11 @@ class Loaders:
     def __init__(self, recorder: Recorder, constants: Constants) -> None:
         self.recorder, self._constants = recorder, constants
         self._made = dict[str, int]()
-        self._names = set[str]()
         self._begun = dict[str, int]()
+        """The number of iterations that have begun over each loader, by its name."""
         self._claims = dict[str, str]()
-        """The line of this script whose loaders yield what a loader of the ranks has read."""
+        """The line of this script whose loaders yield what a loader of the ranks has read, by the name of that one: the
+        line that makes one of this name, or one that makes another in its place."""
         self._data_sets = list[ref[Any]]()
 
     def key(self, loader: Any) -> str:
@@ -36,7 +37,7 @@ class Loaders:
             site = self.recorder.site()
             self._made[site] = number = self._made.get(site, 0) + 1
             known = site if number == 1 else f"{site} ({number})"
-            self._names.add(known)
+            self._claims.setdefault(known, site)
             loader.__dict__["_apportion_key"] = known
             loader.__dict__["_apportion_line"] = site
             loader.__dict__["_apportion_made"] = self.recorder.step
@@ -65,10 +66,7 @@ class Loaders:
 
     def _claimed(self, loader: Any, rows: int | None) -> str:
         key = self.key(loader)
-        if key not in self._iterations:
-            return self._claim(loader, rows)
-        self._claims.setdefault(key, loader.__dict__["_apportion_line"])
-        return key
+        return key if key in self._iterations else self._claim(loader, rows)
 
     def _claim(self, loader: Any, rows: int | None) -> str:
         """Gives a loader the name of one of the ranks' over as many rows, of which iterations are left: the first one
@@ -76,7 +74,7 @@ class Loaders:
         loaders at other lines as one process, or as one process once and on ranks anew for each epoch."""
         key, line = self.key(loader), loader.__dict__["_apportion_line"]
         left = [name for name, each in self._iterations.items() if self._unread(name) and each[0].rows == rows]
-        free = [name for name in left if name not in self._names and name not in self._claims]
+        free = [name for name in left if name not in self._claims]
         own = [name for name in left if self._claims.get(name) == line]
         key = next(iter((*free, *own)), key)
         self._claims[key] = line
