@@ -39,6 +39,7 @@ THOROUGH = [
     "loaders_by_world.py anew2",
     "loaders_by_world.py one_line anew1",
     "loaders_by_world.py one_line anew2",
+    "loaders_by_world.py one_line statistics",
     "minimum_gpus.py",
     "modules.py ckpt",
     "modules.py complex",

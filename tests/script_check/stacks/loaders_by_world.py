@@ -38,6 +38,8 @@ def loaders(epoch):
 net = DDP(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)))
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 training, evaluation = loaders(0)
+if "statistics" in sys.argv and world == 1:  # of a loader that the ranks do not have
+    print("largest input", max(float(rows.abs().max()) for rows, _ in DataLoader(train, batch_size=20)))
 for epoch in range(3):
     if "anew" in sys.argv or f"anew{min(world, 2)}" in sys.argv:
         training, evaluation = loaders(epoch)
