@@ -14,9 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+
 from terminal_picture import terminal_picture
 
-from apportion.script_check.finding_names import FINDING_NAMES
+from apportion.script_check.findings import FINDING_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTAKES = ROOT / "benchmarks" / "mistakes"

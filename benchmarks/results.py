@@ -98,7 +98,7 @@ def measure(name):
     found = read(name)
     if "measured" not in found:
         raise SystemExit(f"{name}.json holds figures that were copied by hand from: {found['command']}")
-    if git("status", "--porcelain", "src", "benchmarks/*.py", "examples"):
+    if git("status", "--porcelain", "src", "benchmarks/*.py", "benchmarks/*/*.py", "examples"):
         raise SystemExit("src, benchmarks or examples differ from the last commit: commit them, then measure")
     program, *arguments = shlex.split(found["command"])
     with tempfile.NamedTemporaryFile(suffix=".json") as file:

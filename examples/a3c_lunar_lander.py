@@ -5,7 +5,7 @@
 It is solved when the mean over 100 episodes, played greedily, is at least 200. Looked at every 16,384 frames, seeds 0
 to 4 got there by single_device after 541,000 to 2,605,000 frames and 24 to 116 seconds of training, 90 in the median;
 PPO of Stable-Baselines3 with the settings of its zoo took 71 to 131 seconds in turns with them, 94 in the median, and
-393,000 to 639,000 frames (benchmarks/reinforcement.py --only lunar). Scores rise and fall on their way.
+393,000 to 639,000 frames (benchmarks/rows/reinforcement.py --only lunar). Scores rise and fall on their way.
 
 What matters, of about 25 settings that were tried, most of them with one or two seeds: rollouts of 128 steps (with 5 to
 64 most runs fell back, to hovering until the time is over or to crashes), of few environments, so that there are many

@@ -30,8 +30,8 @@ from leaks import Watch
 from slurm_cluster import SlurmCluster
 from ssh_hosts import SshHosts
 
-from apportion.api import proof_workers
 from apportion.reporting import recording
+from apportion.runtime.launched import ranks as proof_ranks
 from apportion.runtime.spawn.template import Template
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 
@@ -199,14 +199,14 @@ def warm_ranks_for_proofs(watch: Watch, counted_processes: None) -> Iterator[Non
     """The processes of a proof stay for the next one, and what a reference has computed is remembered, unless the test
     wants ``cold_ranks``."""
     with pytest.MonkeyPatch.context() as patch, warm_ranks.keeping():
-        patch.setattr(proof_workers, "WorkerPool", recorded_references.pool)
+        patch.setattr(proof_ranks, "WorkerPool", recorded_references.pool)
         yield
 
 
 @pytest.fixture
 def cold_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proofs of this test start processes of their own."""
-    monkeypatch.setattr(proof_workers, "WorkerPool", WorkerPool)
+    monkeypatch.setattr(proof_ranks, "WorkerPool", WorkerPool)
 
 
 @pytest.fixture(scope="session", autouse=True)

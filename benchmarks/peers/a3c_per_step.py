@@ -17,7 +17,8 @@ import gymnasium
 import torch
 from torch import multiprocessing
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "networks"))
 
 from cpu_clock import Stretch
 from parked import serve, settle

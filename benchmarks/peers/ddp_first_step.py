@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-import digits_plain as plain  # noqa: E402
-from first_step import noting  # noqa: E402
+import digits_plain as plain
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+
+from first_step import noting
 
 
 def main():

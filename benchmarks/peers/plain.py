@@ -4,10 +4,12 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from parked import serve, settle  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+
+from parked import serve, settle
 
 STEPS = 10**9
 

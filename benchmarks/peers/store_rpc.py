@@ -17,9 +17,9 @@ import torch
 warnings.filterwarnings("ignore")  # rpc is deprecated
 from torch.distributed import rpc  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
 
-from parked import environment, serve, settle  # noqa: E402, F401
+from parked import serve, settle  # noqa: E402
 
 weights, lock = torch.zeros(0), threading.Lock()
 

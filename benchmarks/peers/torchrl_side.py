@@ -18,9 +18,11 @@ import gymnasium
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 warnings.filterwarnings("ignore")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "networks"))
+
 from cpu_clock import Stretch  # noqa: E402
 from parked import serve, settle  # noqa: E402
 from rollout_networks import NETWORKS, rmsprop  # noqa: E402

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from apportion.core.event import Event as Event
     from apportion.core.event import Result as Result
     from apportion.core.policy import Policy as Policy
-    from apportion.core.sampling.sampler import DataShard as DataShard
-    from apportion.core.sampling.sampler import Draws as Draws
+    from apportion.core.sampler import DataShard as DataShard
+    from apportion.core.sampler import Draws as Draws
     from apportion.core.strategy import State as State
     from apportion.core.strategy import Step as Step
     from apportion.core.strategy import Strategy as Strategy
@@ -72,9 +72,9 @@ _HOMES = {
     "Batch": "core.data.batch",
     "CheckpointError": "errors",
     "Cluster": "cost_model.cluster",
-    "DataShard": "core.sampling.sampler",
+    "DataShard": "core.sampler",
     "Disproved": "errors",
-    "Draws": "core.sampling.sampler",
+    "Draws": "core.sampler",
     "Evaluation": "core.workload",
     "Event": "core.event",
     "Finding": "script_check.findings",

@@ -4,7 +4,7 @@ A ``ValueError`` is the user's mistake (exit status 2): it states the value, the
 An ``ApportionError`` is something that could not be done: a worker, a disk, an address (exit status 3; 1 for
 those whose answer is no).
 An ``AssertionError`` is a defect of this package.
-``ToldToEnd`` is none of these: a signal has told the process to end, and the run is saved (exit status 128 and the
+``ToldToEnd`` is none of these: a signal has asked the process to end, and the run is saved (exit status 128 and the
 number of the signal).
 """
 
@@ -72,7 +72,7 @@ class PeerLost(ApportionError):
 
 
 class MembershipChanged(ApportionError):
-    """A worker has died, or one has been seated: what this one waited for will not come. It rejoins, and goes on from
+    """A worker has died, or one has been replaced: what this one waited for will not come. It rejoins, and goes on from
     the last update."""
 
 
@@ -95,7 +95,7 @@ class ToldToEnd(SystemExit):
     exit status that a shell gives for the signal: 128 and its number, 143 for SIGTERM and 129 for SIGHUP."""
 
     def __init__(self, number: int, cause: str) -> None:
-        """Takes the number of the signal, and in words who was told to end by what."""
+        """Takes the number of the signal, and in words which process was signalled, and by what."""
         super().__init__(128 + number)
         self.number, self.cause = number, cause
 

@@ -23,6 +23,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 def die_with_parent(parent: int) -> None:
     """Have this process killed when its parent ends (Linux; elsewhere a closed socket or pipe tells it)."""
     if sys.platform == "linux":
+        # The order matters: ask first, then look whether the parent is still there. A parent that ended before the
+        # request sends no signal.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
@@ -58,6 +60,7 @@ def _end_later(number: int, frame: Any) -> None:
 
 def _end_by(number: int) -> None:
     """End this process by a signal that it ignores, from any thread."""
+    # By the C library: Python allows signal.signal in the main thread alone, and this is a timer's.
     ctypes.CDLL(None).signal(number, None)  # SIG_DFL
     os.kill(os.getpid(), number)
 
@@ -83,6 +86,7 @@ def _state(pid: int) -> str | None:
     """The letter that Linux has for what a process does; None where there is no such process, or no /proc."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The name of a program may hold spaces and parentheses: the state follows the last one.
             return file.read().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
@@ -125,7 +129,7 @@ def keep_what_is_freed() -> None:
 
 
 def return_large(nbytes: int) -> None:
-    """Return a block of so many bytes or more to the system as soon as it is freed, from now on (glibc). By default
+    """Return a block of this many bytes or more to the system as soon as it is freed, from now on (glibc). By default
     blocks of up to 32 MiB stay with the process once one of their size has been freed, and what lies between two that
     are in use cannot be given back."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

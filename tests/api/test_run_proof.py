@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import apportion
 from apportion import Disproved, Event, Workload
-from apportion.api import proof_workers, prover, run_proof
+from apportion.api import prover, run_proof
 from apportion.api.proof_words import likely_causes
 from apportion.api.proof_workers import ProofRequest, ProofWorkers
 from apportion.core.value import parse
@@ -32,13 +32,13 @@ from apportion.planner.trials.trial import candidate
 from apportion.reporting.journal import read_events
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
+from apportion.runtime.launched import ranks as proof_ranks
+from apportion.runtime.launched.ranks import LocalRanks, Ranks
 from apportion.runtime.proof import limits, proof_workload
-from apportion.runtime.proof.budget import ProofSteps
-from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
+from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits, ProofSteps
+from apportion.runtime.proof.module_taps import Relation, TapDifference
 from apportion.runtime.proof.proof import Difference, Round
-from apportion.runtime.proof.proof_workload import few_rows, with_plain_sgd
-from apportion.runtime.proof.short_sequences import LENGTH, with_short_sequences
-from apportion.runtime.proof.tap_differences import Relation, TapDifference
+from apportion.runtime.proof.proof_workload import LENGTH, few_rows, with_plain_sgd, with_short_sequences
 
 PLACE = Local(workers=2, threads=1)
 
@@ -267,10 +267,10 @@ def test_require_proof_and_no_check_contradict_each_other() -> None:
 def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
     steps = ProofSteps()
     assert steps.run_step(10) == 0.0
-    steps.take(4, 0.9)
-    steps.take(4, 0.5)
+    steps.record_step(4, 0.9)
+    steps.record_step(4, 0.5)
     assert steps.run_step(10) == 0.25  # in float32, and rows are not known to cost anything
-    steps.take(1, 0.2)
+    steps.record_step(1, 0.2)
     assert steps.run_step(10) == pytest.approx((0.2 + 0.1 * 39) / 2)
     assert steps.run_step(1) == 0.25
 
@@ -278,10 +278,10 @@ def test_what_a_step_of_the_run_takes_is_told_by_steps_of_two_sizes() -> None:
 @pytest.mark.parametrize(("run_steps", "longer"), [(100, False), (10_000, True)])
 def test_a_proof_before_a_long_run_has_a_share_of_it(run_steps: int, longer: bool) -> None:
     given = ProofLimits(10.0, share=0.05, run_steps=run_steps)
-    before = given.left
+    before = given.seconds_left
     for seconds, rows in ((0.2, 2), (0.6, 6)):
         given.lengthen(rows, seconds, 2.0)
-    assert given.left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
+    assert given.seconds_left == pytest.approx(0.05 * 10_000 * 0.6 if longer else before, abs=0.1)
 
 
 def test_a_proof_ends_at_its_first_step_where_there_is_no_time_for_the_others() -> None:
@@ -301,12 +301,12 @@ def test_the_folder_of_a_proof_is_there_until_every_process_has_ended(monkeypatc
             closed.append(workers.folder / f"state{len(closed)}")
             closed[-1].write_bytes(b"late")
 
-    monkeypatch.setattr(proof_workers, "WorkerPool", Writing)
+    monkeypatch.setattr(proof_ranks, "WorkerPool", Writing)
     chosen = candidate(parse("data_parallel", "apportion.strategies"), PLACE)
     asked = ProofRequest(workload=net(), chosen=chosen, steps=4)
     with (
         pytest.raises(ValueError, match="a rank failed"),
-        ProofWorkers.started(asked, ProofLimits(None, share=0.0, run_steps=0), "float64") as workers,
+        ProofWorkers.started(asked, ProofLimits(None, share=0.0, run_steps=0), "float64", LocalRanks()) as workers,
     ):
         raise ValueError("a rank failed")
     assert len(closed) == 3
@@ -338,11 +338,11 @@ def test_where_there_is_no_time_for_whole_sequences_their_beginnings_are_proved(
 ) -> None:
     asked = []
 
-    def impatient(request: ProofRequest, ranks: None) -> Any:
+    def impatient(request: ProofRequest, ranks: Ranks) -> Any:
         asked.append(request)
         if not request.short:
             raise OutOfTimeError("it needs about 100 s")
-        return prover.prove(request)
+        return prover.prove(request, ranks)
 
     monkeypatch.setattr(run_proof, "prove", impatient)
     given = replace(net(lambda: Words(length)), data=texts, loss=nn.CrossEntropyLoss())
@@ -408,7 +408,7 @@ def row(strategy: str, seconds: float | None = 1.0, **more: Any) -> dict[str, An
 def decided(*rows: dict[str, Any]) -> Decision:
     chosen = candidate(parse(rows[0]["strategy"], "apportion.strategies"), PLACE)
     told = {"strategy": rows[0]["strategy"], "launcher": rows[0]["launcher"], "why": "fast", "candidates": list(rows)}
-    return Decision(chosen=chosen, told=told, expected=None)
+    return Decision(chosen=chosen, plan=told, expected=None)
 
 
 def test_the_next_best_exact_one_is_taken_and_the_report_says_why() -> None:
@@ -417,9 +417,9 @@ def test_the_next_best_exact_one_is_taken_and_the_report_says_why() -> None:
     )
     then = next_best(first, {str(first.chosen)}, PLACE, "it was wrong")
     assert str(then.chosen.strategy) == "tensor_parallel"
-    assert then.told is not None
-    assert "it was wrong" in then.told["why"]
-    assert "it was wrong" in next(r["refused"] for r in then.told["candidates"] if r["strategy"] == "data_parallel")
+    assert then.plan is not None
+    assert "it was wrong" in then.plan["why"]
+    assert "it was wrong" in next(r["refused"] for r in then.plan["candidates"] if r["strategy"] == "data_parallel")
 
 
 def test_one_process_is_what_is_left_in_the_end() -> None:

@@ -449,7 +449,7 @@ def test_json_is_all_there_is_on_standard_output(folder: Path, arguments: tuple[
         (("train", "tiny.py:workload", "--strategy", "data_paralel"), "did you mean data_parallel?"),
         (("train", "tiny.py:workload", "--strategy", "data_parallel(2)"), "arguments are given by name"),
         (("train", "tiny.py:workload", "--launcher", "local(worker=2)"), "local has no 'worker'"),
-        (("train", "tiny.py:workload", "--launcher", "env", "--workers", "2"), "--workers goes with local()"),
+        (("train", "tiny.py:workload", "--launcher", "env", "--workers", "2"), "workers=2 goes with local()"),
         (("train", "tiny.py:workload", "--policy", "policy(keep=0)"), "keep=0 must be"),
         (("train", "tiny.py:workload", "--resume"), "needs run_dir"),
         (("train", "tiny.py:workload", "--steps", "0"), "--steps"),

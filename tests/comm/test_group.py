@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import apart, on_ranks
-from seats import Kill, kills, on_seats
+from slots import Kill, kills, on_slots
 
 from apportion.comm.world import World
 from apportion.errors import MembershipChanged
@@ -71,9 +71,9 @@ def remembered(world: World, progress: Any) -> list[int]:
             if world.generation == 0:
                 memory[part.rank] = 10 + world.rank
                 part.group().barrier()
-                progress[world.seat] = 1
+                progress[world.slot] = 1
                 world.group().barrier()
-                if world.seat == 3:
+                if world.slot == 3:
                     signal.pause()  # until it is killed
                 world.group().barrier()
             part.group().barrier()
@@ -83,7 +83,7 @@ def remembered(world: World, progress: Any) -> list[int]:
 
 
 def test_the_memory_of_a_part_is_its_own_and_outlives_its_ranks() -> None:
-    outcome = on_seats(remembered, 4, killed=[Kill(1, 0.05, 3)])
+    outcome = on_slots(remembered, 4, killed=[Kill(1, 0.05, 3)])
     assert outcome.results == [[10, 12, 2], [11, 13, 2]] * 2
 
 
@@ -98,7 +98,7 @@ def split_wrongly(world: World) -> list[str]:
     part = world.split("pipe", [[0], [1]])
     with pytest.raises(ValueError, match="needs a supervisor"):
         part.rejoin()
-    assert (part.rank, part.size, part.seat, part.seats) == (0, 1, 0, 1)
+    assert (part.rank, part.size, part.slot, part.slots) == (0, 1, 0, 1)
     assert part.has_cores() == world.has_cores(), "all of the host's processes compute"
     return told
 
@@ -153,7 +153,7 @@ def rounds(world: World, progress: Any, many: int) -> int:
 def _rounds(world: World, progress: Any, many: int) -> int:
     size = world.size
     part = world.split("part", [list(range(0, size, 2)), list(range(1, size, 2))])
-    done = torch.tensor([int(progress[world.seat])])
+    done = torch.tensor([int(progress[world.slot])])
     first = int(world.group().all_gather(done).min())
     large = torch.empty(300_000)
     for number in range(first, many):
@@ -171,7 +171,7 @@ def _rounds(world: World, progress: Any, many: int) -> int:
             part.group().send(total, 1 - part.rank)
             part.group().receive(total, 1 - part.rank).wait()
         world.group().barrier()
-        progress[world.seat] = number + 1
+        progress[world.slot] = number + 1
     world.group().barrier()
     return many
 
@@ -180,7 +180,7 @@ def _rounds(world: World, progress: Any, many: int) -> int:
 @pytest.mark.thorough
 def test_after_a_kill_messages_and_parts_go_on_among_those_who_are_there(replaced: bool) -> None:
     many = kills(12, 400, 4, seed=3) if replaced else [Kill(40, 0.001, 2)]
-    outcome = on_seats(rounds, 4, 400, killed=many, replaced=replaced)
+    outcome = on_slots(rounds, 4, 400, killed=many, replaced=replaced)
     assert outcome.kills == len(many)
     assert outcome.changes >= (5 if replaced else 1)
 

@@ -9,28 +9,28 @@ from apportion.comm.world import World
 from apportion.errors import MembershipChanged, PeerLost
 
 
-def page(seats: int) -> Membership:
-    return Membership(memoryview(bytearray(Membership.nbytes(seats))), seats)
+def page(slots: int) -> Membership:
+    return Membership(memoryview(bytearray(Membership.nbytes(slots))), slots)
 
 
-def test_on_one_host_ranks_are_seats_and_meet_nowhere() -> None:
+def test_on_one_host_ranks_are_slots_and_meet_nowhere() -> None:
     members = page(3)
     members.begin()
-    assert [members.place(seat) for seat in range(3)] == [
-        MemberPlace(seat, 3, 0, local_rank=seat, local_size=3, meeting=None) for seat in range(3)
+    assert [members.place(slot) for slot in range(3)] == [
+        MemberPlace(slot, 3, 0, local_rank=slot, local_size=3, meeting=None) for slot in range(3)
     ]
-    assert members.seated() == [0, 1, 2]
+    assert members.slots_by_rank() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "2001:0db8:85a3:0000:0000:8a2e:0370:7334"])
 def test_a_host_among_several_has_some_of_the_ranks_and_says_where_all_meet(address: str) -> None:
     members = page(2)
     members.begin(HostShare(first=3, size=5, address=address, port=5000))
-    assert [members.place(seat) for seat in range(2)] == [
+    assert [members.place(slot) for slot in range(2)] == [
         MemberPlace(3, 5, 0, local_rank=0, local_size=2, meeting=(address, 5000)),
         MemberPlace(4, 5, 0, local_rank=1, local_size=2, meeting=(address, 5000)),
     ]
-    assert members.seated() == [0, 1]
+    assert members.slots_by_rank() == [0, 1]
 
 
 def test_the_training_is_under_way_from_the_generation_after_it_began() -> None:
@@ -47,7 +47,7 @@ def test_the_training_is_under_way_from_the_generation_after_it_began() -> None:
     assert not World().under_way
 
 
-def test_a_change_moves_ranks_to_other_seats_and_the_meeting_to_another_place() -> None:
+def test_a_change_moves_ranks_to_other_slots_and_the_meeting_to_another_place() -> None:
     members = page(3)
     members.begin(HostShare(2, 5, "10.0.0.1", 5000))
     assert members.open_change(7) == 7
@@ -55,9 +55,9 @@ def test_a_change_moves_ranks_to_other_seats_and_the_meeting_to_another_place() 
         members.check(0)
     members.close_change([2, 1], share=HostShare(0, 2, "10.0.0.22", 6000))
     assert members.generation == 8
-    assert members.seated() == [2, 1]
+    assert members.slots_by_rank() == [2, 1]
     assert members.place(2) == MemberPlace(0, 2, 8, local_rank=0, local_size=2, meeting=("10.0.0.22", 6000))
-    with pytest.raises(PeerLost, match="goes on without the worker on seat 0"):
+    with pytest.raises(PeerLost, match="goes on without the worker on slot 0"):
         members.rejoin(0, 0.1)
 
 

@@ -258,7 +258,7 @@ def test_a_place_is_read_whole_or_asked_for_again() -> None:
     memory = memoryview(mmap.mmap(-1, Membership.nbytes(3)))
     page = Membership(memory, 3)
     page.begin()
-    assert page.seated() == [0, 1, 2]
+    assert page.slots_by_rank() == [0, 1, 2]
     page.open_change()
     assert not page.acknowledged(0)
     with pytest.raises(PeerLost, match="did not say within 0 s"):
@@ -268,7 +268,7 @@ def test_a_place_is_read_whole_or_asked_for_again() -> None:
     assert not page.acknowledged(0)
     assert (page.rejoin(0, 1.0).rank, page.rejoin(2, 1.0).rank) == (1, 0)
     assert page.rejoin(0, 1.0).size == 2
-    with pytest.raises(PeerLost, match="without the worker on seat 1"):
+    with pytest.raises(PeerLost, match="without the worker on slot 1"):
         page.rejoin(1, 1.0)
 
 

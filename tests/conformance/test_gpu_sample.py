@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py``: what it draws, and what it makes of a case that dies, hangs or is refused."""
+"""``benchmarks/rows/gpu.py``: what it draws, and what it makes of a case that dies, hangs or is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE = {"kind": "grid", "id": "one", "workers": 1, "strategy": "data_parallel", 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "rows"))
     import gpu
 
     return gpu
@@ -146,7 +146,7 @@ def test_a_test_that_a_strategy_refuses_is_no_failure(
 @pytest.mark.slow
 def test_part_a_runs_on_the_cpu(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--part", "a", "--device", "cpu"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "rows" / "gpu.py"), "--part", "a", "--device", "cpu"]
     command += ["--seconds", "20", "--seed", "5", "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,18 +18,17 @@ import pytest
 import torch
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
-from seats import kills, on_seats
-from seats import train as train_on_seats
+from slots import kills, on_slots
+from slots import train as train_on_slots
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
+from apportion.core.data import sent_rows
 from apportion.core.data.source import BatchSource
-from apportion.core.parts import sent_rows
-from apportion.core.parts.deal import deal_parts
-from apportion.core.parts.lengths import learn_lengths
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.parts import deal_parts, learn_lengths
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Strategy
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.map_reduce import MapReduce
@@ -205,7 +204,7 @@ def test_the_network_is_that_of_the_same_rows_in_the_same_batches() -> None:
 def test_workers_that_die_leave_their_parts_to_those_that_replace_them() -> None:
     workload = replace(in_parts(networks.cases["mlp"](16)), steps=60)
     with by_value(networks):
-        outcome = on_seats(train_on_seats, 3, DataParallel(), workload, killed=kills(2, 60, 3, seed=4))
+        outcome = on_slots(train_on_slots, 3, DataParallel(), workload, killed=kills(2, 60, 3, seed=4))
     assert outcome.changes >= 1
     expected = alone(workload, 60)
     assert max(difference(state, expected) for state, _ in outcome.results) <= BOUND
@@ -214,7 +213,7 @@ def test_workers_that_die_leave_their_parts_to_those_that_replace_them() -> None
 def test_workers_that_die_and_are_not_replaced_leave_their_parts_to_the_others() -> None:
     workload = replace(in_parts(networks.cases["mlp"](16)), steps=60)
     with by_value(networks):
-        outcome = on_seats(train_on_seats, 3, MapReduce(), workload, killed=kills(1, 60, 3, seed=5), replaced=False)
+        outcome = on_slots(train_on_slots, 3, MapReduce(), workload, killed=kills(1, 60, 3, seed=5), replaced=False)
     left = [result for result in outcome.results if result is not None]
     assert {made[-1] for _, made in left} == {2}
     expected = alone(workload, 60)

@@ -76,7 +76,7 @@ def test_every_strategy_equals_its_reference_across_hosts(layout: str, strategy:
 @pytest.mark.slow
 @pytest.mark.serial
 def test_hosts_with_a_cable_between_them_equal_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "lib"))
     import hosts as module
 
     why = module.cannot()

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import apportion.core.data.source
 from apportion import Workload
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 
 
 def source(

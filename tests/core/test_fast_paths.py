@@ -21,7 +21,7 @@ from apportion import Strategy, Workload, batches
 from apportion.comm.world import World
 from apportion.core import fast_paths, torch_private
 from apportion.parallel.ops.factored_linear import Products, plain_layers
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.runtime.worker.job import Job
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
 from apportion.strategies.fully_sharded import FullySharded

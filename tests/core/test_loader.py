@@ -23,7 +23,7 @@ import apportion
 from apportion.core.data.batch import Batch
 from apportion.core.data.loader import _Shelf
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.sampler import DataShard, Draws
+from apportion.core.sampler import DataShard, Draws
 from apportion.core.strategy import batches
 
 LOOKED_AT = 2

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from apportion.core.loss_terms import examples
-from apportion.core.model_loss import ModelLabelTerms, ModelTerms, resolved, takes_loss_of_model
+from apportion.core.loss_terms import ModelLabelTerms, ModelTerms, examples, resolved, takes_loss_of_model
 
 CALLS: list[Any] = []
 

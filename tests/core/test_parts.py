@@ -16,13 +16,11 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import apportion
+from apportion.core.data.sent_rows import decode, encode
 from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import check_fingerprint, fingerprint
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.deal import are_in_order, deal_parts
-from apportion.core.parts.example_codec import decode, encode
-from apportion.core.parts.sampler import PartSampler, rows_of_parts
-from apportion.core.sampling.sampler import DataShard, Sampler
+from apportion.core.parts import PartedDataset, are_in_order, deal_parts
+from apportion.core.sampler import DataShard, PartSampler, Sampler, rows_of_parts
 from apportion.core.workload import checked
 from apportion.errors import ApportionError
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.core.sampling.rng import RngState, fork_host_rng, plain_rng_states, seed_host
-from apportion.core.sampling.sampler import Draws
+from apportion.core.rng import RngState, fork_host_rng, plain_rng_states, seed_host
+from apportion.core.sampler import Draws
 
 
 def draws(index: object, *, seed: int = 1, epoch: int = 0, dtype: torch.dtype = torch.float64) -> Draws:

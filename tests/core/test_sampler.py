@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.core.sampling.sampler import DataShard, Sampler, mix, split
+from apportion.core.sampler import DataShard, Sampler, mix, split
 
 sizes = st.integers(1, 300)
 ranks = st.integers(1, 9)

@@ -448,8 +448,8 @@ class _World:
     """As much of one as is looked at before anything is built."""
 
     def __init__(self, size: int) -> None:
-        self.size = self.seats = self.local_size = size
-        self.rank = self.seat = 0
+        self.size = self.slots = self.local_size = size
+        self.rank = self.slot = 0
         self.channel = None
         self.device = torch.device("cpu")
 

@@ -19,8 +19,8 @@ from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 from apportion.cost_model.strategies import pipeline, wavefront
-from apportion.cost_model.strategies.pipeline_timeline import TimedPasses, TimedStage
-from apportion.parallel.pipeline.schedules import Turn, turns
+from apportion.cost_model.strategies.pipeline import TimedPasses, TimedStage
+from apportion.parallel.pipeline.staging import Turn, turns
 from apportion.strategies.conv_parallel import ConvParallel
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.layer_placement import LayerPlacement

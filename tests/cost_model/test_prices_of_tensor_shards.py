@@ -10,7 +10,7 @@ from by_hand import GB, ROWS, bookkeeping, conv, layer, machine, network, terms,
 
 from apportion.cost_model.compute import slowest
 from apportion.cost_model.profile import LayerProfile, Profile
-from apportion.cost_model.strategies import hybrid, tensor
+from apportion.cost_model.strategies import tensor
 from apportion.strategies.hybrid_parallel import HybridParallel
 from apportion.strategies.tensor_parallel import TensorParallel
 
@@ -163,7 +163,7 @@ def begins_at(least: int, *layers: LayerProfile) -> int | None:
     """The wire carries outputs in a second, and the 4 MB of weights in ten."""
     seen = network(*layers)
     how = tensor.sliced(seen, min_width=1)
-    return hybrid.begins(seen, machine(memory_rate=1e15, **SLOW), how, least=least)
+    return tensor.first_sliced_layer(seen, machine(memory_rate=1e15, **SLOW), how, least=least)
 
 
 def test_slices_begin_where_weights_are_many_and_nothing_goes_back_to_rows_behind_them() -> None:

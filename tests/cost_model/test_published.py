@@ -27,7 +27,8 @@ GPT = Transformer(hidden=1024, heads=16, blocks=12, length=1024, vocabulary=51_2
 @pytest.mark.data("published/vtrain-single-half.csv")
 @pytest.mark.thorough
 def test_steps_of_transformers_on_a100s_are_predicted_and_the_fastest_of_three_is_the_fastest() -> None:
-    """Five constants fitted to 100 random rows; the bars of the planner. (Twenty: benchmarks/published_results.py.)"""
+    """Five constants fitted to 100 random rows; the bars of the planner. (Twenty:
+    benchmarks/rows/published_results.py.)"""
     rows = vtrain.read(data_folder() / "published" / "vtrain-single-half.csv")
     draws = [vtrain.draw(rows, seed) for seed in range(5)]
     assert len(rows) == 720

@@ -30,8 +30,8 @@ from spiking_graphs import (
     traced,
 )
 
+from apportion.exporting.spiking.dialects.adaptation import depth_first, led_depth_first, too_early
 from apportion.exporting.spiking.dialects.dialect import dialect
-from apportion.exporting.spiking.dialects.execution_order import depth_first, led_depth_first, too_early
 from apportion.exporting.spiking.graph import Convolution, Dense, Neurons, SpikingGraph
 from apportion.exporting.spiking.nir_file import read, write
 from apportion.exporting.spiking.simulator import simulate
@@ -277,7 +277,8 @@ def foreign(path: Path, node: Any, *, edges: list[tuple[str, str]] | None = None
 
 FOREIGN: dict[str, tuple[Callable[[], Any], str, str]] = {
     "LIF": (
-        lambda: nir.LIF(*(one_number(x) for x in (2, 1, 0, 1))), "nir", r"node \(LIF\) is no node of a spiking graph",
+        lambda: nir.LIF(*(one_number(x) for x in (2, 1, 0, 1))), "nir",
+        r"node \(LIF\) is not a node of a spiking graph",
     ),
     "Linear": (
         lambda: nir.Linear(np.ones((1, 1), np.float32)), "sinabs",
@@ -345,5 +346,5 @@ def test_the_files_of_the_paper_are_read_or_refused_by_the_nodes_name() -> None:
     with pytest.raises(ValueError, match=r"8 \(Flatten\): norse flattens the examples too"):
         read(folder / "cnn_sinabs.nir", "norse", timesteps=10)
     for file, why in (("lif_norse", r"1 \(LIF\)"), ("braille_noDelay_bias_zero", r"lif1\.lif \(CubaLIF\)")):
-        with pytest.raises(ValueError, match=f"{why} is no node of a spiking graph"):
+        with pytest.raises(ValueError, match=f"{why} is not a node of a spiking graph"):
             read(folder / f"{file}.nir", "nir", timesteps=10)

@@ -21,10 +21,9 @@ from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.conversion.rate_net import outputs
 from apportion.exporting.spiking.graph import CurrentSource, Dense, Neurons, Readout, Reset, SpikingGraph
-from apportion.exporting.spiking.membranes import Membranes
 from apportion.exporting.spiking.quantized import _largest as largest
 from apportion.exporting.spiking.quantized import integers, quantized, quantized_outputs
-from apportion.exporting.spiking.simulator import fan_out, simulate
+from apportion.exporting.spiking.simulator import Membranes, fan_out, simulate
 from apportion.exporting.target import Examples
 from apportion.exporting.targets import spiking
 
@@ -66,7 +65,7 @@ def test_a_neuron_fires_as_computed_by_hand(current: float, reset: Reset, spikes
 def test_only_the_clipped_membrane_forgets_what_was_far_below_the_threshold(reset: Reset, spikes: int) -> None:
     graph = one_neuron(0.0, 2, reset)
     membrane = Neurons(name="n", shape=(1,), threshold=torch.ones(()), reset=reset)
-    from apportion.exporting.spiking.membranes import fired
+    from apportion.exporting.spiking.simulator import fired
 
     currents = [torch.tensor([[x]]) for x in (-5.0, 2.0)]
     assert sum(int(x.sum()) for x in fired(membrane, currents, torch.zeros(()))) == spikes

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.exporting.spiking.calibration.calibrate import Calibrated
-from apportion.exporting.spiking.calibration.fine_tune import fine_tuned, spiking_activations
-from apportion.exporting.spiking.calibration.surrogate import spike_train
+from apportion.exporting.spiking.calibration.fine_tune import fine_tuned, spike_train, spiking_activations
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.conversion.rate_net import RateNet, computed

@@ -139,7 +139,7 @@ def test_a_name_that_is_declared_later_or_has_other_bits_is_no_statement(
     text = path.read_text()
     assert wrong(text) != text
     path.write_text(wrong(text))
-    with pytest.raises(ValueError, match="is no statement of the target verilog"):
+    with pytest.raises(ValueError, match="is not a statement of the target verilog"):
         circuit_in(path)
 
 
@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "embedding": (lambda: nn.Embedding(4, 4), "takes torch.int64, and a circuit takes one tensor of floating-point"),
     "average of 3": (
         lambda: nn.Sequential(nn.Unflatten(1, (1, 1, 8)), nn.AvgPool2d((1, 3)), nn.Flatten()),
-        r"layer 1 \(AvgPool2d\) .* over 3 numbers is no shift of bits; use windows of 2, 4",
+        r"layer 1 \(AvgPool2d\) .* over 3 numbers is not a shift of bits; use windows of 2, 4",
     ),
     "padding": (
         lambda: nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.AvgPool2d((1, 2)), nn.ZeroPad2d(1), nn.AvgPool2d(3)),

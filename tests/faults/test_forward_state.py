@@ -28,7 +28,7 @@ from apportion.comm.world import World
 from apportion.core.strategy import State, Strategy, batches
 from apportion.errors import StateLost, WorkerFailed
 from apportion.parallel.replica.forward_state import ForwardState
-from apportion.parallel.replica.single_process import OneDeviceStep, reference
+from apportion.parallel.replica.step import OneDeviceStep, reference
 from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 from apportion.runtime.launch.local import Local

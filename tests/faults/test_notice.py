@@ -158,6 +158,15 @@ def test_sigterm_before_the_first_step_ends_a_driver_with_nothing_written(
     assert status in (TOLD, -signal.SIGTERM), err
 
 
+@pytest.fixture
+def sigterm_by_default() -> Iterator[None]:
+    """No handler of SIGTERM, such as a command that ran in this process has left."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm_by_default")
 @pytest.mark.parametrize("place", ["in the run", "in the body of the loop"])
 def test_a_program_that_loops_over_the_events_is_left_with_status_143_and_is_told_why(
     place: str, tmp_path: Path, within: Within, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -246,14 +246,14 @@ def test_any_rank_may_be_killed_and_the_others_live_on(
 ) -> None:
     with Disturbed(tmp_path, strategy, 3) as one:
         one.until_step(10)
-        others = [pid_of(seat) for seat in range(3) if seat != rank]
+        others = [pid_of(slot) for slot in range(3) if slot != rank]
         kill(pid_of(rank))
         one.until_faults(1)
         assert all(map(lives, others))
     ((lost, action),) = one.faults()
     assert lost == rank
     assert float(re.fullmatch(r"replaced in (.*) s", action)[1]) < SECONDS, "by a fork, in a fraction of one"  # type: ignore[index]
-    assert [len(marks.told("building", seat)) for seat in range(3)] == [1 + (seat == rank) for seat in range(3)]
+    assert [len(marks.told("building", slot)) for slot in range(3)] == [1 + (slot == rank) for slot in range(3)]
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
@@ -334,12 +334,12 @@ def died(tmp_path: Path, workers: int, deaths: str, marks: Marks, undisturbed: U
     one.assert_as_if_nothing_had_happened(undisturbed)
 
 
-@pytest.mark.parametrize("seat", [0, 1])
+@pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("where", ["gradient", "arriving", "arrived", "slice", "written", "met", "committed"])
 def test_a_worker_may_die_at_any_point_of_an_update(
-    where: str, seat: int, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
+    where: str, slot: int, tmp_path: Path, marks: Marks, undisturbed: Undisturbed
 ) -> None:
-    died(tmp_path, 2, f"{seat} {where} 25", marks, undisturbed)
+    died(tmp_path, 2, f"{slot} {where} 25", marks, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -365,13 +365,13 @@ def test_a_replacement_that_has_built_for_a_world_that_is_over_builds_again(
 ) -> None:
     with Disturbed(tmp_path, Mortal("2 rejoining 0"), 3) as one:
         one.until_step(10)
-        for where, seat in (("building", 1), ("rejoining", 2)):
-            marks.hold(where, seat)
+        for where, slot in (("building", 1), ("rejoining", 2)):
+            marks.hold(where, slot)
         kill(pid_of(1))
         one.until(lambda: len(marks.told("building", 1)) == 2, "the replacement")
         one.until(lambda: marks.told("rejoining", 2), "the survivor")
-        for where, seat in (("rejoining", 2), ("building", 1)):
-            marks.release(where, seat)
+        for where, slot in (("rejoining", 2), ("building", 1)):
+            marks.release(where, slot)
     assert sorted(rank for rank, _ in one.faults()) == [1, 2]
     assert len(marks.told("building", 1)) == 3
     one.strategy = DataParallel()
@@ -449,7 +449,7 @@ def test_a_spare_that_is_killed_costs_no_worker_and_is_replaced(
         assert lives(born_of_it)
         kill(pid_of(0))
     assert [rank for rank, _ in one.faults()] == [1, 0]
-    opened = {pid for seat in (0, 1) for pid, _ in marks.told("opening", seat)}
+    opened = {pid for slot in (0, 1) for pid, _ in marks.told("opening", slot)}
     assert born_of_it not in opened, "it was not forked from the spare, which had the data open"
     one.assert_as_if_nothing_had_happened(undisturbed)
 

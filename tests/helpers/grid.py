@@ -1,7 +1,7 @@
 """The grid of every strategy x every network x 1 to 4 workers x optimizers, and what is refused of it, by name.
 
-``tests/conformance/test_conformance_grid.py`` proves all of it on the CPU, ``benchmarks/gpu.py`` a sample on a GPU. It
-needs no pytest.
+``tests/conformance/test_conformance_grid.py`` proves all of it on the CPU, ``benchmarks/rows/gpu.py`` a sample on a
+GPU. It needs no pytest.
 """
 
 from __future__ import annotations

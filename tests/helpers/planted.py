@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.fault_points import plant
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, Strategy
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.parameter_server import ParameterServer
 

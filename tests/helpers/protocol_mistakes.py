@@ -9,7 +9,7 @@ from simulated_runs import Parts
 
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused
 from apportion.runtime.hosts.protocol.follower import Follower, TakenTable
-from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
+from apportion.runtime.hosts.protocol.leader import AgentOrder, HostSlot, Leader
 
 
 class _WaitsForNobody(Leader):  # type: ignore[misc]
@@ -23,14 +23,14 @@ class _WaitsForNobody(Leader):  # type: ignore[misc]
 class _CountsOldAnswers(Leader):  # type: ignore[misc]
     """Takes answers to an older change for answers to the newest."""
 
-    def answered(self, slot: Slot, generation: int) -> None:
+    def answered(self, slot: HostSlot, generation: int) -> None:
         self._answered.add(slot)
 
 
 class _KillsNobody(Leader):  # type: ignore[misc]
     """Takes who is lost for dead."""
 
-    def kill(self, ranks: Collection[int]) -> list[Tell]:
+    def kill(self, ranks: Collection[int]) -> list[AgentOrder]:
         self._ended.update(self.table[rank] for rank in ranks)
         return []
 
@@ -58,7 +58,9 @@ class _PutsReplacementsLast(Leader):  # type: ignore[misc]
 class _KeepsDroppedHosts(Leader):  # type: ignore[misc]
     """Leaves the workers of a host that was given up in the table."""
 
-    def close(self, slots: Iterable[Slot], fresh: Collection[Slot] = (), *, ending: bool = False) -> list[Tell]:
+    def close(
+        self, slots: Iterable[HostSlot], fresh: Collection[HostSlot] = (), *, ending: bool = False
+    ) -> list[AgentOrder]:
         dropped = {slot.host for slot in self.table} - self.hosts
         self.hosts |= dropped
         self._places.update(dict.fromkeys(dropped, ("", 0)))
@@ -70,7 +72,7 @@ class _KeepsDroppedHosts(Leader):  # type: ignore[misc]
 class _OpensTheSameAgain(Leader):  # type: ignore[misc]
     """Opens a change a second time under its first generation."""
 
-    def open(self) -> list[Tell]:
+    def open(self) -> list[AgentOrder]:
         self.generation -= 2 * (self.generation % 2)
         return super().open()
 

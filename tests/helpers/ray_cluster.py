@@ -56,7 +56,7 @@ class RayCluster:
     """Nodes, whose files are the same but for /tmp/ray."""
 
     made: Any
-    """The namespaces (``benchmarks/hosts.py``)."""
+    """The namespaces (``benchmarks/lib/hosts.py``)."""
     folder: Path
     """Where the logs and the sessions of the nodes are."""
     settings: dict[str, str]

@@ -1,10 +1,11 @@
 """References of proofs, computed once: the same network is proved under many strategies, and what one device makes of
 it is the same each time.
 
-``pool`` stands in for ``WorkerPool`` in ``apportion.api.proof_workers``. The ranks of a strategy are those of
-``warm_ranks``. What a rank of a reference answers, and the file that it writes with it, is noted the first time, and
-told again to the next proof whose workload is the same to the byte, in the same environment. A rank is started where
-something is asked that has not been asked before; it then goes the whole way from the beginning.
+``pool`` stands in for ``WorkerPool`` in ``apportion.runtime.launched.ranks``, for the processes of proofs. The ranks of
+a strategy are those of ``warm_ranks``. What a rank of a reference answers, and the file that it writes with it, is
+noted the first time, and told again to the next proof whose workload is the same to the byte, in the same environment.
+A rank is started where something is asked that has not been asked before; it then goes the whole way from the
+beginning.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import warm_ranks
 from apportion.comm.channel import Message
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
-from apportion.parallel.replica import single_process
+from apportion.parallel.replica import step as single_step
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof_workload import few_rows
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 from apportion.strategies.single_device import SingleDevice
 
@@ -52,9 +54,11 @@ remembered: OrderedDict[Hashable, Answer] = OrderedDict()
 
 def pool(
     launcher: Local, target: str, job: Job, ranks: int, importer: Spare | None = None
-) -> warm_ranks.Kept | Reference:
+) -> warm_ranks.Kept | Reference | WorkerPool:
     """Returns ranks, or for a reference what answers in their place. ``importer``: of no use to ranks that are there
-    already."""
+    already. Processes of trials and surveys are new ones."""
+    if not job.proof:
+        return WorkerPool(launcher, target, job, ranks, importer)
     if not target.endswith(":reference") or isinstance(job.workload, str) or job.strategy.replays(job.workers):
         return warm_ranks.kept(launcher, target, job, ranks)
     return Reference(lambda: warm_ranks.kept(launcher, target, job, ranks), _beginning(launcher, job))
@@ -79,7 +83,7 @@ def _is_one_device(strategy: Strategy) -> bool:
     """Tells whether the reference is one device's, whatever the settings: ``return reference(workload)``."""
     function: Any = type(strategy).reference
     same = function.__code__.co_code == SingleDevice.reference.__code__.co_code
-    return same and strategy.exact and function.__globals__.get("reference") is single_process.reference
+    return same and strategy.exact and function.__globals__.get("reference") is single_step.reference
 
 
 def _is_not_cut(job: Job) -> bool:

@@ -10,7 +10,7 @@ from simulated_hosts import Host, Link, Process, Violation
 
 from apportion.errors import ApportionError
 from apportion.runtime.checkpoint.terms import RunTerm
-from apportion.runtime.hosts.protocol.leader import Slot, Tell
+from apportion.runtime.hosts.protocol.leader import AgentOrder, HostSlot
 from apportion.runtime.supervisor.decisions import Action, Finish, Replace, Restart, Shrink, Stop, next_action
 from apportion.runtime.supervisor.failures import (
     HostLost,
@@ -55,8 +55,8 @@ class Driver(Process):
         self.lost: list[int] | None = None
         self.leaving = self.has_begun = False
         self.started: set[int] = set()
-        self.begun: set[Slot] = set()
-        self.seen_stopped: dict[Slot, int] = {}
+        self.begun: set[HostSlot] = set()
+        self.seen_stopped: dict[HostSlot, int] = {}
         self.ticks = self.opened = 0
         self._connect(counts)
         sim.table(self)
@@ -93,7 +93,7 @@ class Driver(Process):
             return
         kind, leader = message[0], self.leader
         if kind == "answered":
-            leader.answered(Slot(host, message[1]), message[2])
+            leader.answered(HostSlot(host, message[1]), message[2])
         elif kind == "reserved":
             leader.reserved(host, message[1], "", 0)
         elif kind == "superseded":
@@ -101,9 +101,9 @@ class Driver(Process):
         elif kind == "started":
             self.started.add(host)
         else:
-            self._take_of(Slot(host, message[1]), message)
+            self._take_of(HostSlot(host, message[1]), message)
 
-    def _take_of(self, slot: Slot, message: Any) -> None:
+    def _take_of(self, slot: HostSlot, message: Any) -> None:
         kind, leader = message[0], self.leader
         if kind == "exited":
             leader.exited(slot)
@@ -140,12 +140,12 @@ class Driver(Process):
         if self.stopped:
             return
         self.ticks += 1
-        stopped: set[Slot] = set()
+        stopped: set[HostSlot] = set()
         for host in sorted(self.leader.hosts):
             agent = self.sim.heard(self, host)
             if agent is not None:
-                self.liveness.heard(host)
-                stopped.update(Slot(host, worker.slot) for worker in agent.workers.values() if worker.stopped)
+                self.liveness.note_heard(host)
+                stopped.update(HostSlot(host, worker.slot) for worker in agent.workers.values() if worker.stopped)
         for silence in self.liveness.pass_time(TICK, 0.0):
             if silence.thought == "given up" and silence.host in self.leader.hosts:
                 self.lose(silence.host)
@@ -154,7 +154,7 @@ class Driver(Process):
             self.end()
         self.think()
 
-    def _look_at(self, stopped: set[Slot]) -> None:
+    def _look_at(self, stopped: set[HostSlot]) -> None:
         """Notes who is stopped for too long, or does not answer."""
         self.seen_stopped = seen = {slot: self.seen_stopped.get(slot, 0) + 1 for slot in stopped}
         late = [r for r, slot in enumerate(self.leader.table) if seen.get(slot, 0) >= STALLED_TICKS] if seen else []
@@ -224,7 +224,7 @@ class Driver(Process):
         else:
             self.close(table, [slot for slot in gone if slot.host in self.leader.hosts], losses)
 
-    def close(self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: tuple[WorkerLost, ...]) -> None:
+    def close(self, slots: Sequence[HostSlot], fresh: Sequence[HostSlot], losses: tuple[WorkerLost, ...]) -> None:
         self.send_table(lambda: self.leader.close(slots, fresh), fresh)
         self.note(WorkersChanged(losses, len(self.leader.table)))
         self.lost = None
@@ -236,7 +236,7 @@ class Driver(Process):
             self.send_table(lambda: self.leader.close(left, ending=True))
         self.lost, self.leaving = None, True
 
-    def send_table(self, close: Callable[[], list[Tell]], fresh: Collection[Slot] = ()) -> None:
+    def send_table(self, close: Callable[[], list[AgentOrder]], fresh: Collection[HostSlot] = ()) -> None:
         try:
             told = close()
         except ApportionError:  # no worker is left
@@ -254,7 +254,7 @@ class Driver(Process):
             self.end()
         return False
 
-    def tell(self, messages: Iterable[Tell]) -> None:
+    def tell(self, messages: Iterable[AgentOrder]) -> None:
         for told in messages:
             self.down[told.host].send(told.message)
 

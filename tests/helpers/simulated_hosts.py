@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ class Agent(Process):
     def hear_answer(self, said: tuple[int, int]) -> None:
         if self.stopped:
             self.inbox.append((self.hear_answer, said))
-        elif self.alive and self.follower.answered(*said):
+        elif self.alive and self.follower.note_answer(*said):
             self.up.send(("answered", *said))
 
     def reap(self, ended: tuple[Worker, int]) -> None:

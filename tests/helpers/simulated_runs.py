@@ -19,7 +19,7 @@ from apportion.core.policy import Policy
 from apportion.parallel.replica.resync import furthest
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write, next_term
 from apportion.runtime.hosts.protocol.follower import Follower
-from apportion.runtime.hosts.protocol.leader import Leader, Slot
+from apportion.runtime.hosts.protocol.leader import HostSlot, Leader
 from apportion.runtime.hosts.protocol.liveness import Liveness
 
 FAULT_SECONDS = 5.0
@@ -172,7 +172,7 @@ class Simulation:
 
     # What must hold
 
-    def table(self, driver: Driver, fresh: Collection[Slot] = ()) -> None:
+    def table(self, driver: Driver, fresh: Collection[HostSlot] = ()) -> None:
         """A driver sends a table: nobody else has sent one of this generation in its term, and every process on its
         hosts is in the table and has left what is older."""
         key = driver.term, driver.leader.generation

@@ -21,7 +21,7 @@ from launched_runs import on_host
 
 import apportion
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "lib"
 START_SECONDS = 20.0
 END_SECONDS = 10.0
 _PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "sbatch": "slurm-client"}
@@ -84,7 +84,7 @@ class SlurmCluster:
     """Two nodes of two cores each, whose files are the same."""
 
     made: Any
-    """The namespaces (``benchmarks/hosts.py``)."""
+    """The namespaces (``benchmarks/lib/hosts.py``)."""
     folder: Path
     """Where the configuration, the logs and the state of the daemons are."""
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)

@@ -20,7 +20,7 @@ from typing import Any
 
 import apportion
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "lib"
 
 
 def cannot() -> str | None:
@@ -41,7 +41,7 @@ class SshHosts:
     """Some hosts, by their names ``a``, ``b`` and so on."""
 
     made: Any
-    """The namespaces (``benchmarks/hosts.py``)."""
+    """The namespaces (``benchmarks/lib/hosts.py``)."""
     folder: Path
     """Where keys, the configuration and the folders of the hosts are."""
     servers: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)

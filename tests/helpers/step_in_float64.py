@@ -21,7 +21,7 @@ from torch import nn
 
 from apportion.exporting.target import Examples
 from apportion.exporting.tpu import lowering, training_check
-from apportion.exporting.tpu.traced import for_training, traced_loss
+from apportion.exporting.tpu.lowering import for_training, traced_loss
 
 BATCH = 64
 LOSS = nn.functional.cross_entropy

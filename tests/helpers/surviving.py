@@ -27,12 +27,12 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.fault_points import plant
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.errors import StateLost
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.strategies.data_parallel import DataParallel
 
 VERSION_BYTES = 1 << 20
@@ -77,7 +77,7 @@ class Forgetful(Strategy):
 @dataclass(frozen=True, repr=False)
 class Mortal(Strategy):
     """data_parallel whose workers kill themselves, once at each of these places: "1 committed 25; 0 rejoined 0" are
-    seats, where, and the updates that are made by then (0: the first time)."""
+    slots, where, and the updates that are made by then (0: the first time)."""
 
     survives: ClassVar[bool] = True
     deaths: str = ""
@@ -89,8 +89,8 @@ class Mortal(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         step = DataParallel().build(workload, world)
         deaths: dict[tuple[str, int], Callable[[], None]] = {}
-        for seat, where, at in map(str.split, self.deaths.split(";")):
-            if int(seat) != world.seat:
+        for slot, where, at in map(str.split, self.deaths.split(";")):
+            if int(slot) != world.slot:
                 continue
             if where in ("rejoining", "rejoined"):
                 _die_around_rejoin(step, where)

@@ -1,7 +1,8 @@
 """Ranks that stay for the next proof: to start five processes for each of a thousand proofs took longer than to prove.
 
-``kept`` stands in for ``WorkerPool`` in ``apportion.api.proof_workers``. A pool is used again where the environment and
-the folder are the same and nothing has failed in it; each proof has memory and a store of its own, and a new ``World``.
+``kept`` stands in for ``WorkerPool`` in ``apportion.runtime.launched.ranks``. A pool is used again where the
+environment and the folder are the same and nothing has failed in it; each proof has memory and a store of its own, and
+a new ``World``.
 """
 
 from __future__ import annotations

@@ -26,11 +26,10 @@ from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rendezvous import meet
 from apportion.comm.world import World
 from apportion.core.value import names, parse
-from apportion.parallel.compression.coded_sum import PIECE, CodedSum
+from apportion.parallel.compression.coded_sum import PIECE, CodedSum, Rounded
 from apportion.parallel.compression.compression import METHODS, Compression, compression
 from apportion.parallel.compression.methods.int8 import _Blocks
 from apportion.parallel.compression.methods.top_k import _Largest
-from apportion.parallel.compression.rounded import Rounded
 from apportion.strategies.data_parallel import DataParallel
 
 EACH = ["fp16", "bf16", "int8", "int8(block=64)", "top_k(fraction=0.1)", "power_sgd", "power_sgd(rank=4)"]

@@ -23,11 +23,16 @@ from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import Say
-from apportion.parallel.parameter_store.network.network_step import NetworkDownpourStep, NetworkPlaces, serve, served
+from apportion.parallel.parameter_store.network.network_step import (
+    NetworkDownpourStep,
+    NetworkPlaces,
+    serve,
+    served,
+    server_ranks,
+)
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
-from apportion.parallel.parameter_store.network.placement import server_ranks
-from apportion.parallel.parameter_store.network.queue_state import NO_TICKET, QueueState
-from apportion.parallel.parameter_store.network.range_session import LifeOver
+from apportion.parallel.parameter_store.network.range_session import IncarnationOver
+from apportion.parallel.parameter_store.network.range_state import NO_TICKET, QueueState
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.shard_servers import copy_ranks
 from apportion.parallel.parameter_store.network.views import Arbiter, RangeView, ViewSource
@@ -62,7 +67,7 @@ class Ranks:
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         self.layout = StoreLayout({p: n for n, p in model.named_parameters()}, self.optimizer, shards=SHARDS)
         ranks = range(workers + servers)
-        self.spec = StoreSpec(layout=self.layout, seats=workers, buffers=1, batches=total, servers=servers)
+        self.spec = StoreSpec(layout=self.layout, workers=workers, buffers=1, batches=total, servers=servers)
         self.places = NetworkPlaces.of([*ranks], servers=servers, copies=1)
         self.total = total
         name = secrets.token_hex(8)
@@ -83,8 +88,8 @@ class Ranks:
         doors = self.doors(rank)
         self.arbiter = Arbiter(doors, self.places.servers) if rank == 0 else None
         views = ViewSource(doors, self.arbiter)
-        seat = self.places.workers.index(rank)
-        return NetworkStore(self.spec, torch.zeros(self.layout.total, dtype=torch.float64), doors, views, seat)
+        worker = self.places.workers.index(rank)
+        return NetworkStore(self.spec, torch.zeros(self.layout.total, dtype=torch.float64), doors, views, worker)
 
     def start(self, rank: int) -> None:
         self._pids[rank] = self._ask("start", rank)
@@ -162,7 +167,7 @@ class Ranks:
                 store.change.fill_(1.0)
                 store.push(hyper)
                 each(batch)
-            except LifeOver:
+            except IncarnationOver:
                 store.begin()
 
     def assert_whole(self, store: NetworkStore) -> None:
@@ -315,10 +320,10 @@ def test_a_worker_is_given_again_what_it_has_not_heard_of() -> None:
 
 def test_a_batch_is_handed_out_until_it_is_pushed() -> None:
     queue = QueueState()
-    for seat in (0, 1, 0):
+    for worker in (0, 1, 0):
         batch = queue.next_batch(4)
         assert batch is not None
-        queue.hand_out(seat, batch)
+        queue.hand_out(worker, batch)
     queue.pushed(0, [0])
     queue.give_back(0)
     assert queue.unpushed() == [1, 2]

@@ -35,18 +35,18 @@ SHARDS, WIDTH = 4, 64
 class Shared:
     """A store in memory that forked processes share, and what has to be in it."""
 
-    def __init__(self, *, seats: int = 2, momentum: float = 0.0, width: int = WIDTH, log: int = 4096) -> None:
+    def __init__(self, *, workers: int = 2, momentum: float = 0.0, width: int = WIDTH, log: int = 4096) -> None:
         model = nn.Linear(width, SHARDS, bias=False, dtype=torch.float64)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
         self.layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer, shards=SHARDS)
-        self.extent = StoreSpec(layout=self.layout, seats=seats, buffers=1, batches=log)
+        self.extent = StoreSpec(layout=self.layout, workers=workers, buffers=1, batches=log)
         self._bytes = mmap.mmap(-1, StoreRegions(self.extent).nbytes)
         self.hyper = [self.layout.rule.hyper_of(g) for g in optimizer.param_groups]
         self.expected = [torch.zeros(self.layout.total, dtype=torch.float64) for _ in range(1 + bool(momentum))]
-        self.store = self.seat(0)
+        self.store = self.worker(0)
 
-    def seat(self, number: int, check: Callable[[], None] = lambda: None) -> Store:
-        store = Store(self.extent, memoryview(self._bytes), seat=number, check=check)
+    def worker(self, number: int, check: Callable[[], None] = lambda: None) -> Store:
+        store = Store(self.extent, memoryview(self._bytes), worker=number, check=check)
         store.settle(lambda: store.put(self._zeros(), done=0), first=number == 0)
         return store
 
@@ -115,14 +115,14 @@ def signal_at(line: int, number: signal.Signals) -> None:
 
 def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[str, int]:
     """Take a batch and push, and be killed before the first line of the store that this runs, the second, ...; what
-    had been begun is ended by another seat, at once, or after a push of its own. After each, everything is whole."""
+    had been begun is ended by another worker, at once, or after a push of its own. After each, everything is whole."""
     shared = Shared(momentum=momentum)
     store, pushes, change, seen = shared.store, 0, 0.0, {"pushed": 0, "undone": 0, "orphans": 0, "open": 0}
 
     for line in count(1):
 
         def work(line: int = line) -> None:
-            other = shared.seat(1)
+            other = shared.worker(1)
             signal_at(line, signal.SIGKILL)
             ticket = other.deal.take(1 << 30)
             assert ticket is not None
@@ -173,7 +173,7 @@ def die_while_ending(world: World) -> int:
     shared = Shared(momentum=0.9)
 
     def work() -> None:
-        other = shared.seat(1)
+        other = shared.worker(1)
         other.deal.take(1 << 30)
         other.deal.take(1 << 30)
         signal_at(60, signal.SIGKILL)
@@ -184,7 +184,7 @@ def die_while_ending(world: World) -> int:
 
     def end(line: int) -> Callable[[], None]:
         def work() -> None:
-            ender = shared.seat(0)
+            ender = shared.worker(0)
             signal_at(line, signal.SIGKILL)
             ender.finish(1)
 
@@ -205,21 +205,21 @@ def test_who_ends_a_push_of_the_dead_may_die_too() -> None:
 
 def give_back_and_die(world: World) -> int:
     """A batch of the dead comes back once, also where who gives it back dies, and another takes it at once."""
-    shared = Shared(seats=3)
+    shared = Shared(workers=3)
     pushed: list[int] = []
     for line in count(1):
 
         def take() -> None:
-            shared.seat(1).deal.take(1 << 30)
+            shared.worker(1).deal.take(1 << 30)
 
         def end(line: int = line) -> None:
-            ender = shared.seat(0)
+            ender = shared.worker(0)
             signal_at(line, signal.SIGKILL)
             ender.finish(1)
 
         assert ended(forked(take)) == 0
         status = ended(forked(end))
-        third = shared.seat(2)
+        third = shared.worker(2)
         ticket = third.deal.take(1 << 30)
         assert ticket is not None
         third.deal.note(third.pulled)
@@ -242,7 +242,7 @@ def stand_while_pushing(world: World, rounds: int) -> int:
     shared = Shared()
 
     def work() -> None:
-        other = shared.seat(1)
+        other = shared.worker(1)
         for _ in range(rounds):
             other.deal.take(1 << 30)
             other.deal.note(other.pulled)
@@ -285,7 +285,7 @@ def stop_a_holder(world: World) -> tuple[str, bool]:
 
     def work(line: int) -> Callable[[], None]:
         def push() -> None:
-            other = shared.seat(1)
+            other = shared.worker(1)
             signal_at(line, signal.SIGSTOP)
             shared.push(other, 2.0)
 
@@ -304,7 +304,7 @@ def stop_a_holder(world: World) -> tuple[str, bool]:
     def check() -> None:
         raise MembershipChanged("a worker is stopped")
 
-    waiting = shared.seat(0, check)
+    waiting = shared.worker(0, check)
     waiting._check = check
     before = waiting.memory.shards.versions[0].value
     try:
@@ -349,8 +349,8 @@ def push_to_a_server(world: World, momentum: float) -> list[float]:
     model = nn.Linear(5000, 60, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer)
-    extent = StoreSpec(layout=layout, seats=2, buffers=3, batches=8, servers=1)
-    store = Store(extent, world.shared("store", StoreRegions(extent).nbytes), seat=world.rank)
+    extent = StoreSpec(layout=layout, workers=2, buffers=3, batches=8, servers=1)
+    store = Store(extent, world.shared("store", StoreRegions(extent).nbytes), worker=world.rank)
     slots = len(layout.rule.slots)
     expected = [torch.zeros(layout.total, dtype=torch.float64) for _ in range(1 + slots)]
     counts = [torch.zeros(len(pieces)).double().numpy() for pieces in layout.pieces]
@@ -358,12 +358,12 @@ def push_to_a_server(world: World, momentum: float) -> list[float]:
     store.settle(lambda: store.put(start, done=0), first=world.rank == 0)
     if world.rank == 1:
 
-        def of_seat(seat: int) -> Store:
-            found = Store(extent, world.shared("store", StoreRegions(extent).nbytes), seat=seat, server=0)
+        def of_worker(worker: int) -> Store:
+            found = Store(extent, world.shared("store", StoreRegions(extent).nbytes), worker=worker, server=0)
             found.settle(lambda: None, first=False)
             return found
 
-        server = StoreServer(extent, 0, of_seat)
+        server = StoreServer(extent, 0, of_worker)
         store.memory.servers[0].place, store.memory.servers[0].pid = server.place, os.getpid()
         world.group().barrier()
         server.close()
@@ -399,16 +399,16 @@ def test_a_server_does_what_a_worker_would_do_itself(momentum: float) -> None:
 
 
 def push_often(world: World, workers: int, each: int) -> tuple[list[int], Tensor, list[list[int]]]:
-    shared = Shared(seats=workers, log=each)
+    shared = Shared(workers=workers, log=each)
 
-    def work(seat: int) -> None:
-        store = shared.seat(seat)
+    def work(worker: int) -> None:
+        store = shared.worker(worker)
         store.gradient.fill_(1.0)
         store.change.fill_(1.0)
         for _ in range(each):
             store.push(shared.hyper)
 
-    pids = [forked(lambda seat=seat: work(seat)) for seat in range(workers)]  # type: ignore[misc]
+    pids = [forked(lambda worker=worker: work(worker)) for worker in range(workers)]  # type: ignore[misc]
     assert [ended(pid) for pid in pids] == [0] * workers
     m = shared.store.memory
     made = [sorted(m.log.made_rows[:, 1 : each + 1, s].flatten().tolist()) for s in range(shared.extent.shards)]
@@ -439,7 +439,7 @@ def pull_while_pushed(world: World, rounds: int) -> int:
     shared = Shared(width=16384)
 
     def work() -> None:
-        other = shared.seat(1)
+        other = shared.worker(1)
         other.gradient.fill_(1.0)
         other.change.fill_(1.0)
         for _ in range(rounds):

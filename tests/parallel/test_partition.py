@@ -33,7 +33,7 @@ from apportion.parallel.partition.part import Part, ReplicatedPart
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.partition.tensor_shards import ShardLayout, TensorShard
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.single_device import SingleDevice

@@ -19,7 +19,7 @@ from apportion.comm.objects import broadcast_tensors
 from apportion.comm.world import World
 from apportion.parallel.ops.matmul import LARGE, SMALL, linear
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
-from apportion.parallel.tensor.transposed_linear import is_transposed
+from apportion.parallel.tensor.linear import is_transposed
 
 pytestmark = pytest.mark.processes
 

@@ -28,8 +28,8 @@ from apportion.parallel.pipeline.cut_points import (
     measured,
     named,
 )
-from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.stage_graph import StageGraph, prove, terms
+from apportion.parallel.pipeline.staging import turns
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.pipeline.whole_batch import (
     BatchRows,
@@ -435,8 +435,8 @@ def test_trees_of_tensors_and_numbers_arrive_as_they_were_sent(between_hosts: bo
 # What is kept
 
 
-def version(seat: int, step: int, rank: int, *, generation: int = 0, size: int = 2) -> Version:
-    return Version(0, seat, step % 2, step, generation, 0, rank, size, 64)
+def version(slot: int, step: int, rank: int, *, generation: int = 0, size: int = 2) -> Version:
+    return Version(0, slot, step % 2, step, generation, 0, rank, size, 64)
 
 
 def test_the_latest_step_that_all_ranks_have_kept_is_gone_on_from() -> None:

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, TensorDataset
 import apportion
 from apportion import Evaluation, Policy, Workload, accuracy
 from apportion.comm.world import World
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Strategy
 from apportion.core.value import parse
 from apportion.parallel.partition.replica_groups import how_many, how_many_are_left

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import apportion
 from apportion.parallel.rollouts.acting import NumpyActing, TorchActing, fastest
 from apportion.parallel.rollouts.environment_contract import flags_of, rewards_of, step_values
-from apportion.parallel.rollouts.environment_loop import EnvironmentLoop
-from apportion.parallel.rollouts.environment_vector import VectorOfEnvironments
+from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
 from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import Bernoulli, policy_of
 from apportion.parallel.rollouts.rollouts import Rollouts

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from apportion.core import tree
 from apportion.parallel.ops.factored_linear import plain_layers, redirect
-from apportion.parallel.ops.running_statistics import RunningStatistics
+from apportion.parallel.ops.sync_batch_norm import RunningStatistics
 from apportion.parallel.rollouts.acting import NumpyActing, TorchActing, fastest
 from apportion.parallel.rollouts.actor import Actor, Rollout
-from apportion.parallel.rollouts.environment_loop import EnvironmentLoop
-from apportion.parallel.rollouts.environment_vector import VectorOfEnvironments
+from apportion.parallel.rollouts.environments import EnvironmentLoop, VectorOfEnvironments
 from apportion.parallel.rollouts.episodes import Episodes
 from apportion.parallel.rollouts.loss import ActorCriticLoss
 from apportion.parallel.rollouts.policy import ActionPolicy, Categorical, Gaussian, MultiCategorical

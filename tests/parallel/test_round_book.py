@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.parallel.averaging.open.deadline import seconds_of
-from apportion.parallel.averaging.open.round_book import GATHER_SECONDS, GRACE_SECONDS, OpenedRound, RoundBook, Standing
+from apportion.parallel.averaging.round_state import GATHER_SECONDS, GRACE_SECONDS, OpenedRound, RoundBook, Standing
+from apportion.strategies.local_sgd import seconds_of
 
 EVERY, DEADLINE = 3, 2.0
 
@@ -32,7 +32,7 @@ def batches(found: OpenedRound) -> dict[int, tuple[int, ...]]:
 
 
 def give(rounds: RoundBook, rank: int, now: float) -> bool:
-    return rounds.come_back(rank, rounds.number, len(rounds.seats[rank].batches), now)
+    return rounds.come_back(rank, rounds.number, len(rounds.slots[rank].batches), now)
 
 
 def test_batches_are_dealt_in_turn_and_a_round_is_over_when_all_have_come() -> None:
@@ -119,7 +119,7 @@ def test_who_comes_with_a_rank_that_is_there_takes_its_place() -> None:
     opened(rounds, 0.0)
     life = rounds.come(1)
     assert life == 3
-    assert rounds.seats[1].standing is Standing.IDLE
+    assert rounds.slots[1].standing is Standing.IDLE
     give(rounds, 0, 0.5)
     assert rounds.is_over(0.5)
     rounds.close(0.5)
@@ -167,12 +167,12 @@ class Played:
         self.now += DEADLINE / 2
 
     def give(self, rank: int) -> None:
-        seat = self.rounds.seats.get(rank)
-        if seat is None or seat.standing is Standing.IDLE:
+        slot = self.rounds.slots.get(rank)
+        if slot is None or slot.standing is Standing.IDLE:
             return
-        number = self.rounds.number if seat.standing is Standing.WORKING else -1
-        if self.rounds.come_back(rank, number, len(seat.batches), self.now):
-            self.given[rank] = seat.batches
+        number = self.rounds.number if slot.standing is Standing.WORKING else -1
+        if self.rounds.come_back(rank, number, len(slot.batches), self.now):
+            self.given[rank] = slot.batches
 
     def turn(self) -> None:
         """Closes and opens rounds as the time has come."""

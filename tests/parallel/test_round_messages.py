@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from apportion.comm.network.rank_connection import RankConnection
-from apportion.parallel.averaging.open.messages import MessageKind, MessageReader, send_message
+from apportion.parallel.averaging.messages import MessageKind, MessageReader, send_message
 
 Ends = tuple[RankConnection, RankConnection]
 
@@ -39,6 +39,6 @@ def test_what_came_while_something_was_sent_is_known_though_the_socket_says_noth
     assert reader.has_come
     message = reader.next()
     assert message is not None
-    assert (message.kind, message.told, bytes(message.data)) == (MessageKind.PART, {"round": 3}, b"12345678")
+    assert (message.kind, message.fields, bytes(message.data)) == (MessageKind.PART, {"round": 3}, b"12345678")
     assert not reader.has_come
     assert here.events & select.POLLIN

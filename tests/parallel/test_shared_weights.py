@@ -19,7 +19,7 @@ from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State
 from apportion.parallel.optim.elementwise import FlatPiece, rule_of
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.parallel.shared_weights.layout import SharedLayout, is_dense, regions_of
 from apportion.parallel.shared_weights.slice_update import stretches
 from apportion.strategies.data_parallel import DataParallel, DataParallelStep
@@ -263,13 +263,13 @@ def trained_in_parts(world: World, workload: Workload) -> tuple[State, bool]:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 5))
 @settings(max_examples=100, deadline=None)
-def test_parameters_lie_apart_and_start_on_cache_lines(sizes: list[int], seats: int) -> None:
+def test_parameters_lie_apart_and_start_on_cache_lines(sizes: list[int], workers: int) -> None:
     parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
     optimizer = torch.optim.Adam(parameters)
     rule = rule_of(optimizer, optimizer.param_groups[0])
     assert rule is not None
     regions = regions_of([(optimizer.param_groups[0], rule)], parameters)
-    layout = SharedLayout(regions=regions, buffers=[], layers=[], rows=1, parameters=len(parameters), seats=seats)
+    layout = SharedLayout(regions=regions, buffers=[], layers=[], rows=1, parameters=len(parameters), workers=workers)
     (region,) = regions
     ends = [start + n for start, n in zip(region.starts, sizes, strict=True)]
     assert all(start % 16 == 0 for start in region.starts)

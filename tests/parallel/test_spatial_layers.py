@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from apportion.comm.world import World
 from apportion.parallel.spatial.geometry import Bounds, strip
-from apportion.parallel.spatial.layers import LAYERS
-from apportion.parallel.spatial.norm import ask_all_ranks
+from apportion.parallel.spatial.layers import LAYERS, ask_all_ranks
 from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard, cut, gathered
 

@@ -35,9 +35,9 @@ def test_a_push_is_what_torch_does(name: str, used: Sequence[Sequence[bool]]) ->
     parameters = list(model.parameters())
     optimizer = RULES[name](parameters)
     layout = StoreLayout({p: n for n, p in model.named_parameters()}, optimizer, shards=3)
-    extent = StoreSpec(layout=layout, seats=1, buffers=0, batches=16)
+    extent = StoreSpec(layout=layout, workers=1, buffers=0, batches=16)
     memory = mmap.mmap(-1, StoreRegions(extent).nbytes)
-    store = Store(extent, memoryview(memory), seat=0, check=lambda: None)
+    store = Store(extent, memoryview(memory), worker=0, check=lambda: None)
     weights = torch.zeros(layout.total, dtype=torch.float64)
     for view, p in zip(layout.views(weights), parameters, strict=True):
         view.copy_(p.detach())

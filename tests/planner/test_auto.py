@@ -114,19 +114,19 @@ def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
         kept.write_text(json.dumps({**json.loads(kept.read_text()), "measured_for": 1.0}))
         longer = decide(resting(), {"steps": 90_000}, Local())
     assert short.chosen.strategy == SingleDevice()
-    assert short.told is not None
-    assert "too short" in short.told["why"]
-    assert short.told["candidates"] == []
-    assert long.told is not None
-    assert len([c for c in long.told["candidates"] if c["step_seconds"]]) >= 2
+    assert short.plan is not None
+    assert "too short" in short.plan["why"]
+    assert short.plan["candidates"] == []
+    assert long.plan is not None
+    assert len([c for c in long.plan["candidates"] if c["step_seconds"]]) >= 2
     assert long.expected is not None
     assert long.expected.measured
     assert sum(long.expected.terms.values()) == pytest.approx(long.expected.step_seconds)
-    assert again.told is not None
-    assert (again.told["remembered"], again.chosen) == (True, long.chosen)
+    assert again.plan is not None
+    assert (again.plan["remembered"], again.chosen) == (True, long.chosen)
     assert again.expected == long.expected
-    assert longer.told is not None
-    assert longer.told["remembered"] is False, "what one second found is not enough for ten"
+    assert longer.plan is not None
+    assert longer.plan["remembered"] is False, "what one second found is not enough for ten"
 
 
 class Heavy(Rests):
@@ -163,7 +163,7 @@ def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_pr
     monkeypatch.setattr(auto, "predicted", lambda *a, **_: asked.append(a[2]) or [])
     heavy = replace(networks.cases["mlp"](64), model=lambda: Heavy(10, 3))
     with within(30.0, "the decision"), by_value(networks), by_value(sys.modules[__name__]):
-        told = decide(heavy, {"steps": steps}, Local()).told
+        told = decide(heavy, {"steps": steps}, Local()).plan
     assert told is not None
     assert bool(asked) == priced
     assert bool([c for c in told["candidates"] if c["step_seconds"]]) == tried

@@ -165,7 +165,7 @@ def test_what_no_rank_can_run_is_refused_on_all_of_them(folder: Path) -> None:
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module that makes two; skipped where there can be none."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "lib"))
     import hosts as module
 
     why = module.cannot()

@@ -949,9 +949,9 @@ def test_what_a_text_in_a_plan_holds_is_no_html(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_the_page_holds_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("apportion.reporting.html.run_charts", "apportion.reporting.html.plan_charts"):
+    for name in ("apportion.reporting.html.charts",):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr(sys.modules["apportion.reporting.html"], "run_charts", raising=False)
+    monkeypatch.delattr(sys.modules["apportion.reporting.html"], "charts", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = write_plan_html(planned().to_json(), tmp_path / "plan.html").read_text()
     assert "<svg" not in text

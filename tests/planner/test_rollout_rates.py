@@ -15,7 +15,7 @@ from apportion.cost_model.rollouts import LearnTiming, PlayTiming, RolloutTimes
 from apportion.planner.build import make
 from apportion.planner.calibration import Correction
 from apportion.planner.rollouts.rates import RolloutRate, rates
-from apportion.planner.rollouts.told import table, why
+from apportion.planner.rollouts.rates_table import table, why
 from apportion.planner.search import search
 from apportion.reporting.html.plan_page import plan_page
 

@@ -15,8 +15,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import State, Step, Strategy, Workload, World
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.replica.step import ReplicaStep
+from apportion.parallel.replica.step import ReplicaStep, reference
 
 
 @final

@@ -147,6 +147,6 @@ def test_a_run_whose_trial_was_disturbed_says_so(tmp_path: Path, monkeypatch: py
     launcher = Local(threads=1)
     with by_value(networks), by_value(sys.modules[__name__]):
         offers = offered(launcher)
-        told = _Deciding(perceptron(), {}, launcher, Planning(), offers).decide().told
+        told = _Deciding(perceptron(), {}, launcher, Planning(), offers).decide().plan
     assert told is not None
     assert "other programs held the cores for 40%" in told["why"]

@@ -30,7 +30,7 @@ with two_hosts(1e9) as hosts:
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module; skipped where there can be no two hosts."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "lib"))
     import hosts as module
 
     why = module.cannot()
@@ -61,7 +61,9 @@ def test_nothing_is_left_after_an_error(hosts: Any) -> None:
 
 @pytest.mark.parametrize("killed", [False, True], ids=["SIGTERM", "SIGKILL"])
 def test_nothing_is_left_of_a_process_that_was_ended(hosts: Any, killed: bool) -> None:
-    process = subprocess.Popen([sys.executable, "-c", LEFT_ALONE, str(BENCHMARKS)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEFT_ALONE, str(BENCHMARKS / "lib")], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     name = process.stdout.readline().strip()
     assert name in namespaces()
@@ -79,7 +81,7 @@ def test_the_ranks_of_two_hosts_share_no_memory_and_every_message_takes_the_cabl
     from parked import Side
 
     digits = str(BENCHMARKS.parent / "examples" / "digits.py")
-    command = [str(BENCHMARKS / "on_host.py"), f"{digits}:workload"]
+    command = [str(BENCHMARKS / "sides" / "on_host.py"), f"{digits}:workload"]
     with hosts.two_hosts(FAST) as made, Side(command, ranks=2, hosts=made) as side:
         side.wait_until_ready()
 

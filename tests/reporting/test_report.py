@@ -24,10 +24,9 @@ from browsers import Browser
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
 from apportion.reporting.html import write_html
-from apportion.reporting.html.curves import on_log_scale, smoothed, thinned
-from apportion.reporting.html.history import Curve, read_history
+from apportion.reporting.html.history import Curve, on_log_scale, read_history, smoothed, thinned
 from apportion.reporting.journal import Journal, duration, entries, measure, number, read_events, summary
-from apportion.runtime.checkpoint import append_only_file
+from apportion.runtime.checkpoint import durable_files
 
 HOSTILE = '</pre></table></svg><script>alert("1")</script><img src="http://host.invalid/x.png">$x_1$ & é'
 
@@ -244,7 +243,7 @@ def test_a_full_disk_is_told_once_and_what_waited_is_written_when_there_is_room(
 def test_events_that_never_find_room_are_counted_and_what_is_there_can_be_read(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(append_only_file, "MOST_WAITING", 20_000)
+    monkeypatch.setattr(durable_files, "MOST_WAITING", 20_000)
     journal = Journal(small_disk / "run")
     journal.write(start())
     fill(small_disk / "filler")

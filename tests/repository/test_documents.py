@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import tomllib
@@ -19,7 +20,7 @@ from apportion.core.value import names
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
 
 
 def pinned(file: str = "constraints.txt") -> dict[str, str]:
@@ -62,13 +63,25 @@ def test_the_pins_are_within_what_the_package_asks_for() -> None:
             assert versions[canonicalize_name(requirement.name)] in requirement.specifier, text
 
 
-def test_the_tree_in_the_readme_has_a_line_for_every_package() -> None:
+def first_sentence(file: Path) -> str:
+    """The first paragraph of a module's docstring, as the tree in the README has it."""
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return " ".join(text.partition("\n\n")[0].split()).replace("``", "").removesuffix(".")
+
+
+def test_the_tree_in_the_readme_has_the_docstring_of_every_package() -> None:
     tree = README.partition("src/apportion/\n")[2].partition("examples/")[0]
-    listed = set(re.findall(r"^  (\w+(?:\.py|/))  +\S", tree, re.MULTILINE))
+    listed = dict(re.findall(r"^  (\w+(?:\.py|/))  +(\S.*)$", tree, re.MULTILINE))
     package = ROOT / "src" / "apportion"
     modules = {p.name for p in package.glob("*.py") if not p.name.startswith("__")}
-    packages = {p.name + "/" for p in package.iterdir() if (p / "__init__.py").exists()}
-    assert listed == modules | packages
+    packages = {p.parent.name + "/": first_sentence(p) for p in package.glob("*/__init__.py")}
+    assert listed.keys() == modules | packages.keys()
+    assert {name: text for name, text in listed.items() if name in packages} == packages
+
+
+def test_every_page_of_the_docs_is_in_their_index() -> None:
+    listed = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert listed == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
 
 
 def test_the_workload_in_the_readme_is_one() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import apportion
-from apportion.script_check.finding_names import FINDING_NAMES
+from apportion.script_check.findings import FINDING_NAMES
 
 PACKAGE = Path(apportion.__file__).parent / "script_check"
 
@@ -16,7 +16,7 @@ def written() -> Iterator[tuple[str, str]]:
     """The constants that name findings, each with its file."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "Finding":
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("Finding", "evidence.finding"):
                 continue
             named = [keyword.value for keyword in node.keywords if keyword.arg == "name"]
             for value in [*node.args[:1], *named]:

@@ -33,11 +33,10 @@ def name(folder: Path) -> str:
     return folder.relative_to(PACKAGE).as_posix()
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name)
-def test_a_folder_says_its_duty(folder: Path) -> None:
-    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
-    assert said is not None
-    assert said.split("\n")[0].endswith((".", ":", ","))
+def test_each_folder_says_its_duty() -> None:
+    texts = {folder: ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "" for folder in FOLDERS}
+    silent = [name(folder) for folder, text in texts.items() if not text.split("\n")[0].endswith((".", ":", ","))]
+    assert not silent, f"their __init__.py has no sentence that says what they are for: {silent}"
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from commands import SECONDS
 
-from apportion.comm.network.secret import NAME
+from apportion.comm.network.handshake import SECRET_ENV
 
 FOLDER = Path(__file__).parents[2] / "docs" / "kubernetes"
 JOB, RUNTIME = FOLDER / "indexed_job.yaml", FOLDER / "training_runtime.yaml"
@@ -62,7 +62,7 @@ def test_the_secret_is_where_a_rank_looks_for_it_and_its_owners_alone(name: str)
     secret = volumes["secret"]["secret"]
     assert secret["defaultMode"] == 0o400
     (item,) = secret["items"]
-    assert environment(pod)[NAME] == f"{mounts['secret']['mountPath']}/{item['path']}"
+    assert environment(pod)[SECRET_ENV] == f"{mounts['secret']['mountPath']}/{item['path']}"
     assert mounts["runs"]["mountPath"] == f"{container['workingDir']}/runs"
     assert f"create secret generic {secret['secretName']} --from-file={item['key']}=" in page()
 

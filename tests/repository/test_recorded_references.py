@@ -18,7 +18,7 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof import Proof
 from apportion.strategies.data_parallel import DataParallel

@@ -96,7 +96,7 @@ with open(f"told-{rank}.json", "w") as file:
 
 def told_on_two_hosts(folder: Path, cases: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What both ranks are told, by case: when they called ``train``, when it raised, and what."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "lib"))
     import hosts as module
 
     why = module.cannot()

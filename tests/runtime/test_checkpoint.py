@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from apportion.core.fingerprint import check_fingerprint, fingerprint
-from apportion.core.sampling.sampler import Sampler
+from apportion.core.sampler import Sampler
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError

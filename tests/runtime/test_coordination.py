@@ -90,12 +90,12 @@ def test_a_request_to_stop_is_answered_at_the_next_question(clock: Clock) -> Non
 def test_after_a_change_what_was_to_be_saved_after_the_last_step_is_saved(clock: Clock) -> None:
     one = agreeing(RunControl(), "20 steps")
     asked(one, clock, 20, seconds=0.01)
-    one.again(Alone(), 20)
+    one.rejoin(Alone(), 20)
     assert one.next == 20
     assert one.poll(20, 0.0) == (False, True)
-    one.again(Alone(), 21)
+    one.rejoin(Alone(), 21)
     assert one.poll(21, 0.0) == (False, False)
-    one.again(Alone(), 0)
+    one.rejoin(Alone(), 0)
     assert one.poll(0, 0.0) == (False, False), "nothing has been done"
 
 

@@ -608,7 +608,7 @@ def test_what_was_found_while_workers_were_replaced_is_told_after_it() -> None:
     for _ in range(100):
         ranks.lines[0, 0] += 1
         assert ranks.wait(LOOK_SECONDS) is None
-    ranks.watch.sit([0, 1])
+    ranks.watch.assign_slots([0, 1])
     assert [notice.rank for notice in ranks.watch.notices()] == [1]
 
 
@@ -656,7 +656,7 @@ def test_nobody_is_silent_while_the_first_step_may_still_be_compiled() -> None:
 def test_who_still_opens_the_workload_is_silent_only_after_as_long_as_a_deadlock_takes() -> None:
     ranks = Ranks(2)
     ranks.fast()
-    ranks.watch.reset(1)  # another process takes the seat
+    ranks.watch.reset(1)  # another process takes the slot
     silence = ranks.watch.silence()
     now = silence._clock._looked
     for _ in range(100):

@@ -24,7 +24,7 @@ from apportion.comm.group import Alone
 from apportion.comm.world import World
 from apportion.core.data.source import BatchSource
 from apportion.reporting.journal import read_events
-from apportion.runtime.worker.evaluation_trial import try_evaluation
+from apportion.runtime.worker.evaluation import try_evaluation
 from apportion.strategies.single_device import SingleDevice
 
 pytestmark = pytest.mark.processes

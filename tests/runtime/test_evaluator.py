@@ -63,9 +63,9 @@ def no_beat() -> None:
 def test_snapshots_are_evaluated_as_they_were_and_in_their_order(beside: Evaluator, within: Within) -> None:
     states = [state_of(seed, step) for seed, step in ((1, 10), (2, 20), (3, 30))]
     with within(SECONDS, "evaluating three snapshots"):
-        found = [one for state in states for one in beside.ask(state, no_beat)]
+        found = [one for state in states for one in beside.submit(state, no_beat)]
         assert len(found) >= 1, "the third waits until the first is done"
-        found += beside.rest(no_beat)
+        found += beside.wait_for_all(no_beat)
     assert [state.step for state, _ in found] == [10, 20, 30]
     for state, metrics in found:
         assert metrics["score"] == pytest.approx(scored(state), abs=1e-6)
@@ -81,7 +81,7 @@ def test_a_snapshot_from_a_gpu_is_evaluated_on_the_cpu(
     state = state_of(1, 10)
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     with within(SECONDS, "evaluating a snapshot"):
-        found = [*beside.ask(state, no_beat), *beside.rest(no_beat)]
+        found = [*beside.submit(state, no_beat), *beside.wait_for_all(no_beat)]
     assert [metrics["score"] for _, metrics in found] == [pytest.approx(scored(state), abs=1e-6)]
 
 
@@ -89,11 +89,11 @@ def test_a_snapshot_from_a_gpu_is_evaluated_on_the_cpu(
 def test_one_that_is_killed_is_started_again_and_asked_the_same(beside: Evaluator, within: Within) -> None:
     own = psutil.Process()
     before = {child.pid for child in own.children()}
-    beside.ask(state_of(1, 10), no_beat)
+    beside.submit(state_of(1, 10), no_beat)
     (child,) = [child for child in own.children() if child.pid not in before]
     child.kill()
     with within(SECONDS, "evaluating again"), pytest.warns(UserWarning, match="ended with exit status -9"):
-        ((state, metrics),) = beside.rest(no_beat)
+        ((state, metrics),) = beside.wait_for_all(no_beat)
     assert metrics["score"] == pytest.approx(scored(state), abs=1e-6)
 
 
@@ -102,22 +102,22 @@ def test_one_that_always_ends_ends_the_run_with_the_reason(
     beside: Evaluator, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
     monkeypatch.setattr(evaluator, "_Snapshot", lambda *_: os._exit(7))
-    beside.ask(state_of(1, 10), no_beat)
+    beside.submit(state_of(1, 10), no_beat)
     with (
         within(SECONDS, "giving up"),
         pytest.warns(UserWarning, match="exit status 7"),
         pytest.raises(apportion.ApportionError, match="has ended 4 times, the last time with exit status 7"),
     ):
-        beside.rest(no_beat)
+        beside.wait_for_all(no_beat)
 
 
 @pytest.mark.processes
 def test_what_an_environment_raises_is_told(within: Within) -> None:
     beside = Evaluator(played.broken_when_judged, None)
     try:
-        beside.ask(state_of(1, 10), no_beat)
+        beside.submit(state_of(1, 10), no_beat)
         with within(SECONDS, "failing"), pytest.raises(EvaluationFailed, match="the evaluation has crashed"):
-            beside.rest(no_beat)
+            beside.wait_for_all(no_beat)
     finally:
         beside.close()
 
@@ -128,12 +128,12 @@ def test_it_shows_that_it_goes_on_and_ends_when_it_is_told_to(within: Within) ->
     own, beats = psutil.Process(), []
     before = {child.pid for child in own.children()}
     beside = Evaluator(played.slow, None)
-    beside.ask(state_of(1, 10), no_beat)
+    beside.submit(state_of(1, 10), no_beat)
     (child,) = [child for child in own.children() if child.pid not in before]
     with within(SECONDS, "evaluating slowly"):
-        beside.rest(lambda: beats.append(time.monotonic()))
+        beside.wait_for_all(lambda: beats.append(time.monotonic()))
     assert len(beats) >= 3
-    beside.ask(state_of(1, 20), no_beat)
+    beside.submit(state_of(1, 20), no_beat)
     beside.close()
     assert not psutil.pid_exists(child.pid)
 

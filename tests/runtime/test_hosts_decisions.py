@@ -26,12 +26,11 @@ from apportion.core.value import parse
 from apportion.errors import ApportionError, CheckpointError
 from apportion.process import usable_cores
 from apportion.runtime.agents.hosts_launcher import RunHost
-from apportion.runtime.hosts import driver_record
-from apportion.runtime.hosts.agent import meeting_address
+from apportion.runtime.hosts import recorded_hosts
+from apportion.runtime.hosts.agent import lock_folder, meeting_address, remove_leftovers
 from apportion.runtime.hosts.agent_connection import ending_text
-from apportion.runtime.hosts.agent_messages import check_message
 from apportion.runtime.hosts.code_bundle import make_bundle, project_root, shipped_address, shipped_path, unpack
-from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter
+from apportion.runtime.hosts.frames import GREETING, MOST_JSON, FrameError, FrameReader, FrameWriter, check_message
 from apportion.runtime.hosts.host_facts import (
     describe_host,
     overload,
@@ -44,8 +43,7 @@ from apportion.runtime.hosts.host_facts import (
 )
 from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.host_ranks import RanksStart
-from apportion.runtime.hosts.run_copy import RunCopy, inside, mark_of, neighbour, send_run
-from apportion.runtime.hosts.run_folder import hold, sweep
+from apportion.runtime.hosts.run_copy import RunCopy, mark_of, neighbour_target, path_inside, send_run
 from apportion.runtime.launch.ray import why_not_joined
 from apportion.runtime.launch.ssh import Ssh, parse_host
 from apportion.runtime.supervisor.decisions import Stop
@@ -480,14 +478,14 @@ def test_ray_is_asked_for_the_cores_of_a_run_on_each_node() -> None:
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a\0b"])
 def test_a_copied_file_stays_in_the_run_directory(path: str) -> None:
     with pytest.raises(FrameError):
-        inside(path)
+        path_inside(path)
     with pytest.raises(FrameError):
-        neighbour(path or "..")
+        neighbour_target(path or "..")
 
 
 def test_a_copied_file_keeps_its_name() -> None:
-    assert inside("checkpoints/step-1/model.safetensors").parts[0] == "checkpoints"
-    assert neighbour("step-00000030") == "step-00000030"
+    assert path_inside("checkpoints/step-1/model.safetensors").parts[0] == "checkpoints"
+    assert neighbour_target("step-00000030") == "step-00000030"
 
 
 def test_folders_that_killed_runs_have_left_go_and_others_stay(tmp_path: Path) -> None:
@@ -495,14 +493,14 @@ def test_folders_that_killed_runs_have_left_go_and_others_stay(tmp_path: Path) -
     own, left, running, new, other = (tmp_path / name for name in names)
     for folder in (own, left, running, new, other):
         folder.mkdir()
-    lock = hold(running)
+    lock = lock_folder(running)
     for folder in (own, left, running, other):
         os.utime(folder, (1e9, 1e9))
-    sweep(own)
+    remove_leftovers(own)
     assert [folder.exists() for folder in (own, left, running, new, other)] == [True, False, True, True, True]
     os.close(lock)
     os.utime(running, (1e9, 1e9))
-    sweep(own)
+    remove_leftovers(own)
     assert not running.exists()
 
 
@@ -522,7 +520,7 @@ def copied(source: Path, known: list[int] | None, target: Path) -> dict[str, Any
                 copy.finish()
             copy.drop()
             return message
-        copy.take(message)
+        copy.write(message)
     raise AssertionError("the last message is missing")
 
 
@@ -618,35 +616,35 @@ def test_ranks_that_are_late_are_named_with_the_host_of_each() -> None:
 
 
 def test_the_end_of_a_run_is_recorded_whatever_number_of_samples_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_record, "MOST_WAITING", 3)
-    record = driver_record.DriverRecord()
+    monkeypatch.setattr(recorded_hosts, "MOST_WAITING", 3)
+    record = recorded_hosts.DriverRecord()
     kinds = ["speed"] * 6 + ["rollouts", "fault", "end"]
     sent = [record.add(Event(kind=kind, step=1, epoch=0.0, seconds=0.0)) for kind in kinds]  # type: ignore[arg-type]
     assert [order is not None for order in sent] == [True] * 4 + [False] * 3 + [True] * 2
-    assert [event.kind for event in record.rest()] == ["speed"] * 4 + ["fault", "end"]
-    assert record.again() is None, "nothing waits"
+    assert [event.kind for event in record.take_rest()] == ["speed"] * 4 + ["fault", "end"]
+    assert record.overdue_order() is None, "nothing waits"
 
 
 def test_what_waits_is_sent_again_ever_more_rarely_until_rank_0_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(driver_record.time, "monotonic", lambda: now)
-    record = driver_record.DriverRecord()
+    monkeypatch.setattr(recorded_hosts.time, "monotonic", lambda: now)
+    record = recorded_hosts.DriverRecord()
     record.add(Event(kind="fault", step=1, epoch=0.0, seconds=0.0))
-    record.written([1])
+    record.note_written([1])
     now += 100.0
     record.add(Event(kind="fault", step=2, epoch=0.0, seconds=0.0))
-    assert record.again() is None, "it has just been sent"
+    assert record.overdue_order() is None, "it has just been sent"
     sent = []
     for _ in range(300):
         now += 1.0
-        sent += [now - 1100.0] if record.again() is not None else []
+        sent += [now - 1100.0] if record.overdue_order() is not None else []
     assert sent[:4] == [2.0, 6.0, 14.0, 30.0]
     assert len(sent) < 15, "a rank that is stopped does not read them"
-    assert max(after - before for before, after in itertools.pairwise(sent)) == driver_record.MOST_AGAIN_SECONDS
+    assert max(after - before for before, after in itertools.pairwise(sent)) == recorded_hosts.MOST_AGAIN_SECONDS
     record.add(Event(kind="fault", step=3, epoch=0.0, seconds=0.0))
-    record.written([2])
+    record.note_written([2])
     now += 2.0
-    order = record.again()
+    order = record.overdue_order()
     assert order is not None
     assert [event["number"] for event in order["events"]] == [3]
 
@@ -655,7 +653,7 @@ def test_what_waits_is_sent_again_ever_more_rarely_until_rank_0_writes(monkeypat
 def test_a_name_that_this_host_cannot_write_ends_the_copy_by_name(tmp_path: Path, kind: str) -> None:
     copy = RunCopy(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"cannot be copied to .*surrogates not allowed"):
-        copy.take({"kind": kind, "path": "a\ud800", "target": "b\ud800"})
+        copy.write({"kind": kind, "path": "a\ud800", "target": "b\ud800"})
     copy.drop()
     assert list(tmp_path.iterdir()) == []
 

@@ -10,17 +10,17 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.parallel.replica.resync import furthest
 from apportion.runtime.checkpoint.terms import RunTerm, RunWriter, is_refused, may_write, next_term
 from apportion.runtime.hosts.protocol.follower import Follower, TakenTable
-from apportion.runtime.hosts.protocol.leader import Leader, Slot
+from apportion.runtime.hosts.protocol.leader import HostSlot, Leader
 from apportion.runtime.hosts.protocol.liveness import (
     LATE_FACTOR,
     START_SECONDS,
     SUSPECT_SECONDS,
     SUSPECT_STEPS,
     Liveness,
+    TornLinks,
 )
-from apportion.runtime.hosts.protocol.torn_links import TornLinks
 
-A0, A1, B0, B1 = Slot(0, 0), Slot(0, 1), Slot(1, 0), Slot(1, 1)
+A0, A1, B0, B1 = HostSlot(0, 0), HostSlot(0, 1), HostSlot(1, 0), HostSlot(1, 1)
 
 
 def opened(lost: list[int] = [3]) -> Leader:  # noqa: B006 (not changed)
@@ -108,7 +108,7 @@ def test_a_dropped_host_is_in_no_table_and_is_waited_for_no_more() -> None:
 
 def test_a_host_that_is_taken_is_in_the_next_change() -> None:
     leader = Leader([1])
-    leader.take(1)
+    leader.add_host(1)
     assert [told.host for told in leader.open()] == [0, 1]
 
 
@@ -170,12 +170,12 @@ def test_an_answer_is_told_once_and_for_the_open_change_alone() -> None:
     follower = Follower(2)
     follower.open(1, [0])
     assert follower.asked == [0]
-    assert not follower.answered(1, 1)
-    assert follower.answered(0, 1)
-    assert not follower.answered(0, 1)
+    assert not follower.note_answer(1, 1)
+    assert follower.note_answer(0, 1)
+    assert not follower.note_answer(0, 1)
     follower.open(3, [0, 1])
-    assert not follower.answered(0, 1)
-    assert follower.answered(0, 3)
+    assert not follower.note_answer(0, 1)
+    assert follower.note_answer(0, 3)
 
 
 def test_a_follower_takes_the_table_of_the_open_change_alone() -> None:
@@ -205,21 +205,21 @@ def thoughts(liveness: Liveness, seconds: float, step: float | None = 0.0) -> li
 def test_a_silent_host_is_suspected_and_given_up_after_the_grace() -> None:
     liveness = Liveness([0, 1], 4.0)
     assert thoughts(liveness, SUSPECT_SECONDS) == []
-    liveness.heard(1)
+    liveness.note_heard(1)
     assert thoughts(liveness, 0.1) == [(0, "suspected")]
     assert thoughts(liveness, 3.9) == [(1, "suspected")]
     assert thoughts(liveness, 0.1) == [(0, "given up")]
-    assert liveness.heard(0) == []
-    assert [silence.thought for silence in liveness.heard(1)] == ["back"]
+    assert liveness.note_heard(0) == []
+    assert [silence.thought for silence in liveness.note_heard(1)] == ["back"]
 
 
 def test_a_host_with_long_steps_or_late_words_is_suspected_later() -> None:
     liveness = Liveness([0], 4.0)
     assert thoughts(liveness, 0.9 * SUSPECT_STEPS, step=1.0) == []
     for _ in range(100):
-        liveness.heard(0)
+        liveness.note_heard(0)
         assert thoughts(liveness, 1.5) == []
-    liveness.heard(0)
+    liveness.note_heard(0)
     assert thoughts(liveness, 0.9 * LATE_FACTOR * 1.5) == []
     assert thoughts(liveness, 0.2 * LATE_FACTOR * 1.5) == [(0, "suspected")]
 
@@ -283,25 +283,25 @@ def test_rank_0_of_an_older_generation_writes_no_more() -> None:
 def test_ranks_that_have_lost_a_connection_meet_again_unless_a_loss_turns_out_to_be_the_cause() -> None:
     torn = TornLinks()
     assert not torn.is_old(100.0)
-    torn.note(True, 10.0)
-    torn.note(True, 10.9)  # the first counts
+    torn.note_torn(True, 10.0)
+    torn.note_torn(True, 10.9)  # the first counts
     assert not torn.is_old(10.9)
     assert torn.is_old(11.1)
     torn.forget()
     assert not torn.is_old(20.0)
-    torn.note(False, 20.0)  # of a generation that is over
+    torn.note_torn(False, 20.0)  # of a generation that is over
     assert not torn.is_old(30.0)
 
 
 def test_connections_that_are_lost_again_and_again_at_one_step_end_the_run() -> None:
     torn = TornLinks()
     for step in (3, 3, 3, 3, 3, 4, 4):
-        torn.note(True, 0.0)
-        torn.mend(step)
-    torn.mend(4)  # nothing was lost: a host is taken in
+        torn.note_torn(True, 0.0)
+        torn.note_reconnected(step)
+    torn.note_reconnected(4)  # nothing was lost: a host is taken in
     for _ in range(3):
-        torn.note(True, 0.0)
-        torn.mend(4)
-    torn.note(True, 0.0)
+        torn.note_torn(True, 0.0)
+        torn.note_reconnected(4)
+    torn.note_torn(True, 0.0)
     with pytest.raises(WorkerFailed, match="were lost 5 times at step 4"):
-        torn.mend(4)
+        torn.note_reconnected(4)

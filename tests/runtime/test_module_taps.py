@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from apportion.runtime.proof.module_taps import Taps, taps
-from apportion.runtime.proof.tap_differences import Relation, first_difference, related
+from apportion.runtime.proof.module_taps import Relation, Taps, first_difference, related, taps
 
 ROWS = (3, 2, 1)
 X = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -158,7 +157,7 @@ def test_calls_are_recorded_in_the_order_in_which_they_end() -> None:
         ("twice", 0), ("twice", 1), ("named", 0), ("inplace", 0), ("", 0),
     ]  # fmt: skip
     assert [len(tap.outputs) for tap in found.calls] == [1, 1, 2, 1, 1]
-    before, after = found.of("named")[0], found.of("inplace")[0]
+    before, after = found.calls_of("named")[0], found.calls_of("inplace")[0]
     assert torch.equal(before.outputs[0].relu(), after.outputs[0]), "a copy from before the change in place"
     assert before.gradients[1] is None
     assert set(found.parameters) == {"twice.weight", "twice.bias"}

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from apportion.errors import ToldToEnd
-from apportion.runtime.notice.signals import explain
+from apportion.runtime.notice import explain
 
 
 def test_a_progress_bar_that_holds_its_lock_does_not_hold_up_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

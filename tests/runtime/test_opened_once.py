@@ -10,7 +10,7 @@ from networks import mlp
 from torch.utils.data import Subset, TensorDataset
 
 from apportion.core.workload import Workload
-from apportion.runtime.proof.opened_once import opened_once
+from apportion.runtime.proof.proof_workload import opened_once
 
 
 class Stateful(TensorDataset):

@@ -17,7 +17,7 @@ from commands import finish, free_port, start
 from safetensors.torch import load_file
 from torch import Tensor
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "lib"
 BOUND = 1e-10
 LENGTHS = (31, 12, 23)
 WORK = """

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from apportion.runtime.proof.comparison import CAP, FLOOR, Comparison
-from apportion.runtime.proof.proof import Difference, Proof, Round, Verdict
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.proof import Difference, Proof, Round, Surveyed, Verdict
 
 Tensors = Mapping[str, Tensor]
 WEIGHT, BIAS, MEAN, SLOT = "model/w", "model/b", "model/mean", "optimizer/w/exp_avg"
@@ -25,7 +24,7 @@ def state(weight: float = 1e-3, bias: float = 0.0, mean: float = 0.0, slot: floa
 
 def compared(found: Tensors, expected: Tensors, nudged: Tensors | None = None, start: Tensors | None = None) -> Round:
     comparison = Comparison(start or state(), ["w", "b"])
-    comparison.take(1, found, expected, nudged or expected)
+    comparison.compare(1, found, expected, nudged or expected)
     return comparison.round("float64", 1, None)
 
 
@@ -115,7 +114,7 @@ def test_the_imaginary_part_counts() -> None:
     zeros = torch.zeros(2, dtype=torch.complex128)
     start, expected, found = ({"model/w": zeros + value} for value in (0, 1 + 1j, 1 + 1.5j))
     comparison = Comparison(start, ["w"])
-    comparison.take(1, found, expected, expected)
+    comparison.compare(1, found, expected, expected)
     told = comparison.round("float64", 1, None)
     assert told.verdict == "different"
     assert told.worst.absolute == pytest.approx(0.5)
@@ -124,15 +123,15 @@ def test_the_imaginary_part_counts() -> None:
 def test_a_real_tensor_in_the_place_of_a_complex_one_differs_without_bound() -> None:
     value = torch.ones(2, dtype=torch.complex128)
     comparison = Comparison({"model/w": value * 0}, ["w"])
-    comparison.take(1, {"model/w": value.real.clone()}, {"model/w": value}, {"model/w": value})
+    comparison.compare(1, {"model/w": value.real.clone()}, {"model/w": value}, {"model/w": value})
     assert comparison.round("float64", 1, None).worst.absolute == float("inf")
 
 
 def test_the_first_step_that_differs_is_named_and_its_worst_tensor() -> None:
     comparison = Comparison(state(), ["w", "b"])
     one, two = state(weight=1.0, bias=1.0), state(weight=2.0, bias=2.0)
-    comparison.take(1, state(weight=1.0, bias=1.1), one, one)
-    comparison.take(2, state(weight=9.0, bias=2.0), two, two)
+    comparison.compare(1, state(weight=1.0, bias=1.1), one, one)
+    comparison.compare(2, state(weight=9.0, bias=2.0), two, two)
     worst = comparison.round("float64", 2, None).worst
     assert (worst.name, worst.step) == (BIAS, 1)
 
@@ -152,7 +151,7 @@ def test_a_slot_that_rounding_may_add_is_undecided_except_in_float64() -> None:
     without = {"model/w": torch.ones(2)}
     for precision, verdict in (("float32", "undecided"), ("float64", "different")):
         comparison = Comparison(start, {"w"}, eps=torch.finfo(getattr(torch, precision)).eps)
-        comparison.take(1, without, after, after)
+        comparison.compare(1, without, after, after)
         assert comparison.round(precision, 1, None).verdict == verdict
 
 

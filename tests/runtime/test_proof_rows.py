@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import apportion
+from apportion.core.data.sent_rows import SentPart, SentRows
 from apportion.core.data.source import BatchSource
-from apportion.core.parts.sent_rows import SentPart, SentRows
 from apportion.runtime.proof.proof_workload import few_rows, rows_of_proof, short_sequences
 from apportion.runtime.worker.job import Job
 

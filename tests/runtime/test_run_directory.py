@@ -24,7 +24,7 @@ from apportion.api.train import train
 from apportion.core.strategy import State
 from apportion.errors import CheckpointError
 from apportion.reporting.journal import read_events
-from apportion.runtime.checkpoint import append_only_file, run_directory
+from apportion.runtime.checkpoint import durable_files, run_directory
 from apportion.runtime.checkpoint import single_writer as single_writer_module
 from apportion.runtime.checkpoint.load import load
 from apportion.runtime.checkpoint.run_directory import RunDirectory
@@ -104,7 +104,7 @@ def taken(folder: Path, number: int) -> str:
     """What becomes of whoever takes a folder and is interrupted before a line of the code that opens and locks it,
     counted from the first one."""
     before, left = sys.gettrace(), number
-    code = (single_writer_module.__file__, append_only_file.__file__)
+    code = (single_writer_module.__file__, durable_files.__file__)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left

@@ -16,7 +16,7 @@ from apportion.api.shared_imports import shared_imports
 from apportion.comm.channel import Lines
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 
 pytestmark = pytest.mark.processes
 PACKAGE = "site-packages/counted_package"

@@ -18,7 +18,7 @@ from launched_runs import MINE, STEPS, assert_losses_of_one_device, losses
 from proc_files import told_of
 from slurm_cluster import SlurmCluster
 
-from apportion.comm.network.slurm.step import first_port
+from apportion.comm.network.slurm import first_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.serial]
 

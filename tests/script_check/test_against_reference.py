@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison.against_reference import findings
+from apportion.script_check.comparison.clipped import against_function
 from apportion.script_check.comparison.tensors import Array
 from apportion.script_check.record import RankRecord
 
@@ -27,12 +27,12 @@ def stated(gradient: Array) -> RankRecord:
 
 
 def names(own: RankRecord, gradient: Array, union: RankRecord | None = None) -> list[str]:
-    return [each.sentence for each in findings([own], union or own, stated(gradient), "reference.py:loss_of")]
+    return [each.sentence for each in against_function([own], union or own, stated(gradient), "reference.py:loss_of")]
 
 
 def test_a_gradient_that_is_that_of_the_function_is_no_finding_and_a_multiple_has_its_factor() -> None:
     assert not names(record(OWN), OWN)
-    found = findings([record(2 * OWN)], record(2 * OWN), stated(OWN), "reference.py:loss_of")[0]
+    found = against_function([record(2 * OWN)], record(2 * OWN), stated(OWN), "reference.py:loss_of")[0]
     assert (found.name, found.step, found.factor) == ("reference_differs", 1, pytest.approx(2.0))
     assert "every gradient is 2 times that of reference.py:loss_of" in found.sentence
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beside, evaluations, ranks_agree
+from apportion.script_check.comparison import beyond_gradients, evaluations, ranks_agree
 from apportion.script_check.comparison.reading import reading
 from apportion.script_check.findings import Finding
 
@@ -20,7 +20,7 @@ OTHER_SHUFFLED = ([9, 3], [1, 11], [7, 5])
 
 def _found(ranks: Sequence[Rank], union: Rank | None = None) -> dict[str, Finding]:
     records = [rank.record for rank in ranks]
-    found = beside.findings(records, union and union.record, same_weights=True)
+    found = beyond_gradients.findings(records, union and union.record, same_weights=True)
     return {finding.name: finding for finding in found}
 
 
@@ -521,7 +521,7 @@ def test_shortened_epochs_are_named() -> None:
     one, two = _two()
     for rank, epoch in ((one, EPOCH), (two, OTHER)):
         rank.epoch(epoch, full=40)
-    assert beside.shortened([one.record, two.record]) == [
+    assert beyond_gradients.shortened([one.record, two.record]) == [
         "The epochs of the loader at train.py:5 were shortened from 40 batches to 3: the first 2 and the last."
     ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.script_check.comparison import accumulation, held, numbers
+from apportion.script_check.comparison import accumulation, numbers, parameters
 from apportion.script_check.driver import check_script
 from apportion.script_check.record import RankRecord
 from apportion.script_check.script import Script
@@ -131,11 +131,11 @@ def test_micro_batches_are_not_divided_and_their_sum_is_clipped() -> None:
 
 def test_an_optimizer_that_was_made_before_parameters_were_flattened() -> None:
     record = RankRecord(0, (network(), step(1, {}, flattened=list(SHAPES), made_at="train.py:8")))
-    (finding,) = held.findings([record])
+    (finding,) = parameters.stale_optimizers([record])
     assert finding.name == "stale_optimizer"
     assert finding.site == "train.py:8"
     assert finding.tensors == ("0.weight", "0.bias", "1.weight")
-    assert held.findings([RankRecord(0, (network(), step(1, {}, flattened=[], made_at="")))]) == []
+    assert parameters.stale_optimizers([RankRecord(0, (network(), step(1, {}, flattened=[], made_at="")))]) == []
 
 
 def sharded_step(rank: int, weights: Arrays, shards: dict[str, dict[str, str]], placement: str) -> RankRecord:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from apportion.script_check.hangs import report
-from apportion.script_check.hangs.stacks import shown, stacks
+from apportion.script_check.hangs.states import stack_lines, stacks
 from apportion.script_check.record import Event, RankRecord
 
 WEIGHTS = {"net.a": np.zeros(3), "net.b": np.ones(3)}
@@ -284,7 +284,7 @@ Current thread 0x0000000000000010 (most recent call first):
 def test_stacks_are_read_and_shortened() -> None:
     found = stacks(DUMP)
     assert [stack.thread for stack in found] == [32, 16]
-    assert shown(found[1], "/home/me/job") == [
+    assert stack_lines(found[1], "/home/me/job") == [
         "_try_get_data (torch/utils/data/dataloader.py:1291)",
         "train.py:31 in epoch",
         "train.py:40 in <module>",

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from apportion.script_check.comparison import accumulation, beginnings, held, numbers, ranks_agree
-from apportion.script_check.comparison.causes import restart
+from apportion.script_check.comparison import accumulation, numbers, parameters, ranks_agree
 from apportion.script_check.comparison.combination import combination, proportional
-from apportion.script_check.comparison.joins import aligned
 from apportion.script_check.comparison.numbers import Further
 from apportion.script_check.comparison.places import Place, placed, unplaced
+from apportion.script_check.comparison.ranks_agree import aligned
 from apportion.script_check.comparison.tensors import Bounds, listed
 from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import Rows
@@ -385,7 +384,7 @@ def test_stages_and_slices_are_placed_by_their_values() -> None:
     assert first["net.0.weight"] == Place("net.1.weight")
     assert second["net.0.weight"] == Place("net.0.weight", 0, 2)
     assert np.array_equal(
-        second["net.0.weight"].of(WEIGHTS["net.0.weight"], half["net.0.weight"]), half["net.0.weight"]
+        second["net.0.weight"].part_of(WEIGHTS["net.0.weight"], half["net.0.weight"]), half["net.0.weight"]
     )
 
 
@@ -440,10 +439,10 @@ def test_a_trained_tensor_that_is_nowhere_in_one_process_is_named() -> None:
 def test_an_optimizer_with_parameters_of_before() -> None:
     orphans = {f"optimizer0.{at}": array for at, array in enumerate(WEIGHTS.values())}
     none = dict.fromkeys(orphans)
-    (finding,) = held.findings([RankRecord(0, (network(WEIGHTS), step(1, none, orphans)))])
+    (finding,) = parameters.stale_optimizers([RankRecord(0, (network(WEIGHTS), step(1, none, orphans)))])
     assert finding.name == "stale_optimizer"
     assert "No parameter of the network moves" in finding.sentence
-    assert held.findings([RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS, WEIGHTS)))]) == []
+    assert parameters.stale_optimizers([RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS, WEIGHTS)))]) == []
 
 
 @pytest.mark.parametrize("forwards", [[1, 2, 4, 5], [1, 3, 4, 5, 6]])
@@ -478,8 +477,10 @@ def test_steps_after_those_that_a_rank_leaves_out_under_join_are_numbered_as_on_
         return RankRecord(len(counts), tuple(events))
 
     for record in aligned([epochs(3, 2, 1), epochs(2, 3, 1)]):
-        assert [event["number"] for event in record.of("contributions")] == [each["number"] for each in record.steps]
-        assert [event["step"] for event in record.of("join")] == [0, 3, 6]
+        assert [event["number"] for event in record.events_of("contributions")] == [
+            each["number"] for each in record.steps
+        ]
+        assert [event["step"] for event in record.events_of("join")] == [0, 3, 6]
     one, two = aligned([epochs(3, 2, 1), epochs(2, 3, 1)])
     assert [each["number"] for each in one.steps] == [1, 2, 3, 4, 5, 7]
     assert [(each["number"], each["step"]) for each in two.steps] == [(1, 1), (2, 2), (4, 4), (5, 5), (6, 6), (7, 7)]
@@ -490,7 +491,7 @@ def test_steps_after_those_that_a_rank_leaves_out_under_join_are_numbered_as_on_
 def test_ranks_that_begin_with_different_weights() -> None:
     other = {**WEIGHTS, "net.1.weight": RNG.normal(size=(2, 4))}
     ranks = [RankRecord(0, (network(WEIGHTS),)), RankRecord(1, (network(other),))]
-    (finding,) = beginnings.findings(ranks, RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS))))
+    (finding,) = parameters.findings(ranks, RankRecord(0, (network(WEIGHTS), step(1, WEIGHTS))))
     assert finding.name == "different_beginnings"
     assert finding.tensors == ("1.weight",)
     assert finding.ranks == (1,)
@@ -508,7 +509,7 @@ def test_weights_after_a_load_are_those_that_were_saved(whole: bool) -> None:
         {"kind": "load", "step": 1, **file},
         network({"net.0.weight": after}, 1),
     )
-    found = restart.findings([RankRecord(0, events)])
+    found = parameters.loaded_weights([RankRecord(0, events)])
     if whole:
         assert found == []
         return
@@ -552,7 +553,7 @@ def test_a_file_that_another_rank_saves_at_each_epoch_holds_the_last_weights_bef
         saving += [made, {"kind": "save", "tensors": {"0.weight": weights["net.0.weight"]}, **file}]
         loading += [made, {"kind": "load", **file}, network(weights, number)]
     saving += [step(3, third, third), {**saving[-1], "step": 3, "tensors": {"0.weight": third["net.0.weight"]}}]
-    assert restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
+    assert parameters.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))]) == []
     loading[-1] = network(first, 2)
-    (finding,) = restart.findings([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
+    (finding,) = parameters.loaded_weights([RankRecord(0, tuple(saving)), RankRecord(1, tuple(loading))])
     assert (finding.name, finding.ranks, finding.step) == ("loaded_weights", (1,), 3)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from apportion.errors import ApportionError
-from apportion.script_check import driver, passes, spread
+from apportion.script_check import driver, passes, ranks_pass
 from apportion.script_check.failures import unusable
-from apportion.script_check.passes import Conditions, Passed, run_pass
+from apportion.script_check.passes import Conditions, PassResult, run_pass
+from apportion.script_check.ranks_pass import RanksPass, within_limit
 from apportion.script_check.record import RankRecord
 from apportion.script_check.script import Script
-from apportion.script_check.spread import Spread, within_limit
 from apportion.script_check.waiting import WaitOutcome
 
 pytestmark = pytest.mark.processes
@@ -79,7 +79,7 @@ def _inside_of_a_collective(rank: int, steps: int) -> RankRecord:
 def test_ranks_that_still_record_at_the_limit_do_not_wait_for_each_other(unrecorded: float, hangs: bool) -> None:
     records = [_inside_of_a_collective(rank, 7) for rank in range(2)]
     waited = WaitOutcome("limit", (0, 1), unrecorded=unrecorded)
-    found = driver._hanging(Passed(records, ["", ""], waited, 120.0), Script(__file__))
+    found = driver._hanging(PassResult(records, ["", ""], waited, 120.0), Script(__file__))
     assert (found is not None) == hangs
 
 
@@ -88,14 +88,14 @@ def test_a_script_with_slow_steps_runs_again_with_fewer(
     made: tuple[int, int], steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [_inside_of_a_collective(rank, made[rank]) for rank in range(2)]
-    late = Spread(Passed(records, ["", ""], WaitOutcome("limit", (0, 1)), 120.0), Conditions(tmp_path, steps=24))
+    late = RanksPass(PassResult(records, ["", ""], WaitOutcome("limit", (0, 1)), 120.0), Conditions(tmp_path, steps=24))
     asked = list[int]()
 
-    def again(name: str, script: Script, ranks: int, conditions: Conditions) -> Passed:
+    def again(name: str, script: Script, ranks: int, conditions: Conditions) -> PassResult:
         asked.append(conditions.steps)
-        return Passed(records, ["", ""], WaitOutcome("ended"), 40.0)
+        return PassResult(records, ["", ""], WaitOutcome("ended"), 40.0)
 
-    monkeypatch.setattr(spread, "run_until_port_is_free", again)
+    monkeypatch.setattr(ranks_pass, "run_until_port_is_free", again)
     found = within_limit(late, Script("train.py"), 2)
     if steps is None:
         assert (asked, found) == ([], late)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from apportion.script_check.comparison.separation import divisors, position_weights
+from apportion.script_check.comparison.combination import divisors, position_weights
+from apportion.script_check.comparison.rearrangement import windows
 from apportion.script_check.comparison.tensors import Array
-from apportion.script_check.comparison.windows import windows
 from apportion.script_check.feed import FedIteration, Feed
-from apportion.script_check.rearranged import rearranged_feed
 from apportion.script_check.record import Event, RankRecord
+from apportion.script_check.references import rearranged_feed
 from apportion.script_check.rows import Rows
 
 ROWS = np.random.default_rng(0).normal(size=(12, 40))

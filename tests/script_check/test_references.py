@@ -10,24 +10,21 @@ import numpy as np
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beginnings
+from apportion.script_check.comparison import parameters
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows, untrained
-from apportion.script_check.comparison.noise import measured_bounds
 from apportion.script_check.comparison.places import placed
-from apportion.script_check.comparison.replicas import are_replicas
-from apportion.script_check.comparison.step_table import step_table
-from apportion.script_check.drawn import draws_for_batches, draws_in_turn, draws_to_join
+from apportion.script_check.comparison.shared_rows import are_replicas
+from apportion.script_check.comparison.tables import step_table
+from apportion.script_check.comparison.tensors import measured_bounds
 from apportion.script_check.driver import _undecided
-from apportion.script_check.feed import FedIteration, Feed, reordered
+from apportion.script_check.feed import FedIteration, Feed, reversed_batches
 from apportion.script_check.findings import Finding, answer
-from apportion.script_check.passes import Conditions, Passed
+from apportion.script_check.passes import Conditions, PassResult, port_was_taken
+from apportion.script_check.ranks_pass import RanksPass, with_recorded_rows
 from apportion.script_check.record import RankRecord
-from apportion.script_check.recorded_rows import with_recorded_rows
 from apportion.script_check.references import _accumulates
-from apportion.script_check.retried import port_was_taken
-from apportion.script_check.rows import Rows, Structure, joined, turned
-from apportion.script_check.spread import Spread
-from apportion.script_check.union import replay_feed, union_feed
+from apportion.script_check.rows import Rows, Structure, joined, reversed_rows
+from apportion.script_check.union import draws_for_batches, draws_rank_by_rank, draws_to_join, replay_feed, union_feed
 from apportion.script_check.waiting import WaitOutcome
 
 
@@ -75,8 +72,8 @@ def test_a_stage_begins_with_the_weights_of_another_layer_and_not_with_other_wei
 
     union = record(0, named(a=[1.0, 2.0]), named(b=[3.0, 4.0]) | {"label": "other"}, step(a=[1.0]))
     first = record(0, named(a=[1.0, 2.0]))
-    assert beginnings.findings([first, record(1, named(a=[3.0, 4.0]))], union) == []
-    (finding,) = beginnings.findings([first, record(1, named(a=[3.0, 5.0]))], union)
+    assert parameters.findings([first, record(1, named(a=[3.0, 4.0]))], union) == []
+    (finding,) = parameters.findings([first, record(1, named(a=[3.0, 5.0]))], union)
     assert (finding.name, finding.ranks) == ("different_beginnings", (1,))
 
 
@@ -120,7 +117,7 @@ def test_draws_for_whole_batches_are_taken_in_the_turn_of_the_ranks() -> None:
     ranks = [drawing(0), drawing(1)]
     assert draws_for_batches(ranks)
     assert not draws_for_batches([ranks[0], ranks[0]])
-    (turns,) = draws_in_turn(ranks).values()
+    (turns,) = draws_rank_by_rank(ranks).values()
     assert [[float(each) for each in values] for values in turns] == [[0, 0, 0.1, 10, 10.1, 1, 1.1, 11, 11.1]]
 
 
@@ -218,12 +215,12 @@ def test_rounding_is_bounded_by_what_the_order_of_rows_changes_until_it_hides_mi
 
 def test_a_feed_turns_the_rows_of_each_batch_around() -> None:
     batch = {"x": Rows(np.array([[1], [2]]), "int64"), "names": ["a", "b"], "length": 7}
-    feed = reordered(Feed(iterations={"a": [FedIteration([batch], [[3, 4]])]}))
+    feed = reversed_batches(Feed(iterations={"a": [FedIteration([batch], [[3, 4]])]}))
     (turned_batch,) = feed.iterations["a"][0].batches
     assert turned_batch["x"].values.tolist() == [[2], [1]]
     assert (turned_batch["names"], turned_batch["length"]) == (["b", "a"], 7)
     assert feed.iterations["a"][0].indices == [[4, 3]]
-    assert turned(Rows(np.array(3), "int64"), 2).values == 3
+    assert reversed_rows(Rows(np.array(3), "int64"), 2).values == 3
 
 
 def test_objects_of_the_script_are_joined_by_their_parts() -> None:
@@ -235,8 +232,8 @@ def test_objects_of_the_script_are_joined_by_their_parts() -> None:
 
 
 def test_a_pass_whose_port_was_taken_is_seen() -> None:
-    def ended(message: str) -> Passed:
-        return Passed([record(0, {"kind": "end", "how": "raised", "message": message})], [""], (), 1.0)
+    def ended(message: str) -> PassResult:
+        return PassResult([record(0, {"kind": "end", "how": "raised", "message": message})], [""], (), 1.0)
 
     assert port_was_taken(ended("The server socket has failed to listen on any local network address. EADDRINUSE"))
     assert not port_was_taken(ended("a row is missing"))
@@ -252,7 +249,7 @@ def test_one_process_makes_the_steps_of_which_large_batches_were_recorded(left_o
         rank.train()
     rank.evaluate([[0, 1]])
     rank.events[-2]["left_out"] = True  # those of an evaluation are read by their indices
-    passed = Passed([rank.record], [""], WaitOutcome("ended"), 1.0)
-    found = with_recorded_rows(Spread(passed, Conditions(Path(), steps=24)))
+    passed = PassResult([rank.record], [""], WaitOutcome("ended"), 1.0)
+    found = with_recorded_rows(RanksPass(passed, Conditions(Path(), steps=24)))
     assert found.conditions.steps == steps
     assert len(found.about) == (steps != 24)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rank_events import Rank
 
-from apportion.script_check.comparison import beside
-from apportion.script_check.comparison.row_values import columns, same_values
-from apportion.script_check.rows import Rows, Unjoinable, count, joined, split, turned
+from apportion.script_check.comparison import beyond_gradients
+from apportion.script_check.comparison.reading import columns, same_values
+from apportion.script_check.rows import Rows, Unjoinable, count, joined, reversed_rows, split
 
 
 def array(*values: Any) -> Rows:
@@ -54,7 +54,7 @@ def test_rows_that_loader_processes_draw_alike(collate: Any, random: bool) -> No
                 rank.events[-1]["rows"] = collate([row + rank.rank for row in rows], epoch)
                 rank.train()
             rank.emit("exhausted", loader=place[0], iteration=place[1])
-    found = beside.findings([rank.record for rank in ranks], None, same_weights=True)
+    found = beyond_gradients.findings([rank.record for rank in ranks], None, same_weights=True)
     assert [finding.name for finding in found if finding.name == "same_draws"] == ["same_draws"] * random
 
 
@@ -73,7 +73,7 @@ def test_lists_with_an_entry_for_each_row_are_joined_one_after_another() -> None
     assert whole[0].values.tolist() == [1, 2, 3, 4]
     assert [len(each["boxes"].values) for each in whole[1]] == [2, 2, 1, 2]
     assert [each[0]["label"].values.item() for each in split(second[1], 2)] == [1, 2]
-    assert (count(second[1], 2), turned(second[1], 2)[0]) == (2, second[1][1])
+    assert (count(second[1], 2), reversed_rows(second[1], 2)[0]) == (2, second[1][1])
     two = [(array(1, 2), array([1], [2])), (array(3, 4), array([3], [4]))]
     assert joined(two, [2, 2])[0].values.tolist() == [1, 2, 3, 4], "two parts, and not two rows"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from apportion.script_check import failures
-from apportion.script_check.passes import Passed
+from apportion.script_check.passes import PassResult
 from apportion.script_check.record import RankRecord
 from apportion.script_check.waiting import WaitOutcome
 
@@ -19,11 +19,11 @@ def raised(kind: str, message: str = "", line: str = "") -> dict[str, Any]:
 def test_a_reason_and_its_remedy_are_two_sentences() -> None:
     ended = RankRecord(0, ({"kind": "end", "step": 0, "how": "exited", "code": 2},))
     output = "usage: train.py\ntrain.py: error: the following arguments are required: --lr\n"
-    passed = Passed([ended], [output], WaitOutcome("ended", ()), 1.0)
+    passed = PassResult([ended], [output], WaitOutcome("ended", ()), 1.0)
     reason = failures.unusable(passed, 2)
     assert reason is not None
     assert reason.endswith("required: --lr. The script needs the arguments --lr: give them after --.")
-    late = failures.unusable(Passed([ended], [output], WaitOutcome("limit", (0,)), 120.0), 2)
+    late = failures.unusable(PassResult([ended], [output], WaitOutcome("limit", (0,)), 120.0), 2)
     assert late is not None
     assert "compare fewer steps (--steps)" in late
 
@@ -70,9 +70,9 @@ def test_a_missing_gpu_is_distinguished_from_other_failures(outcome: dict[str, A
 
 
 def test_a_script_that_ends_before_its_first_step_may_lack_a_gpu() -> None:
-    def passed(output: str, *events: dict[str, Any]) -> Passed:
+    def passed(output: str, *events: dict[str, Any]) -> PassResult:
         ended = {"kind": "end", "step": 0, "how": "ended"}
-        return Passed([RankRecord(0, (*events, ended))], [output], WaitOutcome("ended"), 1.0)
+        return PassResult([RankRecord(0, (*events, ended))], [output], WaitOutcome("ended"), 1.0)
 
     assert failures.lacks_gpu(passed("Unable to locate sufficient 2 gpus to run this example. Exiting."))
     assert not failures.lacks_gpu(passed("Nothing to do."))

@@ -1,4 +1,4 @@
-"""A script that is run twice: one record of both runs, what the second one has lost, and how its failures are told."""
+"""A script that is run twice: one record of both runs, what the second one has lost, and its failures as sentences."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from apportion.script_check import driver, failures
-from apportion.script_check.comparison import second_run
-from apportion.script_check.passes import Passed
-from apportion.script_check.record import RankRecord
-from apportion.script_check.restarted import joined_runs, runs
+from apportion.script_check.comparison import resumes
+from apportion.script_check.passes import PassResult
+from apportion.script_check.record import RankRecord, joined_runs, runs
 from apportion.script_check.script import Script
 from apportion.script_check.waiting import WaitOutcome
 
@@ -72,7 +71,7 @@ def test_each_run_is_read_by_itself_too() -> None:
 
 
 def names(first: RankRecord, second: RankRecord) -> list[str]:
-    return [finding.name for finding in second_run.findings([joined(first, second)])]
+    return [finding.name for finding in resumes.lost_in_second_run([joined(first, second)])]
 
 
 FIRST = record(step(1), step(2))
@@ -84,11 +83,11 @@ def test_a_run_that_goes_on_from_any_step_has_lost_nothing(left: str) -> None:
 
 
 def test_a_run_that_begins_anew_has_lost_the_weights() -> None:
-    finding, *_ = second_run.findings([joined(FIRST, record(step(1, weights_before="other")))])
+    finding, *_ = resumes.lost_in_second_run([joined(FIRST, record(step(1, weights_before="other")))])
     assert (finding.name, finding.step) == ("not_resumed", 3)
     assert finding.sentence.startswith("The second run loads nothing and begins with weights that none of the 2 steps")
     load = {"kind": "load", "step": 0, "path": "last.pt", "site": "train.py:4"}
-    loaded, *_ = second_run.findings([joined(FIRST, record(load, step(1, weights_before="other")))])
+    loaded, *_ = resumes.lost_in_second_run([joined(FIRST, record(load, step(1, weights_before="other")))])
     assert loaded.site == "train.py:4"
     assert "loads nothing" not in loaded.sentence
 
@@ -102,7 +101,7 @@ def test_a_run_that_goes_on_without_momentum_has_lost_it_on_its_rank() -> None:
     begun = {"weights_before": "0 after 2", "stateful": False}
     second = record(step(1, **begun), rank=1)
     kept = joined(FIRST, record(step(1, weights_before="0 after 2")))
-    finding, *others = second_run.findings([kept, *joined_runs([record(step(1), step(2), rank=1)], [second])])
+    finding, *others = resumes.lost_in_second_run([kept, *joined_runs([record(step(1), step(2), rank=1)], [second])])
     assert not others
     assert (finding.name, finding.ranks, finding.step) == ("resumed_state", (1,), 3)
     assert "its SGD has lost its state (momentum_buffer) on rank 1" in finding.sentence
@@ -118,11 +117,11 @@ def test_an_optimizer_without_state_to_lose_has_lost_none(before: dict[str, Any]
     assert names(first, record(step(1, **{"weights_before": "0 after 1", "stateful": False, **begun}))) == []
 
 
-def passed(second: RankRecord, how: str = "ended", then: tuple[str, ...] = THEN, output: str = "") -> Passed:
+def passed(second: RankRecord, how: str = "ended", then: tuple[str, ...] = THEN, output: str = "") -> PassResult:
     """A pass whose second run has left a record; records of both runs are joined where it ended."""
     first = record({"kind": "save", "step": 2, "path": "model.pt"}, step(1), step(2), ended())
     records = [joined(first, second) if how == "ended" else second]
-    return Passed(records, [output], WaitOutcome(how, (0,)), 60.0, then=then)
+    return PassResult(records, [output], WaitOutcome(how, (0,)), 60.0, then=then)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +158,11 @@ def test_ranks_that_wait_in_the_second_run_are_told_as_such() -> None:
         "pending": False, "site": "train.py:3", "line": "", "thread": 1, "time": 1.0,
     }  # fmt: skip
     waiting = [record(step(1), call), record(step(1), ended(), rank=1)]
-    found = Passed(waiting, ["", ""], WaitOutcome("hang", (0,)), 60.0, then=THEN)
+    found = PassResult(waiting, ["", ""], WaitOutcome("hang", (0,)), 60.0, then=THEN)
     assert driver._hanging(found, Script(__file__)) is not None
-    told = driver._again(found)
-    assert told == [
+    sentences = driver._second_run_sentence(found)
+    assert sentences == [
         "The script was run again, with --resume last.pt, to go on from what its first run had saved. Its ranks did "
         "not end in this second run, whose steps are counted from 1."
     ]
-    assert driver._again(passed(record(step(1), ended()))) == [told[0].split(" Its ranks")[0]]
+    assert driver._second_run_sentence(passed(record(step(1), ended()))) == [sentences[0].split(" Its ranks")[0]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import BatchSampler, RandomSampler
 
-from apportion.script_check.recording.shortened import Shortened
+from apportion.script_check.recording.loaders import Shortened
 
 
 class Counting:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.script_check.comparison.table import parting
+from apportion.script_check.comparison.first_difference import first_difference
 from apportion.script_check.record import RankRecord
 
 BEGINNING = {"model.a": np.ones(3), "model.b": np.ones(2)}
@@ -25,7 +25,7 @@ def parted(first: list[float], other: list[float], moved: list[float]) -> list[s
     weights = {**BEGINNING, "model.a": 1 - large}
     rank = record(0, {"model.a": large, "model.b": np.array(first)}, {**weights, "model.b": 1 - np.array(moved)})
     union = record(0, {"model.a": large, "model.b": np.array(other)}, weights)
-    found, _ = parting([rank], union)
+    found, _ = first_difference([rank], union)
     return [] if found is None else found.names
 
 
@@ -42,7 +42,7 @@ def test_what_rounding_moves_in_a_slice_is_not_compared() -> None:
         ranks.append(RankRecord(rank, (begun, event)))
     one = record(0, {"model.a": np.array([1.0, -1e-18])}, {"model.a": np.array([0.9, 2.1])}).events[1]
     union = RankRecord(0, ({"kind": "network", "step": 0, "weights": whole}, one))
-    found, _ = parting(ranks, union)
+    found, _ = first_difference(ranks, union)
     assert found is None
 
 

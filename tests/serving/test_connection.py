@@ -24,15 +24,12 @@ from served import SECONDS, Server, eventually, net, save_net, serving
 
 from apportion.serving.batching import Pace
 from apportion.serving.http import connection as connections
-from apportion.serving.http.chunked_body import Chunks
-from apportion.serving.http.connection import Connection
-from apportion.serving.http.connection_state import FOLLOWING, ConnectionState
+from apportion.serving.http.connection import FOLLOWING, Connection, ConnectionState
+from apportion.serving.http.incoming_request import Chunks
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.response_writer import SENT_SECONDS
-from apportion.serving.pool.dynamic_batcher import AT_ONCE, DynamicBatcher
+from apportion.serving.http.response import SENT_SECONDS, HTTPError, Response
+from apportion.serving.pool.dynamic_batcher import AT_ONCE, DynamicBatcher, MemberTask
 from apportion.serving.pool.frames import Frame, Kind, Placed, decode
-from apportion.serving.pool.task import MemberTask
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 
 pytestmark = pytest.mark.processes
@@ -269,7 +266,7 @@ def test_what_is_refused_is_read_to_its_end_where_that_is_near(client: Client) -
     [
         ({"datatype": "BYTES", "shape": [1 << 20]}, "input is BYTES, the net takes FP32"),
         ({"shape": [1 << 17, 9]}, "input"),
-        ({"name": "other", "shape": [1 << 17, 8]}, "there is no input 'other'"),
+        ({"name": "other", "shape": [1 << 17, 8]}, "input 'other' is unknown"),
     ],
 )
 def test_a_long_body_is_refused_by_what_it_begins_with(
@@ -344,7 +341,7 @@ def test_where_there_is_no_memory_for_a_body_it_is_to_come_again(tmp_path: Path)
                 "POST", "/v2/models/m1/infer", b"".join(pieces), **{HEADER: str(json_bytes)}
             )
             assert (status, "retry-after" in headers) == (429, True), body
-            assert "there is no memory for" in json.loads(body)["error"]
+            assert "no memory is free for" in json.loads(body)["error"]
             halves.sock.sendall(request[-1:])
             assert halves.answer()[0] == 200
 
@@ -412,32 +409,32 @@ def test_who_takes_too_long_is_let_go(received: bytes, seconds: float, status: i
             assert isinstance(error, HTTPError)
             return error.reply()
 
-        def leave(self) -> None:
+        def abandon(self) -> None:
             raise AssertionError("nobody has left")
 
     def opened(head: Head) -> Any:
         return Asked()
 
-    async def told() -> Transport:
+    async def run() -> Transport:
         connection, transport = Connection(opened, set(), body_seconds=3.0), Transport()
         connection.connection_made(transport)  # type: ignore[arg-type]
         if received:
             connection.get_buffer(-1)[: len(received)] = received
             connection.buffer_updated(len(received))
         now = asyncio.get_running_loop().time()
-        connection.look(now + seconds - 0.5)
+        connection.enforce_time_limits(now + seconds - 0.5)
         before = transport.done.replace(" write_eof", "") if status == 400 else transport.done
         assert before == "", "it has time"
-        connection.look(now + seconds + 0.5)
+        connection.enforce_time_limits(now + seconds + 0.5)
         return transport
 
-    transport = asyncio.run(told())
+    transport = asyncio.run(run())
     assert transport.done == done
     assert transport.written[:12] == (b"" if status is None else b"HTTP/1.1 %d" % status)
 
 
 def test_who_does_not_read_its_answer_is_let_go() -> None:
-    async def told() -> Transport:
+    async def run() -> Transport:
         connection, transport = Connection(lambda head: Response(200, b""), set(), body_seconds=3.0), Transport()
         connection.connection_made(transport)  # type: ignore[arg-type]
         connection.pause_writing()
@@ -446,12 +443,12 @@ def test_who_does_not_read_its_answer_is_let_go() -> None:
         for left in (5000, 4000, 4000):
             transport.left = left
             at += SENT_SECONDS - 0.5
-            connection.look(at)
+            connection.enforce_time_limits(at)
             assert transport.done == "", "some of it has been read"
-        connection.look(at + 1.0)
+        connection.enforce_time_limits(at + 1.0)
         return transport
 
-    assert asyncio.run(told()).done == " abort"
+    assert asyncio.run(run()).done == " abort"
 
 
 @pytest.mark.usefixtures("cold_programs")  # in a warm one torch's own logging waits too
@@ -492,7 +489,7 @@ for n in range(log.MOST_LINES + 7):
 
 
 class Child:
-    """A process that takes what it is sent and says what it is told to."""
+    """A process that takes what it is sent and sends nothing by itself."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -527,7 +524,7 @@ def work(settle: Callable[[Any], None], seconds: float = 10.0) -> MemberTask:
 def test_who_asks_again_while_answers_are_given_disturbs_no_one() -> None:
     """Of a batch of three: the outputs lie in memory that the next batch is written over."""
 
-    async def told() -> None:
+    async def run() -> None:
         requests, child = batcher()
         memory, got = bytearray(4 * 64), []
 
@@ -541,20 +538,20 @@ def test_who_asks_again_while_answers_are_given_disturbs_no_one() -> None:
             requests.submit(work(lambda outcome: None))
         for settle in (again, lambda outcome: got.append(outcome[0].tolist())):
             requests.submit(work(settle))
-        requests._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))  # the two go together
+        requests._receive(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))  # the two go together
         assert child.sent == [1, 2, 3]
         values = np.frombuffer(memory, np.float32)[:2].reshape(2, 1)
         values[:] = [[1.0], [2.0]]
-        requests._heard(Frame(Kind.DONE, 2, 0.0, (Placed("FP32", X),)))
-        requests._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", values, 0),)))
+        requests._receive(Frame(Kind.DONE, 2, 0.0, (Placed("FP32", X),)))
+        requests._receive(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", values, 0),)))
         assert got == [[[1.0]], [[2.0]]]
         assert len(requests.in_flight) <= AT_ONCE
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_who_asks_again_when_it_was_too_late_finds_a_queue_that_is_whole() -> None:
-    async def told() -> None:
+    async def run() -> None:
         requests, _ = batcher()
         late = []
 
@@ -566,20 +563,20 @@ def test_who_asks_again_when_it_was_too_late_finds_a_queue_that_is_whole() -> No
             requests.submit(work(lambda outcome: None))
         for _ in range(5):
             requests.submit(work(again, seconds=0.0))
-        requests._heard(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))
+        requests._receive(Frame(Kind.DONE, 1, 0.0, (Placed("FP32", X),)))
         assert len(late) == 5
         assert len(requests.in_flight) == AT_ONCE
         while requests.in_flight:
             number = next(iter(requests.in_flight))
             rows = np.zeros((requests.in_flight[number].rows, 3), np.float32)
-            requests._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", rows),)))
+            requests._receive(Frame(Kind.DONE, number, 0.0, (Placed("FP32", rows),)))
         assert not requests.queue
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
 def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
-    async def told() -> None:
+    async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, what: said.append(what["exception"]))
         requests, _ = batcher()
         for _ in range(AT_ONCE):
@@ -591,12 +588,12 @@ def test_an_answer_that_cannot_be_taken_costs_the_others_nothing() -> None:
         for settle in (fails, got.append):
             requests.submit(work(settle))
         for number in (1, 2):
-            requests._heard(Frame(Kind.DONE, number, 0.0, (Placed("FP32", X),)))
-        requests._heard(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", np.zeros((2, 3), np.float32)),)))
+            requests._receive(Frame(Kind.DONE, number, 0.0, (Placed("FP32", X),)))
+        requests._receive(Frame(Kind.DONE, 3, 0.0, (Placed("FP32", np.zeros((2, 3), np.float32)),)))
 
     said: list[Any] = []
     got: list[Any] = []
-    asyncio.run(told())
+    asyncio.run(run())
     assert [str(error) for error in said] == ["it has gone"]
     assert len(got) == 1
 

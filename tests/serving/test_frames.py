@@ -17,7 +17,7 @@ from apportion.serving.protocol.datatypes import objects
 NOTHING = memoryview(b"")
 FRAMES = [
     encode(Kind.RUN, 7, 12.5, [Placed("FP32", np.ones((2, 3), np.float32)), Placed("INT8", np.array([5], np.int8))]),
-    encode(Kind.TOLD, 0, math.inf, text=b'{"what": "prepared"}'),
+    encode(Kind.CONTROL, 0, math.inf, text=b'{"what": "prepared"}'),
     encode(Kind.DONE, 8, 1.0, [Placed("BYTES", objects([b"a", b"", b"ccc"])), Placed("FP64", np.array(2.5))]),
     encode(Kind.EXPIRED, 9, 1.0),
 ]
@@ -41,7 +41,7 @@ def test_tensors_in_a_frame_begin_where_they_can_be_computed_with() -> None:
 
 @given(st.lists(st.integers(1, 40)))
 def test_frames_come_whole_out_of_any_pieces(cuts: list[int]) -> None:
-    large = encode(Kind.TOLD, 0, math.inf, text=b"x" * 3 * ROOM)
+    large = encode(Kind.CONTROL, 0, math.inf, text=b"x" * 3 * ROOM)
     sent = [*FRAMES, large, FRAMES[0], large]
     stream, reader, found = b"".join(sent), Reader(), []
     for cut in [*cuts, 5, ROOM, 7, len(stream)]:
@@ -50,7 +50,7 @@ def test_frames_come_whole_out_of_any_pieces(cuts: list[int]) -> None:
             room = reader.room
             took = min(len(room), len(piece))
             room[:took] = piece[:took]
-            found += [bytes(frame) for frame in reader.came(took)]
+            found += [bytes(frame) for frame in reader.advance(took)]
             piece = piece[took:]
     assert found == sent
 

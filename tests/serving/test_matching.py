@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from apportion.serving.replication.matching import matched
-from apportion.serving.runtimes.arranged import as_they_are
 from apportion.serving.runtimes.runtime import Spec
-from apportion.serving.runtimes.source import Source
+from apportion.serving.runtimes.source import Source, as_they_are
 
 
 def member(name: str, inputs: Sequence[str]) -> Source:

@@ -22,8 +22,7 @@ from served import Server, children, descriptors, eventually, save_net, serving
 from apportion.serving.http.host_names import Hosts
 from apportion.serving.http.listener import MOST_CONNECTIONS, most_connections
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import HTTPError
-from apportion.serving.http.unread_responses import STUCK_SECONDS, Unread
+from apportion.serving.http.response import STUCK_SECONDS, HTTPError, Unread
 from apportion.serving.protocol import v2
 from apportion.serving.protocol.datatypes import MOST_TEXTS
 from apportion.serving.protocol.json_numbers import MOST_OBJECTS

@@ -88,7 +88,7 @@ def test_a_process_that_is_stopped_while_it_becomes_the_spare_is_given_up_soon(s
 
 
 def children_but(server: Server, *others: int) -> list[int]:
-    """Lists the server's processes that sit in no seat."""
+    """Lists the server's processes that sit in no slot."""
     seated = (server.pid("m1"), server.pid("m2"))
     return [pid for pid in children(server.process.pid) if pid not in (*others, *seated)]
 
@@ -97,7 +97,7 @@ def children_but(server: Server, *others: int) -> list[int]:
 def test_a_net_that_does_not_come_to_an_end_is_told_while_it_is_waited_for(tmp_path: Path) -> None:
     endless(tmp_path / "endless.onnx")
     sooner = "from apportion.serving import model_preparation as m; from apportion.cli.app import main"
-    program = f"{sooner}; m.TOLD_SECONDS = 1.0; main()"
+    program = f"{sooner}; m.PROGRESS_SECONDS = 1.0; main()"
     command = [sys.executable, "-c", program, "serve", "endless.onnx", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -89,7 +89,7 @@ def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(
             wanted = {"between_graph": 3, "in_graph": 2}[staffed.replication]
             eventually("only these are there", lambda: len(programs()) == wanted)
         finally:
-            await staffed.staff.close()
+            await staffed.pool.close()
 
     asyncio.run(start())
     assert events.index("spare ready") > next(n for n, event in enumerate(events) if event.startswith("replication"))
@@ -107,7 +107,7 @@ def test_members_that_cannot_be_merged_for_want_of_room_stay_apart(
     async def start() -> str:
         told = Means(small_disk, inbox, lambda e, **_: events.append(e), lambda member: None)
         staffed = await replicated(nets, Serving(), told)
-        await staffed.staff.close()
+        await staffed.pool.close()
         return staffed.replication
 
     assert asyncio.run(start()) == "between_graph"
@@ -138,7 +138,7 @@ def test_who_is_being_replaced_when_all_is_closed_has_ended_too(
                 while not {*programs()} - killed:  # the member's next one
                     await asyncio.sleep(0.005)
         finally:
-            await staffed.staff.close()
+            await staffed.pool.close()
         assert {*children(os.getpid())} <= before, "neither alive nor waiting to be collected"
 
     asyncio.run(start())

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from apportion.exporting.exporter import export
+from apportion.serving.row_independence.decision import why_rows_differ
 from apportion.serving.row_independence.graph_reader import read
-from apportion.serving.row_independence.row_trials import why_rows_differ
 from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
 
 HEAD = '<ir_version: 9, opset_import: ["" : 18, "ai.onnx.ml" : 3]>'

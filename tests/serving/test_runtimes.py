@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from apportion.exporting.exporter import export
-from apportion.serving.row_independence.row_trials import why_rows_differ
+from apportion.serving.row_independence.decision import why_rows_differ
 from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
 from apportion.serving.runtimes.runtime import Expired, Runtime, timed
 from apportion.serving.runtimes.torch_runtime import TorchRuntime, opened

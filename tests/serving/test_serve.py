@@ -151,13 +151,13 @@ def test_metadata_is_what_the_protocol_asks_for(four: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "why"),
     [
-        ("GET", "/v3", 404, "there is no /v3"),
+        ("GET", "/v3", 404, "/v3 does not exist"),
         ("GET", "/v2/models/m9", 404, "there is no model 'm9': it is one of m1, m2, m3, m4, ensemble"),
         ("GET", "/v2/models/m1/versions/2", 404, "has no version '2'"),
         ("POST", "/v2", 405, "asked for with GET"),
         ("GET", "/v2/models/m1/infer", 405, "asked for with POST"),
         ("POST", "/v2/models/m1/infer", 400, "the body is empty"),
-        ("POST", "/infer", 404, "there is no /infer"),
+        ("POST", "/infer", 404, "/infer does not exist"),
     ],
 )
 def test_what_there_is_not_is_said(four: Server, method: str, path: str, status: int, why: str) -> None:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from apportion.exporting.target import called
 from apportion.serving.replication import in_graph
-from apportion.serving.runtimes import stacked_modules
+from apportion.serving.runtimes import torch_runtime
 from apportion.serving.runtimes.runtime import Expired
 from apportion.serving.runtimes.source import Source, save_rows
-from apportion.serving.runtimes.stacked_modules import InTurn, Stacked, together
-from apportion.serving.runtimes.torch_runtime import TorchRuntime
+from apportion.serving.runtimes.torch_runtime import InTurn, Stacked, TorchRuntime, together
 
 
 def convolutional(seed: int) -> nn.Module:
@@ -75,8 +74,8 @@ def test_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         clock[0] += seconds[type(module)]  # type: ignore[index]
         return module(sample)
 
-    monkeypatch.setattr(stacked_modules, "called", timed)
-    monkeypatch.setattr(stacked_modules.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch_runtime, "called", timed)
+    monkeypatch.setattr(torch_runtime.time, "perf_counter", lambda: clock[0])
     assert isinstance(together(modules, torch.zeros(2, 8)), Stacked)
     seconds[Stacked] = 3.0
     assert isinstance(together(modules, torch.zeros(2, 8)), InTurn)

@@ -17,7 +17,7 @@ import apportion
 from apportion import State, Workload
 from apportion.comm.world import World
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampling.sampler import mix
+from apportion.core.sampler import mix
 from apportion.core.strategy import batches
 from apportion.core.value import parse
 from apportion.runtime.proof.proof_workload import few_rows
@@ -117,7 +117,7 @@ def test_it_learns() -> None:
     for batch in batches(step):
         step(batch)
         if step.done in (5, step.source.total - 100, step.source.total):
-            told.append(step.source.dataset.told()["score"])  # type: ignore[attr-defined]
+            told.append(step.source.dataset.rollout_facts()["score"])  # type: ignore[attr-defined]
     assert told[-1] > told[0] + 0.5
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import networks
 import pytest
-import seats
+import slots
 import torch
 from networks import adam, numbers, tabular, workload
 from proofs import assert_equal
@@ -23,7 +23,7 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.address import load_workload
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.strategies.conv_parallel import ConvParallel
 
 pytestmark = pytest.mark.processes
@@ -221,8 +221,8 @@ def test_killed_workers_change_no_bit(split: Any) -> None:
     made = workload(normalised, tabular(6, 2, 11, 9), 6, optimizer=adam, steps=60)
     with by_value(networks), by_value(sys.modules[__name__]):
         undisturbed, disturbed = (
-            seats.on_seats(seats.train, 2, ConvParallel(split=split), made, killed=killed)
-            for killed in ([], seats.kills(3, 60, 2, seed=5))
+            slots.on_slots(slots.train, 2, ConvParallel(split=split), made, killed=killed)
+            for killed in ([], slots.kills(3, 60, 2, seed=5))
         )
     assert disturbed.kills == 3
     expected = dict(undisturbed.results[0][0].tensors())

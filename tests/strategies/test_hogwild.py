@@ -12,7 +12,7 @@ from typing import Any
 
 import networks
 import pytest
-import seats
+import slots
 import torch
 from ranks import by_value, on_ranks
 
@@ -20,7 +20,7 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice
 
@@ -162,9 +162,9 @@ def test_a_state_of_any_strategy_goes_on_here_and_the_other_way_round(name: str)
 def test_a_killed_worker_loses_its_gradient_and_no_batch(replaced: bool) -> None:
     workload = replace(networks.cases["mlp"](13), steps=300)
     with by_value(networks):
-        outcome = seats.on_seats(
-            seats.train, 3, Hogwild(), workload,
-            killed=seats.kills(5 if replaced else 2, 300, 3, seed=1), replaced=replaced,
+        outcome = slots.on_slots(
+            slots.train, 3, Hogwild(), workload,
+            killed=slots.kills(5 if replaced else 2, 300, 3, seed=1), replaced=replaced,
         )  # fmt: skip
     assert outcome.kills >= (4 if replaced else 1)
     states = [r[0] for r in outcome.results if r is not None]

@@ -23,7 +23,7 @@ import apportion
 from apportion import Evaluation, Workload, accuracy
 from apportion.comm.group import Group
 from apportion.comm.world import World
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.parallel.tensor.hybrid_model import rotation
 from apportion.runtime.launch.local import Local

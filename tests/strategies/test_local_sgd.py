@@ -12,7 +12,7 @@ from typing import Any
 
 import networks
 import pytest
-import seats
+import slots
 import torch
 from conftest import data_folder
 from hypothesis import given
@@ -434,10 +434,10 @@ def stamped(rounds: int, workers: int) -> Workload:
     )
 
 
-def on_seats(workload: Workload, workers: int, killed: list[seats.Kill], *, replaced: bool = True) -> seats.Outcome:
+def on_slots(workload: Workload, workers: int, killed: list[slots.Kill], *, replaced: bool = True) -> slots.Outcome:
     with by_value(networks), by_value(sys.modules[__name__]):
-        outcome = seats.on_seats(
-            seats.train, workers, LocalSgd(every=EVERY), workload, killed=killed, replaced=replaced
+        outcome = slots.on_slots(
+            slots.train, workers, LocalSgd(every=EVERY), workload, killed=killed, replaced=replaced
         )
     assert outcome.kills == len(killed)
     states = [result[0] for result in outcome.results if result is not None]
@@ -446,7 +446,7 @@ def on_seats(workload: Workload, workers: int, killed: list[seats.Kill], *, repl
     return outcome
 
 
-def shares_of(outcome: seats.Outcome) -> Tensor:
+def shares_of(outcome: slots.Outcome) -> Tensor:
     """Of each example: its replica's share of the average that it is in."""
     state = next(result[0] for result in outcome.results if result is not None)
     return state.model["weight"] * BATCH
@@ -467,7 +467,7 @@ def assert_each_once(shares: Tensor, workers: int) -> None:
 def test_whoever_dies_every_example_is_in_an_average_once(workers: int, seed: int, many: int) -> None:
     workload = stamped(100 + many, workers)  # long beside a death: what is killed is still at work
     assert workload.steps is not None
-    outcome = on_seats(workload, workers, seats.kills(many, workload.steps, workers, seed=seed))
+    outcome = on_slots(workload, workers, slots.kills(many, workload.steps, workers, seed=seed))
     assert outcome.changes > many / 3
     shares = shares_of(outcome)
     assert_each_once(shares, workers)
@@ -476,13 +476,13 @@ def test_whoever_dies_every_example_is_in_an_average_once(workers: int, seed: in
 
 
 def test_the_death_of_all_replicas_at_once_loses_nothing() -> None:
-    killed = [seats.Kill(3 * EVERY * round, 0.002, seat) for round in (5, 10, 20) for seat in range(3)]
-    assert_each_once(shares_of(on_seats(stamped(100, 3), 3, killed)), 3)
+    killed = [slots.Kill(3 * EVERY * round, 0.002, slot) for round in (5, 10, 20) for slot in range(3)]
+    assert_each_once(shares_of(on_slots(stamped(100, 3), 3, killed)), 3)
 
 
 def test_those_who_are_left_lose_one_round_of_each_of_the_dead() -> None:
-    killed = [seats.Kill(150, 0.001, 2), seats.Kill(300, 0.0, 0)]
-    outcome = on_seats(stamped(60, 3), 3, killed, replaced=False)
+    killed = [slots.Kill(150, 0.001, 2), slots.Kill(300, 0.0, 0)]
+    outcome = on_slots(stamped(60, 3), 3, killed, replaced=False)
     _, sizes = outcome.results[1]
     assert sorted(set(sizes)) == [1, 2, 3]
     assert int((shares_of(outcome) == 0).sum()) <= 2 * EVERY * BATCH
@@ -496,8 +496,8 @@ def test_a_stopped_replica_holds_up_nobody_and_its_work_enters_a_later_average()
     workload = stamped(120, 3)
     assert workload.steps is not None
     many = workload.steps * BATCH
-    woken = seats.Kill(60 * a_round, 0.0, 1, signal.SIGCONT)
-    outcome = on_seats(replace(workload, model=lambda: StopsItself(many, first)), 3, [woken])
+    woken = slots.Kill(60 * a_round, 0.0, 1, signal.SIGCONT)
+    outcome = on_slots(replace(workload, model=lambda: StopsItself(many, first)), 3, [woken])
     assert outcome.changes == 0
     shares = shares_of(outcome)
     assert_each_once(shares, 3)

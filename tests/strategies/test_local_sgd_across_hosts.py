@@ -28,8 +28,8 @@ from apportion.comm.network.rendezvous import meet
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
 from apportion.errors import StateLost
-from apportion.parallel.averaging.notes import Note, Notes, gather_notes
 from apportion.parallel.averaging.rounds import dealt
+from apportion.parallel.averaging.together import Note, Notes, gather_notes
 from apportion.runtime.supervisor import run as supervisor
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.local_sgd import LocalSgd, LocalSgdStep

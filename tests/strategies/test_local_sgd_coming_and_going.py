@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import apportion
 from apportion.core.address import load_workload
-from apportion.parallel.averaging.open.replay import check_log
-from apportion.parallel.averaging.open.round_log import RoundLog
+from apportion.parallel.averaging.reference import check_log
+from apportion.parallel.averaging.round_log import RoundLog
 from apportion.strategies.local_sgd import LocalSgd
 
 pytestmark = [pytest.mark.processes, pytest.mark.serial]

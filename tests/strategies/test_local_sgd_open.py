@@ -17,8 +17,8 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
-from apportion.parallel.averaging.open.replay import check_log
-from apportion.parallel.averaging.open.round_log import LoggedPart, LoggedRound, RoundLog
+from apportion.parallel.averaging.reference import check_log
+from apportion.parallel.averaging.round_log import LoggedPart, LoggedRound, RoundLog
 from apportion.strategies.local_sgd import LocalSgd
 
 pytestmark = pytest.mark.processes

@@ -15,7 +15,7 @@ from typing import Any
 
 import networks
 import pytest
-import seats
+import slots
 import torch
 from ranks import by_value, on_ranks
 from safetensors.torch import load_file
@@ -333,15 +333,15 @@ def disturbed(optimizer: Any = networks.momentum, *, steps: int) -> Workload:
     return networks.workload(model, data, 61, optimizer=optimizer, steps=steps, schedule=schedule)
 
 
-def on_seats(workload: Workload, workers: int, killed: list[seats.Kill], *, replaced: bool = True) -> seats.Outcome:
+def on_slots(workload: Workload, workers: int, killed: list[slots.Kill], *, replaced: bool = True) -> slots.Outcome:
     with by_value(networks), by_value(sys.modules[__name__]):
-        return seats.on_seats(seats.train, workers, MapReduce(part=11), workload, killed=killed, replaced=replaced)
+        return slots.on_slots(slots.train, workers, MapReduce(part=11), workload, killed=killed, replaced=replaced)
 
 
-def assert_nothing_changes(workload: Workload, workers: int, killed: list[seats.Kill]) -> seats.Outcome:
+def assert_nothing_changes(workload: Workload, workers: int, killed: list[slots.Kill]) -> slots.Outcome:
     """Compared with the run that is left in peace."""
-    expected, _ = on_seats(workload, workers, []).results[0]
-    outcome = on_seats(workload, workers, killed)
+    expected, _ = on_slots(workload, workers, []).results[0]
+    outcome = on_slots(workload, workers, killed)
     assert outcome.kills == len(killed)
     assert expected.step == workload.steps
     for state, _ in outcome.results:
@@ -356,7 +356,7 @@ def assert_nothing_changes(workload: Workload, workers: int, killed: list[seats.
 @pytest.mark.thorough
 def test_deaths_at_random_moments_change_no_bit(workers: int, seed: int, many: int) -> None:
     steps = 100 + 2 * many
-    outcome = assert_nothing_changes(disturbed(steps=steps), workers, seats.kills(many, steps, workers, seed=seed))
+    outcome = assert_nothing_changes(disturbed(steps=steps), workers, slots.kills(many, steps, workers, seed=seed))
     assert outcome.changes > many / 3
 
 
@@ -366,13 +366,13 @@ def test_deaths_at_random_moments_change_no_bit(workers: int, seed: int, many: i
 @pytest.mark.thorough
 def test_deaths_in_the_middle_of_a_line_search_change_no_bit(many: int) -> None:
     steps = 40 + 2 * many
-    killed = seats.kills(many, steps, 2, seed=2, seconds=0.02)
+    killed = slots.kills(many, steps, 2, seed=2, seconds=0.02)
     assert_nothing_changes(disturbed(strong_wolfe, steps=steps), 2, killed)
 
 
 @pytest.mark.processes
 def test_the_death_of_all_workers_at_once_changes_no_bit() -> None:
-    killed = [seats.Kill(step, 0.0, seat) for step in (10, 20, 25) for seat in range(3)]
+    killed = [slots.Kill(step, 0.0, slot) for step in (10, 20, 25) for slot in range(3)]
     assert_nothing_changes(disturbed(steps=40), 3, killed)
 
 
@@ -393,20 +393,20 @@ def keep(world: World, progress: Any, steps: int) -> int:
                     sizes = 0, 1, 1 << 20, 3000 * step
                     model = {f"of {size}": torch.full((size,), float(step)) for size in sizes}
                     kept.write(State(step=step, model=model, settings={"of": step}))
-                progress[world.seat] = step
+                progress[world.slot] = step
             world.group().barrier()
             return step
         except MembershipChanged:
-            world = seats._rejoined(world)
+            world = slots._rejoined(world)
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.thorough
 def test_a_death_in_the_middle_of_keeping_leaves_the_state_before() -> None:
-    killed = [replace(kill, seat=0) for kill in seats.kills(30, 400, 2, seed=4, seconds=0.004)]
+    killed = [replace(kill, slot=0) for kill in slots.kills(30, 400, 2, seed=4, seconds=0.004)]
     with by_value(sys.modules[__name__]):
-        outcome = seats.on_seats(keep, 2, 400, killed=killed)
+        outcome = slots.on_slots(keep, 2, 400, killed=killed)
     assert outcome.results == [400, 400]
     assert outcome.kills == 30
     assert outcome.changes > 10, "two deaths close together are one change, on a busy machine more often"
@@ -462,7 +462,7 @@ def test_every_example_is_counted_once_a_pass_whoever_dies(many: int) -> None:
         optimizer=lambda p: torch.optim.SGD(p, lr=float(EXAMPLES)),
         steps=steps,
     )
-    outcome = on_seats(workload, 3, seats.kills(many, steps, 3, seed=3))
+    outcome = on_slots(workload, 3, slots.kills(many, steps, 3, seed=3))
     assert outcome.kills == many
     for state, _ in outcome.results:
         assert (state.model["weight"] - steps).abs().max() <= EXACT
@@ -472,8 +472,8 @@ def test_every_example_is_counted_once_a_pass_whoever_dies(many: int) -> None:
 @pytest.mark.timeout(240)
 def test_those_who_are_left_go_on_as_a_run_of_their_number_does() -> None:
     workload = disturbed(steps=60)
-    killed = [seats.Kill(20, 0.001, 2), seats.Kill(40, 0.0, 1)]
-    state, sizes = on_seats(workload, 3, killed, replaced=False).results[0]
+    killed = [slots.Kill(20, 0.001, 2), slots.Kill(40, 0.0, 1)]
+    state, sizes = on_slots(workload, 3, killed, replaced=False).results[0]
     assert sorted(set(sizes)) == [1, 2, 3]
     assert len(sizes) == 60, "every step was made once"
     states: list[State] = []

@@ -12,7 +12,7 @@ from typing import Any
 import networks
 import planted
 import pytest
-import seats
+import slots
 import torch
 from proofs import EXACT, assert_equal
 from ranks import by_value, on_ranks
@@ -21,12 +21,12 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, batches
 from apportion.core.value import parse
 from apportion.parallel.parameter_store.push_log import PushLog
 from apportion.parallel.parameter_store.replay import replay
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.runtime.proof.proof import Proof
 from apportion.strategies.parameter_server import ParameterServer
 from apportion.strategies.single_device import SingleDevice
@@ -313,19 +313,19 @@ def surviving_run(world: World, progress: Any, strategy: ParameterServer, worklo
                 step.serve()
                 world.group().barrier()
             else:
-                seats._steps(step, world, progress, [])
+                slots._steps(step, world, progress, [])
             return step.state_dict(), step.log()[0]
-        except seats.MembershipChanged:
-            world, ready = seats._rejoined(world), False
+        except slots.MembershipChanged:
+            world, ready = slots._rejoined(world), False
 
 
 def killed(mode: str, many: int, *, workers: int, steps: int, replaced: bool = True, **options: Any) -> None:
     strategy = ParameterServer(mode=mode, **options)  # type: ignore[arg-type]
     workload = in_float32("large_parameters", steps=steps)
     with by_value(networks), by_value(sys.modules[__name__]):
-        outcome = seats.on_seats(
+        outcome = slots.on_slots(
             surviving_run, strategy.ranks(workers), strategy, workload,
-            killed=seats.kills(many, steps, strategy.ranks(workers), seed=many, seconds=0.01), replaced=replaced,
+            killed=slots.kills(many, steps, strategy.ranks(workers), seed=many, seconds=0.01), replaced=replaced,
         )  # fmt: skip
     state, log = next(r for r in outcome.results if r is not None)
     with by_value(networks):
@@ -484,7 +484,7 @@ def test_two_replicas_with_adagrad_learn_mnist_and_the_run_is_done_again_to_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ranks.SECONDS", 500.0)
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks" / "lib"))
     import mnist
 
     with by_value(mnist):

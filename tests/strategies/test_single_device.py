@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset, default_collate
 import apportion
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.core.sampling.sampler import Sampler
+from apportion.core.sampler import Sampler
 from apportion.core.strategy import batches
 from apportion.strategies.single_device import SingleDevice
 

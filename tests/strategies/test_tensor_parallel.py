@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import apportion
 from apportion import Evaluation, Workload, accuracy
 from apportion.comm.world import World
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.proof import Proof

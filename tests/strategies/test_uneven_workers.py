@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.parallel.replica.load_balancing import TOLERANCE, new_shares
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.strategies.data_parallel import DataParallel
 
 speed = st.floats(0.1, 1e6)

@@ -28,7 +28,7 @@ import apportion
 from apportion import Workload
 from apportion.comm.world import World
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.parallel.recurrent.cut import cut
 from apportion.parallel.recurrent.layer import LSTMLayer, RecurrentLayer, TorchLayer, chunk_length, chunks, layer

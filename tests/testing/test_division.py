@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from apportion.testing.division import divided
+from apportion.testing.trial import divided
 
 ROWS = {"x": torch.arange(48).reshape(24, 2), "y": (torch.arange(24), torch.tensor(7.0))}
 

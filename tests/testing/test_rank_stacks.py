@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from apportion.process import PACKAGE
-from apportion.testing.stacks import before_stacks, main_stack, where_ranks_wait
+from apportion.testing.processes import before_stacks, main_stack, where_ranks_wait
 
 LOG = f"""\
 loading

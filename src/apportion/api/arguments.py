@@ -11,6 +11,7 @@ from apportion.core.place_names import check_place
 from apportion.core.value import parse, parse_as, value_of
 
 if TYPE_CHECKING:
+    from apportion.core.launcher import Launcher
     from apportion.core.policy import Policy
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
@@ -31,18 +32,19 @@ def strategy_of(given: Strategy | str) -> Strategy:
     return strategy
 
 
-def launcher_of(given: Any) -> Any:
+def launcher_of(given: Any) -> Launcher:
     """Returns the launcher that is given by itself or as text, ``local()`` for None. Raises ValueError where it is
     neither."""
-    from apportion.runtime.agents.hosts_launcher import HostsLauncher
-    from apportion.runtime.launch.env import Env
-    from apportion.runtime.launch.local import Local
+    from apportion.core.launcher import Launcher
 
     if given is None:
+        from apportion.runtime.launch.local import Local
+
         return Local()
     if isinstance(given, int) and not isinstance(given, bool):
         raise ValueError(f"launcher={given} must be a launcher or its text: launcher=apportion.local(workers={given})")
-    return value_of(given, LAUNCHERS, (Local, Env, HostsLauncher))
+    found: Launcher = value_of(given, LAUNCHERS, Launcher)
+    return found
 
 
 def policy_of(given: Policy | str | None) -> Policy:

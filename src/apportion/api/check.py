@@ -1,20 +1,74 @@
-"""Prove that a strategy computes what it must, when somebody asks."""
+"""Prove that a strategy computes what it must, when a user asks for it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 from apportion.api.arguments import check_steps, check_workload, launcher_of, strategy_of
 from apportion.api.proof_workers import ProofRequest
 from apportion.api.surveyed_proof import prove_with_survey
+from apportion.api.verb import DrivenVerb
+from apportion.comm.group import collective
+from apportion.comm.world import World
+from apportion.core.data.sent_rows import SentRows
+from apportion.core.launcher import Launcher
 from apportion.core.named_arguments import named_arguments
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
-from apportion.runtime.agents.hosts_launcher import HostsLauncher
-from apportion.runtime.launch.env import Env
-from apportion.runtime.launch.local import Local
+from apportion.runtime.launched.driving import ranks_by_host
+from apportion.runtime.launched.ranks import Ranks
+from apportion.runtime.launched.running_ranks import local_layout
 from apportion.runtime.proof.proof import Proof
+from apportion.runtime.worker.job import Job
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Check(DrivenVerb[Proof]):
+    """One proof of a strategy."""
+
+    strategy: Strategy
+    steps: int
+    sent: SentRows | None = None
+    """The rows of the data set's parts that were sent to rank 0, where several hosts have some of them each."""
+    lengths: tuple[int, ...] = ()
+    """The lengths of these parts."""
+
+    def jobs(self, launcher: str, ranks: int) -> list[Job]:
+        local_layout(self.strategy, ranks)  # refuses what does not run on so many
+        job = Job(workload=self.workload, strategy=self.strategy, launcher=launcher, prove=True, workers=ranks)
+        return [replace(job, lengths=self.lengths)]
+
+    @collective
+    def opened(self, workload: Workload, world: World) -> Check:
+        hosts = len(ranks_by_host(world))
+        if hosts > 1 and not self.strategy.referenced_across_hosts:
+            raise ValueError(
+                f"{self.strategy} changes what hosts send each other, and its reference is of one host: check it on "
+                "one host, or without compress="
+            )
+        if workload.parts is None or hosts == 1:
+            return self
+        from apportion.api.proof_rows import rows_of_check  # few data are in parts
+
+        sent, lengths = rows_of_check(workload, world, self.steps)
+        return replace(self, sent=sent, lengths=lengths)
+
+    def answer(self, ranks: Ranks) -> dict[str, Any]:
+        asked = ProofRequest(
+            workload=self.workload,
+            chosen=candidate(self.strategy, ranks.layout(self.strategy)),
+            steps=self.steps,
+            hosts=ranks.hosts,
+            sent=self.sent,
+            lengths=self.lengths,
+        )
+        return prove_with_survey(asked, ranks).to_json()
+
+    def value(self, answer: Any, launcher: Launcher) -> Proof:
+        return Proof.from_json(answer)
 
 
 @named_arguments("check")
@@ -24,7 +78,7 @@ def check(
     *,
     workers: int | None = None,
     steps: int = 8,
-    launcher: Local | Env | HostsLauncher | str | None = None,
+    launcher: Launcher | str | None = None,
 ) -> Proof:
     """Run a strategy and its reference side by side, and compare what both have changed after every step.
 
@@ -36,7 +90,7 @@ def check(
     of the change, nothing above that is called equal; where too little moves to tell, the answer is undecided.
 
     Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make so many steps
-    with nobody waiting, and one process makes the same updates again: to the last bit, in both precisions.
+    without waiting for each other, and one process makes the same updates again: to the last bit, in both precisions.
 
     Meanwhile the loss is tried by itself on made-up outputs, where the strategy divides batches, and the targets of the
     data are read. A loss that is wrong where a batch is divided makes the answer "different". Then steps are made on
@@ -51,17 +105,8 @@ def check(
     check_workload(workload, "check")
     value = strategy_of(strategy)
     check_steps(steps)
-    where: Local | Env | HostsLauncher = launcher_of(launcher)
-    if isinstance(where, HostsLauncher):
-        from apportion.api.on_hosts import proof_on_hosts  # what goes to other hosts needs more
-
-        hosts = where if workers is None else replace(where, workers=workers)
-        return proof_on_hosts(workload, value, hosts, steps=steps)
-    if isinstance(where, Env):
-        if workers is not None:
-            raise ValueError(f"workers={workers} goes with local(): {where} finds its ranks running already")
-        from apportion.api.launched.proof import check_launched  # what runs in ranks needs more than what starts them
-
-        return check_launched(workload, value, where, steps=steps)
-    chosen = candidate(value, where if workers is None else replace(where, workers=workers))
-    return prove_with_survey(ProofRequest(workload=workload, chosen=chosen, steps=steps))
+    where = launcher_of(launcher)
+    if workers is not None:
+        where = where.with_workers(workers)
+    proof: Proof = where.dispatch(Check(workload=workload, strategy=value, steps=steps))
+    return proof

@@ -11,10 +11,8 @@ from apportion.core.named_arguments import named_arguments
 from apportion.core.place_names import close_file
 from apportion.script_check.driver import STEPS
 from apportion.script_check.driver import check_script as run_check
-from apportion.script_check.finding_names import check_finding_names
-from apportion.script_check.findings import ScriptAnswer
-from apportion.script_check.reference_function import reference_function
-from apportion.script_check.script import Script
+from apportion.script_check.findings import ScriptAnswer, check_finding_names
+from apportion.script_check.script import Script, reference_function
 
 RANKS = 2
 """The ranks on which a script runs where their number is not given."""

@@ -1,27 +1,129 @@
-"""Measure strategies against each other on this machine: in turns, medians, one running at a time."""
+"""Measure strategies against each other on the same ranks: medians of turns, one strategy running at a time."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, final
 
 from apportion.api.arguments import check_steps, check_workload, launcher_of, strategy_of
 from apportion.api.compared_row import ROUNDS, WARM_UP, ComparedRow, in_order, row_of, save
+from apportion.api.verb import DrivenVerb
+from apportion.core.json_data import read
+from apportion.core.launcher import Launcher
 from apportion.core.named_arguments import named_arguments
+from apportion.core.own_frames import outside
 from apportion.core.strategy import Strategy
 from apportion.core.value import names, parse
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.predict import prices
-from apportion.planner.trials.trial import Candidate, candidate, parked
-from apportion.runtime.agents.hosts_launcher import HostsLauncher
-from apportion.runtime.launch.env import Env
-from apportion.runtime.launch.local import Local
+from apportion.planner.trials.trial import Candidate, Measured, candidate, parked
+from apportion.runtime.launched.ranks import Ranks
+from apportion.runtime.launched.running_ranks import local_layout
+from apportion.runtime.worker.job import Job
 
 PROFILE_SECONDS = 8.0
 """The seconds that measuring this machine, where it has not been, and the workload may take."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Compare(DrivenVerb[list[ComparedRow]]):
+    """One comparison of strategies, of which the first is of one process."""
+
+    strategies: tuple[Strategy, ...]
+    steps: int
+    every: bool
+    """True where those that cannot run this workload on these ranks are left out, with a warning."""
+    predict: bool
+    path: str | Path | None = None
+    """Where the rows are saved as JSON."""
+
+    def jobs(self, launcher: str, ranks: int) -> list[Job]:
+        found = []
+        for strategy in self.strategies:
+            try:
+                if not strategy.one_process:
+                    local_layout(strategy, ranks)
+            except ValueError:
+                if not self.every:
+                    raise
+            found.append(Job(workload=self.workload, strategy=strategy, launcher=launcher))
+        return found
+
+    def answer(self, ranks: Ranks) -> dict[str, Any]:
+        left_out: list[tuple[str, str]] = []
+        candidates = dict(self._candidates(ranks, left_out))
+        predicted = self._predicted(list(candidates.values())) if self.predict and ranks.hosts == 1 else {}
+        measured: list[Measured] = []
+        for numbers in [list(candidates)] if ranks.side_by_side else [[number] for number in candidates]:
+            together = [candidates[number] for number in numbers]
+            measured += self._measured(together, ranks, numbers[0], left_out, alone=not measured)
+        alone = next(m for m in measured if m.candidate.strategy.one_process)
+        rows = in_order([row_of(m, alone, predicted.get(m.candidate)) for m in measured])
+        return {"rows": [asdict(row) for row in rows], "left_out": left_out, "running": not ranks.side_by_side}
+
+    def value(self, answer: Any, launcher: Launcher) -> list[ComparedRow]:
+        rows = [read(ComparedRow, row) for row in answer["rows"]]
+        return [replace(row, launcher=str(launcher)) if answer["running"] and row.workers > 1 else row for row in rows]
+
+    def announce(self, value: list[ComparedRow], answer: Any) -> None:
+        for strategy, why in answer["left_out"]:
+            warnings.warn(f"{strategy} is left out: {why}", stacklevel=outside())
+        if self.path is not None:
+            save(value, self.path)
+
+    def _candidates(self, ranks: Ranks, left_out: list[tuple[str, str]]) -> Iterator[tuple[int, Candidate]]:
+        """Yields the candidates with their numbers; adds those that do not run on so many ranks to ``left_out``."""
+        for number, strategy in enumerate(self.strategies):
+            try:
+                where = ranks.layout_alone() if strategy.one_process else ranks.layout(strategy)
+                yield number, candidate(strategy, where)
+            except ValueError as error:
+                if not self.every:
+                    raise
+                left_out.append((str(strategy), str(error)))
+
+    def _measured(
+        self,
+        candidates: Sequence[Candidate],
+        ranks: Ranks,
+        first: int,
+        left_out: list[tuple[str, str]],
+        *,
+        alone: bool,
+    ) -> list[Measured]:
+        """Measures candidates in turns. ``alone``: nothing has been measured before them, so that the first of them has
+        to run."""
+        refused: list[tuple[Candidate, str]] = []
+        rounds = min(ROUNDS, self.steps)
+        try:
+            with parked(candidates, self.workload, {}, refused if self.every else None, ranks, first) as groups:
+                for group in groups:
+                    group.go(WARM_UP, measure=False)
+                for turn in range(rounds):
+                    for group in groups:
+                        group.go(self.steps // rounds + (turn < self.steps % rounds))
+                return [group.measured for group in groups]
+        except ValueError as error:
+            if not self.every or alone:
+                raise
+            refused.append((candidates[0], str(error)))
+            return []
+        finally:
+            left_out += [(str(each.strategy), why) for each, why in refused]
+
+    def _predicted(self, candidates: Sequence[Candidate]) -> dict[Candidate, float]:
+        """Returns the seconds of a step of each candidate that has a price; nothing where the workload cannot be
+        profiled, which says nothing about running it."""
+        with suppress(ValueError, ApportionError):
+            costs = prices(self.workload, candidates, PROFILE_SECONDS)
+            return {c: cost.step_seconds for c, cost in zip(candidates, costs, strict=True) if cost is not None}
+        return {}
 
 
 @named_arguments("check")
@@ -31,11 +133,11 @@ def compare(  # noqa: PLR0913 (all of it by name)
     *,
     workers: int | None = None,
     steps: int = 50,
-    launcher: Local | Env | HostsLauncher | str | None = None,
+    launcher: Launcher | str | None = None,
     path: str | Path | None = None,
     predict: bool = True,
 ) -> list[ComparedRow]:
-    """Measures so many steps of each strategy after a warm-up, in ``ROUNDS`` turns. Returns the rows, fastest first,
+    """Measures ``steps`` steps of each strategy after a warm-up, in ``ROUNDS`` turns. Returns the rows, fastest first,
     and after the exact strategies the approximate ones: as many examples teach them less.
 
     ``strategies``: None takes all there are that can run this workload. ``workers``: the number for each strategy that
@@ -44,60 +146,27 @@ def compare(  # noqa: PLR0913 (all of it by name)
     should take.
 
     Under ``launcher=env()`` every rank calls it, in the same way: each strategy runs on the CPUs of these very ranks,
-    one after the other, without a prediction; single_device runs on rank 0's host. All ranks return the same rows, and
-    rank 0 saves them. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts for it.
+    one after the other, with a prediction where they are on one host; single_device runs on rank 0's host. All ranks
+    return the same rows, and rank 0 saves them. With ``launcher=ssh("a", "b:4")`` the ranks are started on these hosts
+    for it.
     """
     check_workload(workload, "compare")
     strategies = [strategies] if isinstance(strategies, str | Strategy) else strategies
-    where: Local | Env | HostsLauncher = launcher_of(launcher)
+    where = launcher_of(launcher)
     check_steps(steps)
-    if isinstance(where, HostsLauncher):
-        from apportion.api.on_hosts import rows_on_hosts  # what goes to other hosts needs more
-
-        hosts = where if workers is None else replace(where, workers=workers)
-        rows = rows_on_hosts(workload, values_of(strategies), hosts, steps=steps, every=not strategies)
-    elif isinstance(where, Env):
-        if workers is not None:
-            raise ValueError(f"workers={workers} goes with local(): {where} finds its ranks running already")
-        from apportion.api.launched.comparison import compare_launched  # what runs in ranks needs more
-
-        return compare_launched(workload, values_of(strategies), where, steps=steps, path=path, every=not strategies)
-    else:
-        candidates = _candidates(strategies, workers, where)
-        rows = _measured(workload, candidates, steps, every=strategies is None, predict=predict)
-    if path is not None:
-        save(rows, path)
+    if workers is not None:
+        where = where.with_workers(workers)
+    rows: list[ComparedRow] = where.dispatch(
+        Compare(
+            workload=workload,
+            strategies=tuple(values_of(strategies)),
+            steps=steps,
+            every=not strategies,
+            predict=predict,
+            path=path,
+        )
+    )
     return rows
-
-
-def _measured(
-    workload: Workload | str, candidates: Sequence[Candidate], steps: int, *, every: bool, predict: bool
-) -> list[ComparedRow]:
-    """Measures the candidates on this machine. ``every``: those that cannot run here are left out, with a warning."""
-    predicted = _predicted(workload, candidates) if predict else dict.fromkeys(candidates)
-    rounds = min(ROUNDS, steps)
-    refused: list[tuple[Candidate, str]] | None = [] if every else None
-    with parked(candidates, workload, {}, refused) as groups:
-        for group in groups:
-            group.go(WARM_UP, measure=False)
-        for turn in range(rounds):
-            for group in groups:
-                group.go(steps // rounds + (turn < steps % rounds))
-        measured = [g.measured for g in groups]
-    for left_out, why in refused or ():
-        warnings.warn(f"{left_out.strategy} is left out: {why}", stacklevel=3)
-    alone = next(m for m in measured if m.candidate.strategy.one_process)
-    return in_order([row_of(m, alone, predicted[m.candidate]) for m in measured])
-
-
-def _predicted(workload: Workload | str, candidates: Sequence[Candidate]) -> dict[Candidate, float | None]:
-    """Returns the seconds a step of each; None where the workload cannot be profiled, which says nothing about running
-    it."""
-    try:
-        costs = prices(workload, candidates, PROFILE_SECONDS)
-    except (ValueError, ApportionError):
-        costs = [None] * len(candidates)
-    return {c: None if cost is None else cost.step_seconds for c, cost in zip(candidates, costs, strict=True)}
 
 
 def values_of(strategies: Sequence[Strategy | str] | None) -> list[Strategy]:
@@ -106,12 +175,3 @@ def values_of(strategies: Sequence[Strategy | str] | None) -> list[Strategy]:
     if not any(s.one_process for s in values):
         values.insert(0, parse("single_device", "apportion.strategies"))
     return sorted(values, key=lambda s: not s.one_process)
-
-
-def _candidates(strategies: Sequence[Strategy | str] | None, workers: int | None, launcher: Local) -> list[Candidate]:
-    chosen = []
-    for strategy in values_of(strategies):
-        own = 1 if strategy.one_process else workers or launcher.workers
-        where = Local(workers=own, threads=launcher.threads, device=launcher.device, loaders=launcher.loaders)
-        chosen.append(candidate(strategy, where))
-    return chosen

@@ -82,9 +82,9 @@ class ContractChecks:
     def predictions(self) -> str | None:
         """Compares what ranks predict for the rows of the first batch, after one step, with what one device does."""
         pools, path = self._pools, str(self._pools.folder / "predicted")
-        if not pools.one_host:
-            self.hindered[PREDICTIONS] = "the ranks are on several hosts, or too many for one"
-        if not (self._wide and pools.can_repeat and pools.one_host):
+        if not pools.one_folder:
+            self.hindered[PREDICTIONS] = "the ranks are on several hosts"
+        if not (self._wide and pools.can_repeat and pools.one_folder):
             return None
         state = None
         if not self._exact:  # its reference has no network: one device takes the state that the ranks have come to

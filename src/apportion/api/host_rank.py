@@ -9,50 +9,19 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from apportion.api.shipment import HostJob, HostVerb
 from apportion.comm.channel import Channel
 from apportion.core.json_data import cache_folder
-from apportion.core.strategy import Strategy
 from apportion.errors import PeerLost
 from apportion.process import PACKAGE
-from apportion.runtime.agents.hosts_launcher import HostsLauncher
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostJob:
-    """What every rank of a run on several hosts is given."""
-
-    asked: Any
-    """The ``RunRequest``; where its workload is an address, it is one below the folder of the run's code."""
-    strategy: Strategy | None
-    """The strategy; None: the ranks choose one."""
-    launcher: HostsLauncher
-    planning: Any
-    """The ``Planning`` by which they do."""
-    replaceable: bool = False
-    """True where other processes may take the places of ranks that are lost."""
-    ranks: int = 2
-    """About how many ranks there are: a spare gets ready for the share of one of so many."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostVerb:
-    """What every rank is given of a verb that returns a value."""
-
-    name: str
-    """The verb, one of ``api.launched.answers``."""
-    workload: Any
-    """The workload, or its address below the folder of the run's code."""
-    launcher: HostsLauncher
-    options: Mapping[str, Any]
-    """What else the verb is called with."""
 
 
 def main(sock: socket.socket, payload: bytes) -> int:
@@ -147,7 +116,7 @@ def _train(channel: Channel, job: HostJob, control: Any) -> None:
     on_cpu = job.launcher.device == "cpu" or not torch.cuda.is_available()  # GPUs meet over NCCL, once
     supervised = channel if job.replaceable and on_cpu else None
     for event in running.joined(asked, job.strategy, job.launcher, job.planning, control, channel=supervised):
-        if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank is told
+        if event.kind != "end" or supervised is not None or os.environ["RANK"] == "0":  # else each rank gets one
             channel.send({"kind": "event", "event": asdict(event)})
         _acknowledge(channel, control)
     _acknowledge(channel, control)
@@ -159,25 +128,25 @@ def _acknowledge(channel: Channel, control: Any) -> None:
         channel.send({"kind": "noted", "numbers": numbers})
 
 
-def _answer(channel: Channel, verb: HostVerb) -> int:
+def _answer(channel: Channel, given: HostVerb) -> int:
     """Carries out a verb, whose value rank 0 tells, and returns the exit status of the process. An error that is one of
-    this package's is told whole, so that the driver can raise the same one."""
-    from apportion.api.launched.answers import ANSWERS
+    this package's is sent whole, so that the driver can raise the same one."""
     from apportion.runtime.launched.outcome import failed, result
     from apportion.runtime.worker.entry import described
 
     try:
-        value = result(ANSWERS[verb.name](_here(verb.workload), verb.launcher, **verb.options))
+        verb = replace(given.verb, workload=_here(given.verb.workload))
+        answer, rank = verb.answer_of_ranks(given.launcher)
     except BaseException as error:
-        told = described(error)
-        if told["traceback"] is None:
-            told["error"] = failed(error)
+        report = described(error)
+        if report["traceback"] is None:
+            report["error"] = failed(error)
             # Of a rank that is lost all others tell; the one that has ended is the cause.
-            told["symptom"] = isinstance(error, PeerLost) or getattr(error, "traceback", "") is None
-        channel.send(told)
+            report["symptom"] = isinstance(error, PeerLost) or getattr(error, "traceback", "") is None
+        channel.send(report)
         return 1
-    if os.environ["RANK"] == "0":
-        channel.send(value)
+    if rank == 0:
+        channel.send(result(answer))
     channel.send({"kind": "finished"})
     return 0
 
@@ -196,5 +165,5 @@ def _obey(channel: Channel, control: Any) -> None:
             control.notice = order.get("notice", 0)
             control.stop = True
         elif order["kind"] == "note":
-            control.outside.give(order["events"])
+            control.outside.add_events(order["events"])
     os._exit(1)  # the agent is gone

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, final
 
 from apportion.api.arguments import check_workload, launcher_of
+from apportion.api.verb import Verb
+from apportion.comm.group import collective
+from apportion.comm.objects import broadcast_message
+from apportion.comm.world import World
+from apportion.core.launcher import Launcher
 from apportion.core.named_arguments import named_arguments
 from apportion.core.place_names import check_place
 from apportion.core.workload import Workload
@@ -16,13 +22,14 @@ from apportion.planner.plan import Plan
 from apportion.planner.search import no_place, places_of, search
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
 from apportion.runtime.launch.env import Env
+from apportion.runtime.launch.local import Local
 
 ROLLOUT_SECONDS = 5.0
 """The seconds for rollouts of other sizes than the workload's own, where its network makes its examples."""
 
 
 @named_arguments("plan")
-def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
+def plan(  # noqa: PLR0913 (the settings, all of them by name)
     workload: Workload | str | None = None,
     cluster: Cluster | str | Path | None = None,
     *,
@@ -32,7 +39,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     trial: bool = True,
     allow_approximate: bool = False,
     remeasure: bool = False,
-    launcher: Env | HostsLauncher | str | None = None,
+    launcher: Launcher | str | None = None,
 ) -> Plan:
     """Find which way to split a workload, with the price of every alternative and when the answer would change.
 
@@ -57,7 +64,7 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
             raise ValueError(
                 "launcher=env() plans for the ranks that run it: of these settings, trial=False alone goes with it"
             )
-        return _by_ranks(workload, where, trial=trial)
+        return _of_ranks(workload, where, trial=trial)
     _must_go_together(workload, cluster, network, measures=remeasure or allow_approximate)
     machines = _here(remeasure) if cluster is None else cluster_of(cluster)
     here = cluster is None or (isinstance(cluster, Cluster) and _is_this_machine(cluster))
@@ -86,6 +93,16 @@ def plan(  # noqa: PLR0913 (what a plan may be told; all of it by name)
     return tried(planned, workload, allow_approximate=allow_approximate)
 
 
+def _of_ranks(workload: Workload | str | None, launcher: Launcher, *, trial: bool) -> Plan:
+    if workload is None:
+        raise ValueError(f"launcher={launcher} needs a workload (FILE:NAME): the ranks measure it; give one")
+    if isinstance(workload, str):
+        check_place(workload)
+    name = workload if isinstance(workload, str) else None
+    plan: Plan = launcher.dispatch(PlanOfRanks(workload=workload, trial=trial, name=name))
+    return plan
+
+
 def _must_go_together(workload: object, cluster: object, network: object, *, measures: bool) -> None:
     """Raises ValueError where what a plan is to be made of is missing or contradicts itself. ``measures``: something is
     to be measured anew, or tried."""
@@ -102,25 +119,52 @@ def _must_go_together(workload: object, cluster: object, network: object, *, mea
         check_place(workload)
 
 
-def _by_ranks(workload: Workload | str | None, launcher: Env | HostsLauncher, *, trial: bool) -> Plan:
-    if workload is None:
-        raise ValueError(f"launcher={launcher} needs a workload (FILE:NAME): the ranks measure it; give one")
-    if not isinstance(launcher, Env | HostsLauncher):
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanOfRanks(Verb[Plan]):
+    """A plan of ranks that are running already, for themselves."""
+
+    trial: bool
+    name: str | None
+    """The address of the workload as the user has given it."""
+
+    def on_processes(self, launcher: Local) -> Plan:
         raise ValueError(
             f"launcher={launcher}: plan looks at every layout of this machine by itself; "
             "launcher=env(), with a workload, is for ranks that torchrun or Slurm have started, and "
             "launcher=ssh('a', 'b') for those of several hosts"
         )
-    if isinstance(workload, str):
-        check_place(workload)
-    if isinstance(launcher, HostsLauncher):
-        from apportion.api.on_hosts import plan_on_hosts  # what goes to other hosts needs more
 
-        return plan_on_hosts(workload, launcher, trial=trial)
-    from apportion.api.launched.planning import plan_by_ranks  # what runs in ranks needs more
-    from apportion.planner.plan_data import plan_of
+    @collective
+    def answer_of_ranks(self, launcher: Env | HostsLauncher) -> tuple[Any, int]:
+        """Returns the plan's data on all ranks. Raises ValueError, on all of them, where nothing can run, or there is
+        one rank alone."""
+        from apportion.planner.launched_plan import plan_launched  # with it come trials
+        from apportion.planner.plan_data import plan_data
 
-    return plan_of(plan_by_ranks(workload, launcher, trial=trial))
+        world = World.from_env(device=launcher.device, insecure=launcher.insecure)
+        try:
+            if world.size == 1:
+                name = self.workload if isinstance(self.workload, str) else "FILE:NAME"
+                raise ValueError(
+                    f"--launcher {launcher} plans for ranks that torchrun or Slurm have started, and here is one "
+                    f"alone: start torchrun --nproc-per-node=2 --no-python apportion plan {name} --launcher env, or "
+                    "leave --launcher out, and it is planned for this machine"
+                )
+            found = plan_launched(self.workload, world, trial=self.trial, name=self.name)
+            data = None if found is None else plan_data(found)
+            return broadcast_message(data, world.group(), device=world.device), world.rank
+        finally:
+            world.close()
+
+    def value(self, answer: Any, launcher: Launcher) -> Plan:
+        from apportion.planner.plan_data import plan_of
+
+        plan = plan_of(answer)
+        name = (
+            self.workload if isinstance(self.workload, str) else plan.workload
+        )  # on other hosts its file lies elsewhere
+        return replace(plan, workload=name, started_by=None if launcher.launched else str(launcher))
 
 
 def cluster_of(given: Cluster | str | Path) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from apportion.api.proof_workers import ProofRequest
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.proof.proof import Surveyed
 
 FEW_EACH, ROWS_EACH = 3, 16
 """The numbers of rows that a pass gives each rank, with one more for the first. The larger one is of the pass on rare

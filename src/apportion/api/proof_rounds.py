@@ -179,7 +179,7 @@ class _Steps:
             if number == 1 and self._contract:
                 self._claimed = self._claimed or self.checks.predictions()
         self._note_time()
-        self._comparison.take(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
+        self._comparison.compare(number, *(load_file(folder / name) for name in ("rank0", "reference", "nudged")))
 
     def compared(self) -> tuple[Round, str | None]:
         """Returns what the steps show, and what of one device's state is another when its step is repeated."""

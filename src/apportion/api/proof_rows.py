@@ -12,10 +12,8 @@ from apportion.api.proof_passes import FEW_EACH, ROWS_EACH, STEPS
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.deal import deal_parts
-from apportion.core.parts.lengths import learn_lengths
-from apportion.core.parts.sent_rows import RowsNotSentError, SentRows, send_rows
+from apportion.core.data.sent_rows import RowsNotSentError, SentRows, send_rows
+from apportion.core.parts import PartedDataset, deal_parts, learn_lengths
 from apportion.core.workload import Workload
 from apportion.runtime.proof.proof_workload import rows_of_proof
 
@@ -30,7 +28,7 @@ class ProofRows:
     apart: bool = False
     """True where several hosts have parts of the data set."""
 
-    def told(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
+    def noted_in(self, proof: dict[str, Any], compared: int) -> dict[str, Any]:
         """Returns what a run writes down of its proof, with the rows that were sent before it. ``compared``: those of
         part 0 that every rank was sent."""
         said = [proof["sentence"]]

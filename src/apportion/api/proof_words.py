@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from apportion.runtime.proof.module_taps import TapDifference
 from apportion.runtime.proof.proof import Round
-from apportion.runtime.proof.tap_differences import TapDifference
 
 
 def likely_causes(

@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import Any, final
 
 from apportion.comm.channel import Message
-from apportion.core.parts.sent_rows import SentRows
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.planner.trials.trial import Candidate
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launched.running_ranks import RunningRanks
+from apportion.runtime.launched.ranks import Ranks, StepPool
 from apportion.runtime.proof.coarse_rounding import eps_of
 from apportion.runtime.proof.limits import ProofLimits
 from apportion.runtime.proof.proof import Proof
-from apportion.runtime.spawn.standby import Spare
-from apportion.runtime.supervisor.worker_pool import WorkerPool
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.worker.job import Job
 
-Pool = WorkerPool | RunningRanks
-"""The processes that make the steps of a proof: of their own, or ranks that are running already."""
 STEP_SECONDS = 600.0
 GRADIENT_STEPS = 2
 """The number of steps of rate 1, which are few, since a network would not stand many."""
@@ -88,12 +85,18 @@ class ProofWorkers:
     reference that is led astray by rounding (``nudged``), where rounding is allowed for."""
 
     def __init__(
-        self, asked: ProofRequest, limits: ProofLimits, tried: Pool, references: Sequence[WorkerPool], folder: Path
+        self,
+        asked: ProofRequest,
+        limits: ProofLimits,
+        ranks: Ranks,
+        pools: Sequence[StepPool],
+        folder: Path,
     ) -> None:
-        self._asked, self._limits = asked, limits
-        self._pools: list[Pool] = [tried, *references]
-        self._ranks = tried if isinstance(tried, RunningRanks) else None
-        self.tried, self.reference = tried, references[0]
+        """Takes the pools: the strategy's, and those of its references. ``ranks``: those that make the strategy's
+        steps."""
+        self._asked, self._limits, self._ranks = asked, limits, ranks
+        self._pools = list(pools)
+        self.tried, self.reference = self._pools[:2]
         self.folder = folder
         """The folder for states: it outlives the processes, any of which may still be writing when another fails."""
         self.linear = False
@@ -105,22 +108,20 @@ class ProofWorkers:
         self.batch_size = 0
 
     @property
-    def one_host(self) -> bool:
-        """True where every rank writes into the folder of the proof."""
-        return self._ranks is None
+    def one_folder(self) -> bool:
+        """True where every rank sees the folder of the proof."""
+        return self._ranks.one_folder
 
     @property
-    def nudged(self) -> Pool:
+    def nudged(self) -> StepPool:
         """The pool of the reference that is led astray by rounding."""
         return self._pools[2]
 
     @staticmethod
     @contextmanager
-    def started(
-        asked: ProofRequest, limits: ProofLimits, precision: str, ranks: RunningRanks | None = None
-    ) -> Iterator[ProofWorkers]:
-        """Starts the processes, which build in this precision, and ends them. ``ranks``: those that are running already
-        make the strategy's steps."""
+    def started(asked: ProofRequest, limits: ProofLimits, precision: str, ranks: Ranks) -> Iterator[ProofWorkers]:
+        """Has ``ranks`` build the strategy's step in this precision, and processes beside them its references; ends
+        them."""
         tried, *references = _jobs(asked, precision)
         if _replays(asked):
             del references[1:]
@@ -128,19 +129,13 @@ class ProofWorkers:
         entry = "apportion.runtime.worker.entry"
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="apportion-check-"))
-            first: Pool
-            if ranks is None:
-                first = WorkerPool(asked.chosen.launcher, f"{entry}:steps", tried, asked.chosen.ranks, asked.importer)
-            else:
-                first = ranks.begin(tried, asked.cuts)
-            stack.callback(first.close)
-            pools: list[WorkerPool] = []
+            chosen = asked.chosen
+            pools = [ranks.begin(tried, chosen.launcher, chosen.ranks, cuts=asked.cuts, importer=asked.importer)]
+            stack.callback(pools[0].close)
             for job in references:
-                pools.append(WorkerPool(alone, f"{entry}:reference", job, 1, asked.importer))
+                pools.append(ranks.start(f"{entry}:reference", job, alone, asked.importer))
                 stack.callback(pools[-1].close)
-                if ranks is not None:
-                    stack.enter_context(ranks.beside(pools[-1]))
-            yield ProofWorkers(asked, limits, first, pools, Path(folder))
+            yield ProofWorkers(asked, limits, ranks, pools, Path(folder))
 
     def again(self, precision: str, *, gradients: bool = False, coarse: bool = False, rows: int | None = None) -> None:
         """Lets all of them build anew, in another precision or with other optimizers; ``coarse``: the reference that is
@@ -169,30 +164,29 @@ class ProofWorkers:
         must_fit(self._asked, self._limits, built["parameters"], self._ranks)
         return built
 
-    def ask(self, pool: Pool, order: Mapping[str, Any], kind: str) -> list[Message]:
+    def ask(self, pool: StepPool, order: Mapping[str, Any], kind: str) -> list[Message]:
         """Sends an order to every rank; returns their answers."""
         pool.send(order)
         return self.answers(pool, kind)
 
-    def answers(self, pool: Pool, kind: str) -> list[Message]:
+    def answers(self, pool: StepPool, kind: str) -> list[Message]:
         """Returns one message of this kind from every rank, by rank. Raises OutOfTimeError, and what a worker fails
         with."""
-        left = min(STEP_SECONDS, self._limits.left)
+        left = min(STEP_SECONDS, self._limits.seconds_left)
         if left <= 0:
             raise self._limits.out_of_time()
         try:
             return pool.answers(kind, left)
         except WorkerFailed:
-            if self._limits.left <= 0:
+            if self._limits.seconds_left <= 0:
                 raise self._limits.out_of_time() from None
             raise
 
 
-def must_fit(asked: ProofRequest, limits: ProofLimits, parameters: int, ranks: RunningRanks | None) -> None:
+def must_fit(asked: ProofRequest, limits: ProofLimits, parameters: int, ranks: Ranks) -> None:
     """Raises OutOfMemoryError where all the processes of the proof that this host has together would not fit what is
     free."""
-    here = asked.chosen.ranks if ranks is None else ranks.here
-    limits.must_fit(parameters, here + 2, 2 * asked.steps + GRADIENT_STEPS)
+    limits.must_fit(parameters, ranks.ranks_here(asked.chosen.ranks) + 2, 2 * asked.steps + GRADIENT_STEPS)
 
 
 def _replays(asked: ProofRequest) -> bool:

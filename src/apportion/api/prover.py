@@ -18,22 +18,21 @@ from apportion.api.proof_workers import GRADIENT_STEPS, ProofRequest, ProofWorke
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError, WorkerFailed
 from apportion.planner.trials.trial import Candidate
-from apportion.runtime.launched.running_ranks import RunningRanks
+from apportion.runtime.launched.ranks import Ranks
 from apportion.runtime.proof.comparison import FLOOR
 from apportion.runtime.proof.limits import OutOfTimeError, ProofLimits
-from apportion.runtime.proof.module_taps import Taps
+from apportion.runtime.proof.module_taps import TapDifference, Taps, first_difference
 from apportion.runtime.proof.proof import Proof, Round
-from apportion.runtime.proof.tap_differences import TapDifference, first_difference
 
 MANY_SHARE = 0.5
 """The share of the time that is left which a step on many rows may take."""
 
 
-def prove(asked: ProofRequest, ranks: RunningRanks | None = None) -> Proof:
+def prove(asked: ProofRequest, ranks: Ranks) -> Proof:
     """Compare the states in float64, then the gradients, then the states in the run's own precision. Raises
     OutOfTimeError, OutOfMemoryError, and what a worker fails with.
 
-    ``ranks``: those that make the strategy's steps; None starts processes here.
+    ``ranks``: those that make the strategy's steps.
     """
     return _Proving(asked, ranks).proof()
 
@@ -41,7 +40,7 @@ def prove(asked: ProofRequest, ranks: RunningRanks | None = None) -> Proof:
 class _Proving:
     """One proof under way."""
 
-    def __init__(self, asked: ProofRequest, ranks: RunningRanks | None) -> None:
+    def __init__(self, asked: ProofRequest, ranks: Ranks) -> None:
         self._asked, self._chosen, self._ranks = asked, asked.chosen, ranks
         self._limits = ProofLimits(asked.seconds, share=asked.share, run_steps=asked.run_steps, least=asked.least)
         self._compare = ProofRounds(asked, self._limits)

@@ -23,20 +23,18 @@ from apportion.api.prover import prove
 from apportion.api.shared_imports import shared_imports
 from apportion.api.workload_survey import WorkloadSurvey
 from apportion.core import fast_paths
-from apportion.core.parts.sent_rows import SentRows
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.strategy import cut_at
 from apportion.errors import ApportionError, NotProved
 from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
 from apportion.runtime.cached_proof.proof_key import ProofKey, what_changed
 from apportion.runtime.cached_proof.store import keep_proof, latest_proof, now, proofs_of, remove
-from apportion.runtime.launched.running_ranks import RunningRanks
-from apportion.runtime.proof.budget import BUDGET_SHARE, budget
-from apportion.runtime.proof.limits import OutOfMemoryError, OutOfTimeError
-from apportion.runtime.proof.proof import Proof, Settled
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.launched.ranks import LocalRanks, Ranks
+from apportion.runtime.proof.limits import BUDGET_SHARE, OutOfMemoryError, OutOfTimeError, budget
+from apportion.runtime.proof.proof import Proof, Settled, Surveyed
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.worker.job import Job
 
 LEAST_SECONDS = 3.0
@@ -82,7 +80,7 @@ class SelfProof:
         self._outdated = ""
         """Why the proof that an earlier run has made of this workload is not reused, as the end of a sentence."""
         self._hosts = list(hosts)
-        self._ranks: RunningRanks | None = None
+        self._ranks: Ranks
 
     def take_rows(self, sent: SentRows | None) -> None:
         """Has the reference train on these rows, where other hosts have some of the parts of the data."""
@@ -133,14 +131,14 @@ class SelfProof:
                     return Settled(**{**settled, "sentence": sentence, "seconds": 0.0, "remembered": True})
         return None
 
-    def settle(self, asked: Mapping[str, Any], ranks: RunningRanks | None = None) -> Settled:
+    def settle(self, asked: Mapping[str, Any], ranks: Ranks | None = None) -> Settled:
         """Makes the proof, and keeps its answer for the next run. ``ranks``: those that make the strategy's steps; None
         starts processes here."""
-        if ranks is not None:  # in whose processes nothing has started others before
+        self._ranks = ranks or LocalRanks()
+        if not self._ranks.side_by_side:  # they run already, and nothing has started other processes before
             with suppress(ApportionError):  # the start of one raises it again
                 self._chosen.launcher.prepare()
         began = time.monotonic()
-        self._ranks = ranks
         self._parameters, self._run_steps = int(asked["parameters"]), int(asked["steps"])
         self._lengths = tuple(asked.get("lengths", ()))
         seconds = self.seconds(asked["steps"])

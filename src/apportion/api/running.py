@@ -16,6 +16,7 @@ from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
 from apportion.core.event import Event
+from apportion.core.launcher import Launcher
 from apportion.core.own_frames import outside
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
@@ -24,14 +25,15 @@ from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.errors import Disproved, NotProved
 from apportion.planner.decision import Decision, Planning, next_best
-from apportion.reporting.recording import journaled
+from apportion.reporting.recording import draw_report, journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
+from apportion.runtime.checkpoint.event_lines import EVENTS
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
-from apportion.runtime.notice.requeue import requeue_job
+from apportion.runtime.notice import requeue_job
 from apportion.runtime.worker.agreement import RunAgreement, introduce
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
@@ -41,7 +43,9 @@ if TYPE_CHECKING:  # a run that is not proved needs none of this
     from apportion.api.run_proof import SelfProof
     from apportion.runtime.proof.proof import Settled
 
-Launcher = Local | Env | HostsLauncher
+
+UNKNOWN = "data_parallel"
+"""The strategy that stands in the driver's job where the ranks of other hosts choose one: they alone build it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +74,72 @@ class RunRequest:
         )
 
 
-def started(
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run that is about to begin, on whichever ranks a launcher has."""
+
+    asked: RunRequest
+    strategy: Strategy | None
+    """The strategy; None: one is chosen."""
+    planning: Planning
+    """The settings of that choice."""
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None and self.planning != Planning():
+            raise ValueError(
+                f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {self.strategy} is "
+                "given: leave either out"
+            )
+
+    def on_processes(self, launcher: Local) -> Generator[Event, None, None]:
+        """Runs on processes of this machine. A run that is gone on with keeps its strategy."""
+        training = self
+        if self.asked.resume == "auto":
+            asked = replace(self.asked, resume=has_checkpoint(self.asked.run_dir))
+            training = replace(training, asked=asked)
+        if training.strategy is None and training.asked.resume is True:
+            strategy: Strategy = parse(strategy_of(training.asked.run_dir), "apportion.strategies")
+            training = replace(training, strategy=strategy)
+        return _started(training.asked, training.strategy, launcher, training.planning)
+
+    def on_running_ranks(self, launcher: Env) -> Generator[Event, None, None]:
+        """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
+        return _launched(self.asked, self.strategy, launcher, self.planning)
+
+    def on_hosts(self, launcher: HostsLauncher) -> Generator[Event, None, None]:
+        """Runs on ranks that are started on the launcher's hosts. Where no strategy is given, they choose one."""
+        return _started_on_hosts(self.asked, self.strategy, launcher, self.planning)
+
+
+def _started(
     asked: RunRequest, strategy: Strategy | None, launcher: Local, planning: Planning
 ) -> Generator[Event, None, None]:
-    """Runs on processes of this machine."""
     with single_writer(asked.run_dir):
         if not asked.resume:
             refuse_started(asked.run_dir)  # before anything is measured, tried or proved
         yield from _run_here(asked, strategy, launcher, planning)
+
+
+def _started_on_hosts(
+    asked: RunRequest, strategy: Strategy | None, launcher: HostsLauncher, planning: Planning
+) -> Generator[Event, None, None]:
+    from apportion.api.shipment import HostJob, shipment_of, shipped_workload, whole_address
+    from apportion.runtime.hosts.hosts_run import HostsRun  # what goes to other hosts needs more
+
+    if not asked.resume:
+        refuse_started(asked.run_dir)  # the copy of the run would take its place
+    shipped = replace(asked, address=whole_address(asked.address), workload=shipped_workload(asked.workload))
+    replaceable = strategy is not None and not strategy.comes_and_goes
+    given = HostJob(asked=shipped, strategy=strategy, launcher=launcher, planning=planning, replaceable=replaceable)
+    shipment = shipment_of(asked.workload, given)
+    job = asked.job(strategy or parse(UNKNOWN, "apportion.strategies"), launcher, 1)
+    job = replace(job, replaceable=replaceable)
+    run = HostsRun(job, launcher, shipment, chooses=strategy is None)
+    try:
+        yield from run.events()
+    finally:
+        if run.is_late and Path(asked.run_dir, EVENTS).exists():
+            draw_report(asked.run_dir)
 
 
 def _run_here(
@@ -90,13 +152,13 @@ def _run_here(
     else:
         from apportion.planner.trials.trial import candidate
 
-        decision = Decision(chosen=candidate(strategy, launcher), told=None, expected=None)
+        decision = Decision(chosen=candidate(strategy, launcher), plan=None, expected=None)
     refused = set[str]()
     before = list[Event]()
     plain: tuple[str, ...] = ()
     while True:
-        if decision.told is not None and not plain:
-            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.told))
+        if decision.plan is not None and not plain:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=decision.plan))
             yield before[-1]
         try:
             yield from _on_processes(asked, decision, before, plain)
@@ -104,7 +166,7 @@ def _run_here(
         except NotProved as error:
             if error.proved:  # with these fast paths switched off
                 plain = error.plain
-            elif decision.told is None or not decision.chosen.strategy.exact:
+            elif decision.plan is None or not decision.chosen.strategy.exact:
                 raise Disproved(f"{error}; {_CURE}") from None
             else:
                 refused.add(str(decision.chosen))
@@ -123,8 +185,8 @@ def _on_processes(
 ) -> Generator[Event, None, None]:
     """Runs under one strategy. Raises NotProved before the first step, where the run must not go on."""
     from apportion.planner.performance_monitor import PerformanceMonitor
-    from apportion.runtime.proof.budget import STARTED_SECONDS
-    from apportion.runtime.supervisor.run import RunSupervisor
+    from apportion.runtime.proof.limits import STARTED_SECONDS
+    from apportion.runtime.supervisor.run import LocalRun
 
     chosen = decision.chosen
     warning = chosen.launcher.overload(chosen.ranks)
@@ -139,19 +201,19 @@ def _on_processes(
     replaceable = chosen.strategy.survives and chosen.ranks > 1 and chosen.launcher.on_cpu()
     job = replace(job, replaceable=replaceable, workers=chosen.ranks, prove=job.prove and chosen.ranks > 1, plain=plain)
     step_seconds = None if decision.expected is None else decision.expected.step_seconds
-    spent = 0.0 if decision.told is None else STARTED_SECONDS + float(decision.told["seconds"])
+    spent = 0.0 if decision.plan is None else STARTED_SECONDS + float(decision.plan["seconds"])
     proof = None
     if job.prove:
         from apportion.api.run_proof import SelfProof  # a run that is not proved needs none of this
 
         proof = SelfProof(job, chosen, step_seconds=step_seconds, spent=spent, required=asked.require_proof)
-    supervised = RunSupervisor(job, chosen.launcher, chosen.ranks, proof)
+    supervised = LocalRun(job, chosen.launcher, chosen.ranks, proof)
     watch = PerformanceMonitor(decision.expected)
     events = supervised.events()
     try:
         yield from journaled(job, events, before, supervised.rest, watch, draws=lambda: not supervised.told_to_end)
     except ValueError as error:
-        if decision.told is None or supervised.started or chosen.ranks == 1:
+        if decision.plan is None or supervised.started or chosen.ranks == 1:
             raise
         # What an earlier run has chosen, or a prediction, cannot run this workload: others may.
         raise NotProved(str(error), proved=False, plain=()) from error
@@ -160,10 +222,9 @@ def _on_processes(
             requeue_job(job.policy)
 
 
-def launched(
+def _launched(
     asked: RunRequest, strategy: Strategy | None, launcher: Env, planning: Planning
 ) -> Generator[Event, None, None]:
-    """Runs as one of the ranks that others have started, of which a signal tells some or all to end."""
     from apportion.runtime.launched.rank_notice import RankNotice
 
     notice = RankNotice(RunControl())
@@ -219,15 +280,15 @@ def _joined(
         asked = replace(asked, resume=broadcast_message(found, world.group(), device=world.device))
     before: list[Event] = []
     if strategy is None:
-        strategy, told = _chosen_together(asked, launcher, world, planning)
-        if told is not None and world.rank == 0:
-            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=told))
+        strategy, plan = _chosen_together(asked, launcher, world, planning)
+        if plan is not None and world.rank == 0:
+            before.append(Event(kind="plan", step=0, epoch=0.0, seconds=0.0, data=plan))
             yield before[0]
     job = asked.job(strategy, launcher, torch.get_num_threads())
     if world.size > 1:
         agreement = RunAgreement(job, world)
         control.opened, control.built = agreement.on_workload, agreement.on_data
-        control.settle = lambda told: _settled_together(job, world, told, agreement, required=asked.require_proof)
+        control.settle = lambda facts: _settled_together(job, world, facts, agreement, required=asked.require_proof)
     elif world.unmet is not None:
         if asked.require_proof:
             raise ValueError(
@@ -278,7 +339,7 @@ def _written_by_the_first(
             before,
             [],
             PerformanceMonitor(None),  # of this rank's own steps
-            draws=lambda: not control.was_told(),
+            draws=lambda: not control.was_notified(),
             writes=lambda: writes,
             outside=control.outside,
         )
@@ -296,8 +357,8 @@ def _chosen_together(
         written = strategy_of(asked.run_dir) if world.rank == 0 else None
         written = broadcast_message(written, world.group(), device=world.device)
         return parse(written, "apportion.strategies"), None
-    from apportion.api.launched.proof import all_or_none, must_agree
     from apportion.planner.launched_choice import choose_launched  # with it come prices and trials
+    from apportion.runtime.launched.driving import all_or_none, must_agree
 
     # Before anything is measured; the other ranks may not have the disk.
     all_or_none(lambda: refuse_started(asked.run_dir) if world.rank == 0 else None, world)
@@ -310,10 +371,10 @@ def _chosen_together(
         )
     fresh = world.renew()  # what is built to be tried is none of the run's
     try:
-        told = choose_launched(asked.workload, fresh, launcher, trial=planning.trial)
+        plan = choose_launched(asked.workload, fresh, launcher, trial=planning.trial, name=asked.address)
     finally:
         fresh.close()
-    return parse(told["strategy"], "apportion.strategies"), told
+    return parse(plan["strategy"], "apportion.strategies"), plan
 
 
 TAKE_OVER_SECONDS, TAKEN_OVER_SECONDS = 10.0, 0.5
@@ -325,7 +386,7 @@ fit a host."""
 
 
 def _settled_together(
-    job: Job, world: World, told: dict[str, Any], agreement: RunAgreement, *, required: bool
+    job: Job, world: World, facts: dict[str, Any], agreement: RunAgreement, *, required: bool
 ) -> dict[str, Any]:
     """Proves the run on its own ranks, where they are on several hosts or too many for processes beside them; else lets
     rank 0 prove it with as many processes of its own. Raises Disproved on all of them. On the CPU either way.
@@ -344,7 +405,7 @@ def _settled_together(
     proof = SelfProof(job, alike, required=required, hosts=hosts if on_these else ())
     known = None
     if world.rank == 0:
-        known = proof.compressed() if unreferenced else proof.known(told)
+        known = proof.compressed() if unreferenced else proof.known(facts)
     needless = known is not None or (not on_these and world.size > PROCESSES)
     workload, step = agreement.built
     rows = gather_proof_rows(workload, step.source.dataset, world, known=needless)
@@ -354,19 +415,19 @@ def _settled_together(
         if known is None and rows.refused is not None:
             known = proof.unproved(rows.refused)
         elif known is None and not on_these:
-            known = proof.settle(told) if world.size <= PROCESSES else proof.too_many()
+            known = proof.settle(facts) if world.size <= PROCESSES else proof.too_many()
         answer = None if known is None else _answer(proof, known)
     answer = broadcast_message(answer, world.group(), device=world.device)
     if answer is None:
-        alone = replace(job, loaders=0, lengths=tuple(told["lengths"]))
-        answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(told, ranks)), cut_at)
+        alone = replace(job, loaders=0, lengths=tuple(facts["lengths"]))
+        answer = driven([alone], world, lambda ranks: _answer(proof, proof.settle(facts, ranks)), cut_at)
     if "refused" in answer:
         raise Disproved(answer["refused"])
-    return rows.told(answer["proof"], agreement.rows_sent)
+    return rows.noted_in(answer["proof"], agreement.rows_sent)
 
 
 def _answer(proof: SelfProof, settled: Settled) -> dict[str, Any]:
-    """Returns what all ranks are told of the answer: what the run writes down, or why it must not go on."""
+    """Returns what all ranks are sent of the answer: what the run writes down, or why it must not go on."""
     try:
         return {"proof": proof.check(settled)}
     except NotProved as error:

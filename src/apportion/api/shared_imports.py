@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from apportion.errors import ApportionError
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 
 FEWEST = 100
 """The number of modules below which each process imports them by itself: that takes less time than to wait for one."""

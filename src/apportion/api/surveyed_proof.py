@@ -8,12 +8,11 @@ from apportion.api.proof_passes import STEPS, on_rare_rows
 from apportion.api.proof_workers import STEP_SECONDS, ProofRequest
 from apportion.api.prover import prove
 from apportion.api.workload_survey import READING_SECONDS, WorkloadSurvey
-from apportion.runtime.launched.running_ranks import RunningRanks
-from apportion.runtime.proof.proof import Proof
-from apportion.runtime.proof.surveyed import Surveyed
+from apportion.runtime.launched.ranks import Ranks
+from apportion.runtime.proof.proof import Proof, Surveyed
 
 
-def prove_with_survey(asked: ProofRequest, ranks: RunningRanks | None = None) -> Proof:
+def prove_with_survey(asked: ProofRequest, ranks: Ranks) -> Proof:
     """Proves a strategy while a survey of the workload is made, and then on the rare rows that it names, unless the
     steps before have had all rows. Raises what ``prove`` does, to which ``ranks`` are given."""
     with WorkloadSurvey.begun(asked, seconds=READING_SECONDS, ranks=ranks) as survey:

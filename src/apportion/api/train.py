@@ -1,4 +1,4 @@
-"""Trains a workload: checks what is asked of a run, and refuses what cannot be. ``running`` does the rest."""
+"""Train a workload: the arguments of a run are checked here, and ``running`` does the rest."""
 
 from __future__ import annotations
 
@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from apportion.api.arguments import check_workload, launcher_of, policy_of, strategy_of
 from apportion.core.named_arguments import named_arguments
 from apportion.runtime.checkpoint.code_ownership import loading
-from apportion.runtime.launch.env import Env
-from apportion.runtime.launch.local import Local
 
 if TYPE_CHECKING:
-    from apportion.api.running import RunRequest
     from apportion.core.event import Event, Result
+    from apportion.core.launcher import Launcher
     from apportion.core.policy import Policy
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
-    from apportion.planner.decision import Planning
-    from apportion.runtime.agents.hosts_launcher import HostsLauncher
-
-    Launcher = Local | Env | HostsLauncher
 
 
 @named_arguments("run")
-def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
+def run(  # noqa: PLR0913 (the settings, all of them by name)
     workload: Workload | str,
     strategy: Strategy | str | None = None,
     *,
@@ -76,19 +70,15 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
             "load(..., model=...)"
         )
     check_workload(workload, "train")
-    where: Launcher = launcher_of(launcher)
+    where = launcher_of(launcher)
     address = workload if isinstance(workload, str) else _address(workload)
     _check_run_dir(run_dir, resume)
-    # What a run needs, who only imports this package does without.
-    from apportion.api import running
+    # What a run needs, a program that only imports this package does without.
+    from apportion.api.running import RunRequest, Training
     from apportion.planner.decision import Planning
+    from apportion.runtime.notice import refuse_requeue
 
-    if isinstance(where, Local):  # elsewhere rank 0 looks, since others may not have the disk
-        if resume == "auto":
-            resume = running.has_checkpoint(run_dir)
-        if strategy is None and resume is True and run_dir is not None:
-            strategy = running.strategy_of(run_dir)
-    asked = running.RunRequest(
+    asked = RunRequest(
         workload=workload,
         address=address,
         run_dir=str(Path(run_dir) if run_dir is not None else fresh_run_dir(address)),
@@ -101,13 +91,11 @@ def run(  # noqa: PLR0913 (what a run may be told; all of it by name)
     )
     chosen = None if strategy is None else strategy_of(strategy)
     planning = Planning(trial=trial, remeasure=remeasure, approximate=allow_approximate)
-    if chosen is not None and planning != Planning():
-        raise ValueError(
-            f"trial=, remeasure= and allow_approximate= say how a strategy is chosen, and {chosen} is given: leave "
-            "either out"
-        )
+    training = Training(asked=asked, strategy=chosen, planning=planning)
     _check_proof(check, require_proof=require_proof, reprove=reprove)
-    return _begin(asked, chosen, where, planning)
+    refuse_requeue(asked.policy, os.environ)
+    events: Generator[Event, None, None] = where.dispatch(training)
+    return events
 
 
 def _check_proof(check: bool, *, require_proof: bool, reprove: bool) -> None:
@@ -115,23 +103,6 @@ def _check_proof(check: bool, *, require_proof: bool, reprove: bool) -> None:
     for name, asked in (("require_proof", require_proof), ("reprove", reprove)):
         if asked and not check:
             raise ValueError(f"{name}=True and check=False contradict each other: leave either out")
-
-
-def _begin(
-    asked: RunRequest, strategy: Strategy | None, launcher: Launcher, planning: Planning
-) -> Generator[Event, None, None]:
-    from apportion.api import running
-    from apportion.runtime.agents.hosts_launcher import HostsLauncher
-    from apportion.runtime.notice.requeue import refuse_requeue
-
-    refuse_requeue(asked.policy, os.environ)
-    if isinstance(launcher, Env):
-        return running.launched(asked, strategy, launcher, planning)
-    if isinstance(launcher, HostsLauncher):
-        from apportion.api.on_hosts import started_on_hosts
-
-        return started_on_hosts(asked, strategy, launcher, planning)
-    return running.started(asked, strategy, launcher, planning)
 
 
 def _check_run_dir(run_dir: str | Path | None, resume: object) -> None:

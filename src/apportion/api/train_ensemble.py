@@ -84,7 +84,7 @@ def train_members(
             with said:
                 found.append(Trained(name, folder, seed, process.returncode))
             if process.returncode < 0 or process.returncode == 130:
-                return  # told to end, and so are those after it
+                return  # asked to end, and so are those after it
 
     threads = [
         threading.Thread(target=train, args=(group, range(at, members, len(groups)))) for at, group in enumerate(groups)

@@ -9,9 +9,8 @@ from typing import final
 from apportion.api.proof_workers import ProofRequest
 from apportion.errors import ApportionError
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launched.running_ranks import RunningRanks
-from apportion.runtime.proof.surveyed import Surveyed
-from apportion.runtime.supervisor.worker_pool import WorkerPool
+from apportion.runtime.launched.ranks import Ranks, StepPool
+from apportion.runtime.proof.proof import Surveyed
 from apportion.runtime.worker.job import Job
 
 WAIT_SECONDS = 1.0
@@ -25,17 +24,17 @@ take."""
 class WorkloadSurvey:
     """A survey that is under way, or over. Where its process fails, nothing was found, and what was found says so."""
 
-    def __init__(self, pool: WorkerPool | None, *, tries_loss: bool) -> None:
+    def __init__(self, pool: StepPool | None, *, tries_loss: bool) -> None:
         self._pool = pool
         self._found: Surveyed | None = None
         self._tries_loss = tries_loss
 
     @staticmethod
     @contextmanager
-    def begun(asked: ProofRequest, *, seconds: float, ranks: RunningRanks | None) -> Iterator[WorkloadSurvey]:
+    def begun(asked: ProofRequest, *, seconds: float, ranks: Ranks) -> Iterator[WorkloadSurvey]:
         """Starts the survey of the workload that is to be proved, and ends it. The loss is tried where the strategy
         divides batches and is held to one device. ``seconds``: those in which targets are read, READING_SECONDS at
-        most; ``ranks``: running ranks, beside which the process is started."""
+        most; ``ranks``: those beside which the process is started."""
         strategy = asked.chosen.strategy
         tries_loss = strategy.exact and strategy.divides_batches and asked.chosen.ranks > 1
         surveyed = Job(
@@ -51,10 +50,8 @@ class WorkloadSurvey:
             pool = None
             try:
                 alone = Local(workers=1, threads=surveyed.threads, device="cpu")
-                pool = WorkerPool(alone, "apportion.runtime.worker.entry:survey", surveyed, 1, asked.importer)
+                pool = ranks.start("apportion.runtime.worker.entry:survey", surveyed, alone, asked.importer)
                 stack.callback(pool.close)
-                if ranks is not None:
-                    stack.enter_context(ranks.beside(pool))
                 seconds = min(seconds, READING_SECONDS)
                 pool.send({"kind": "survey", "seconds": seconds, "loss": tries_loss, "ranks": asked.chosen.ranks})
             except (ApportionError, ValueError, OSError):  # the processes of the proof report why

@@ -20,8 +20,13 @@ import apportion
 from apportion.cli.begin import begin
 from apportion.cli.failures import INTERRUPTED, guarded
 from apportion.cli.launchers import is_first, launcher_of
-from apportion.cli.script_arguments import WithScriptArguments, script_arguments
-from apportion.cli.script_command import ScriptRequest, check_script_command, workload_of
+from apportion.cli.script_command import (
+    ScriptRequest,
+    WithScriptArguments,
+    check_script_command,
+    script_arguments,
+    workload_of,
+)
 from apportion.cli.strategy_command import check_strategy_command
 from apportion.errors import ApportionError
 from apportion.runtime.spawn.streams import outlive_terminal
@@ -442,7 +447,7 @@ def export(
 ) -> None:
     """Carry a trained net to other hardware, and hold what the file computes against the net."""
     with guarded():
-        from apportion.core.value_names import check_written
+        from apportion.core.value import check_written
 
         check_written(target, "apportion.exporting.targets")
         from apportion.api.export import export_run, verified

@@ -23,7 +23,7 @@ def begin(
     """Checks the names on the command line, which takes milliseconds, and then starts what workers are forked from: it
     imports torch while this process does. Raises ValueError for a name that is not there."""
     from apportion.core.place_names import check_place
-    from apportion.core.value_names import check_written
+    from apportion.core.value import check_written
 
     if workload is not None:
         check_place(workload)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 
@@ -11,7 +10,6 @@ def launcher_of(text: str | None, workers: int | None, hosts: str | None = None)
     """The launcher that --launcher, --workers and --hosts describe together. Raises ValueError where they contradict
     each other."""
     from apportion.core.value import parse
-    from apportion.runtime.agents.hosts_launcher import HostsLauncher
     from apportion.runtime.launch.local import Local
     from apportion.runtime.launch.ssh import Ssh
 
@@ -20,11 +18,7 @@ def launcher_of(text: str | None, workers: int | None, hosts: str | None = None)
             raise ValueError(f"--hosts {hosts} and --launcher {text} contradict each other: leave either out")
         return Ssh(hosts=[host.strip() for host in hosts.split(",")], workers=workers)
     launcher = parse(text, "apportion.runtime.launch") if text is not None else Local()
-    if workers is None:
-        return launcher
-    if not isinstance(launcher, Local | HostsLauncher):
-        raise ValueError(f"--workers goes with local(): {launcher} finds its workers running already")
-    return replace(launcher, workers=workers)
+    return launcher if workers is None else launcher.with_workers(workers)
 
 
 def is_first(launcher: str | None) -> bool:

@@ -20,6 +20,8 @@ class PlainLines:
         self._next = 0.0
         self._start: Event | None = None
         self._scores: dict[int, float] = {}
+        self._proved = False
+        """True once the sentence of the run's proof has been shown."""
 
     def open(self) -> None:
         """Begins to show."""
@@ -37,10 +39,11 @@ class PlainLines:
         if event.kind == "plan":
             self.say(in_flags(plan_line(event)))
         elif event.kind == "proof":
+            self._proved = event.data["verdict"] != "begun"
             self.say(in_flags(event.data["sentence"]))
         elif event.kind == "start":
             self._start = event
-            if (event.data["proof"] or {}).get("remembered"):
+            if event.data["proof"] is not None and not self._proved:  # it was made by the ranks, or earlier
                 self.say(in_flags(event.data["proof"]["sentence"]))
             self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:
@@ -53,7 +56,7 @@ class PlainLines:
             self._scores[event.data["rank"]] = event.data["score"]
         elif event.kind == "drift":
             self.say(f"step {event.step}: {event.data['cause']}")
-        elif event.kind == "fault" and event.data["action"] != "stops":  # that is told as the error that it ends with
+        elif event.kind == "fault" and event.data["action"] != "stops":  # that is shown as the error that it ends with
             self.say(in_flags(f"fault: {event.data['cause']} ({event.data['action']})"))
 
     def _score(self) -> float | None:
@@ -66,9 +69,9 @@ def plan_line(event: Event) -> str:
     data = event.data
     taken = data["strategy"], data["launcher"]
     others = [
-        f"{other['strategy']} on {other['launcher']}: {told}"
+        f"{other['strategy']} on {other['launcher']}: {tried}"
         for other in data["candidates"]
-        if (other["strategy"], other["launcher"]) != taken and (told := _tried(other))
+        if (other["strategy"], other["launcher"]) != taken and (tried := _tried(other))
     ]
     return f"{taken[0]} on {taken[1]}: {data['why']}" + (f" ({'; '.join(others)})" if others else "")
 

@@ -1,4 +1,4 @@
-"""``apportion check train.py``: the check of a script, as a command."""
+"""``apportion check train.py -- ARGS``: the check of a script, as a command whose last words are the script's own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,39 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
-from apportion.cli.script_display import answer_lines
-from apportion.cli.script_progress import ScriptProgress
+from apportion.cli.script_display import ScriptProgress, answer_lines
+
+_OWN = "apportion.script_arguments"
+_HINT = "the arguments of a script follow --, as in: apportion check train.py --workers 2 -- --lr 0.1"
+_ALIASES = {"--nproc_per_node": "--workers", "--nproc-per-node": "--workers"}
+"""The names that torchrun has for an option."""
+
+
+class WithScriptArguments(TyperCommand):
+    """A command for which all words after the first ``--`` are the arguments of a script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before ``--``; those after it are what ``script_arguments`` returns."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_OWN] = tuple(args[at + 1 :])
+        parts = [word.partition("=") for word in args[:at]]
+        given = [_ALIASES.get(name, name) + equals + value for name, equals, value in parts]
+        try:
+            return super().parse_args(ctx, given)
+        except Exception as error:
+            message = getattr(error, "message", None)
+            if isinstance(message, str) and (hasattr(error, "option_name") or "unexpected extra argument" in message):
+                error.message = f"{message.rstrip('.')}: {_HINT}"  # type: ignore[attr-defined]
+            raise
+
+
+def script_arguments(context: Any) -> tuple[str, ...]:
+    """Returns the words that follow ``--`` on the command line."""
+    found: tuple[str, ...] = context.meta[_OWN]
+    return found
+
 
 _NUMBERS = re.compile(r"\[[\s\d.,e+nul-]+\]")
 """A list of numbers in JSON, with null for those that are not there."""

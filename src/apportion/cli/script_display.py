@@ -1,11 +1,16 @@
-"""What a check has found about a script, as lines of text."""
+"""What the check of a script is doing, as a line on the terminal, and what it has found, as lines of text."""
 
 from __future__ import annotations
 
 import linecache
+import logging
+import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import typer
@@ -119,3 +124,48 @@ def _indented(label: str, text: str) -> list[str]:
     blank = " " * len(label)
     lines = textwrap.wrap(text, WIDTH - 2 - len(label), break_long_words=False, break_on_hyphens=False)
     return [f"  {label if not at else blank}{line}" for at, line in enumerate(lines)]
+
+
+_CLEAR = "\r\x1b[K"
+_SECONDS = 0.5
+
+
+class ScriptProgress(logging.Handler):
+    """A line on standard error, where that is a terminal, that is gone afterwards."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(logging.INFO)
+        self._target = target
+        self._stage = "starting"
+        self._begun = time.monotonic()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._logger = logging.getLogger("apportion.script_check")
+
+    def __enter__(self) -> ScriptProgress:
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._logger.addHandler(self)
+            self._logger.setLevel(logging.INFO)
+            self._thread = threading.Thread(target=self._draw, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take the stage that the check has reached."""
+        self._stage = record.getMessage()
+
+    def _draw(self) -> None:
+        while not self._over.wait(_SECONDS):
+            seconds = time.monotonic() - self._begun
+            sys.stderr.write(f"{_CLEAR}checking {self._target}: {self._stage}, {seconds:.0f} s")
+            sys.stderr.flush()
+        sys.stderr.write(_CLEAR)
+        sys.stderr.flush()

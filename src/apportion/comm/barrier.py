@@ -66,7 +66,9 @@ class Barrier:
         self.waits: deque[tuple[float, float]] = deque(maxlen=_RECORDED_WAITS)
         self.all_waits = WaitClock() if all_waits is None else all_waits
         own, mark, pid = words[rank]
-        mark.value = -1  # whoever still looks for the number of an older generation does not find one
+        # The order matters: the mark goes first and comes back last, with fences between, so that a rank which sees
+        # this generation sees its own number and not the number that an earlier process of this slot has left.
+        mark.value = -1  # a rank that still looks for the number of an older generation does not find one
         fence()
         own.value = 0
         pid.value = os.getpid()
@@ -75,14 +77,17 @@ class Barrier:
         wake(own)
 
     def interrupt(self) -> None:
-        """Has whoever waits here stop waiting, with PeerLost, within ``SLEEP_SECONDS``. May be called from any thread;
-        nobody meets here any more."""
+        """Has those that wait here stop waiting, with PeerLost, within ``SLEEP_SECONDS``. May be called from any
+        thread; no rank meets here any more."""
         self._interrupted = True
 
     def arrive(self) -> None:
         """Arrive: everything written so far is there for those that have waited for this rank."""
+        # The number wraps round at 32 bits; ``_is_there`` compares by the half of the circle that the difference lies
+        # in, which is right while no rank is 2**31 meetings ahead.
         self.number = (self.number + 1) % (2 * _HALF)
         fence()
+        # Behind the fence: what this rank wrote into its slot must be there for a rank that sees the number.
         self._own.value = self.number
         wake(self._own)
 
@@ -93,6 +98,7 @@ class Barrier:
         for rank, sequence, generation in self._others:
             if not self._is_there(sequence, generation):
                 self._wait_for(rank, sequence, generation, began)
+        # The numbers were read before; the data that they tell of may only be read after.
         fence()
         ended = time.perf_counter()
         self.waits.append((began, ended))
@@ -129,6 +135,8 @@ class Barrier:
                     self.all_waits.move_on()
                 if word.value != seen:  # it is at work
                     spin_until, seen = time.perf_counter() + self._spin, word.value
+            # Dekker's pattern: this end says that it sleeps and then looks; the other writes and then looks whether one
+            # sleeps. The full fences make sure that at least one of them sees the other, so that no wake is missed.
             asleep.value = 1
             full_fence()
             self._sleep_until(holds, rank, word, time.perf_counter())
@@ -141,6 +149,8 @@ class Barrier:
         self.all_waits.begin()
         try:
             while True:
+                # Read before the condition: a change after this makes ``sleep_on`` return at once, since the word
+                # differs.
                 seen = word.value
                 if holds():
                     return
@@ -159,6 +169,8 @@ class Barrier:
 
     def _look_after(self, rank: int, began: float) -> None:
         pid = self._lines[rank][_PID].value
+        # A pid of 0 is that of a rank which has not begun yet. A pid that the system has given to another process looks
+        # alive; then the deadline below ends the wait.
         if pid and not is_alive(pid):
             raise PeerLost(f"rank {self.rank} lost rank {rank}: its process {pid} has ended")
         if time.perf_counter() - began > self._deadline:

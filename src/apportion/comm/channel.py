@@ -32,6 +32,7 @@ class Lines:
         """Send a message. Raises OSError where the other side is gone."""
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
+            # The lock covers the whole message: the descriptors must arrive with the first bytes of their own line.
             if fds:
                 sent = socket.send_fds(self.socket, [data], list(fds))
                 data = data[sent:]
@@ -79,6 +80,7 @@ class Channel:
         self._asking = threading.Lock()
         """The lock that is held by the thread that waits for a reply: replies come in the order of what was asked."""
         self._maps: dict[str, mmap.mmap] = {}
+        # A daemon: it blocks in ``receive`` until the supervisor is gone, and must not keep the process from ending.
         threading.Thread(target=self._listen, name="channel", daemon=True).start()
 
     def _listen(self) -> None:
@@ -109,7 +111,7 @@ class Channel:
         while True:
             reply = self._replies.get()
             if reply is None:
-                self._replies.put(None)  # for whoever asks next
+                self._replies.put(None)  # for the thread that asks next
                 raise ApportionError(f"the supervisor was gone before it gave the shared memory {name}")
             message, fd = reply
             if fd is None:

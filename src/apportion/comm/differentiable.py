@@ -172,7 +172,7 @@ def received(like: Tensor, group: Group, source: int) -> Tensor:
 
     def back(gradient: Tensor) -> Tensor:
         work = group.send(gradient.contiguous(), source)
-        if work is not DONE:  # whoever takes it may first wait for something that this backward has yet to send
+        if work is not DONE:  # the rank that takes it may first wait for something that this backward has yet to send
             Variable._execution_engine.queue_callback(work.wait)
         return gradient.new_empty(0)
 
@@ -324,6 +324,7 @@ def _receive(like: Tensor, group: Group, dim: int, spans: tuple[Span, ...]) -> l
 def with_halo(x: Tensor, group: Group, reach: Reach) -> Tensor:
     """The tensor of the rows before, x, and the rows after."""
     dim = reach.dim
+    # Sends first, on every rank: they do not wait, and a rank that received first would wait for one that does too.
     works = _send(x, group, dim, reach.given)
     strips = _receive(x, group, dim, reach.wanted)
     shape = list(x.shape)
@@ -353,6 +354,8 @@ def without_halo(gradient: Tensor, group: Group, reach: Reach) -> Tensor:
 def _add(own: Tensor, strips: list[tuple[Tensor, Work]], reach: Reach) -> None:
     for (_, start, rows), (strip, work) in zip(reach.given, strips, strict=True):
         work.wait()
+        # In the order of the spans, which is rank order, and not in the order of arrival: the sum has the same bits in
+        # every run.
         own.narrow(reach.dim, start, rows).add_(strip)
 
 

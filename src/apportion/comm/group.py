@@ -159,9 +159,9 @@ class Group(ABC):
         """Note a group that was made through this one: it is abandoned with it."""
 
     def abandon(self) -> None:  # noqa: B027 (what only ends with its processes)
-        """Have whoever waits in this group, in its parts, or in what was made through them stop waiting, with PeerLost,
-        also in those that are made from here on. May be called from any thread; only ``close`` comes after it. Where
-        processes share memory or connections of our own; other groups go on waiting until their deadline."""
+        """Have those that wait in this group, in its parts, or in what was made through them stop waiting, with
+        PeerLost, also in those that are made from here on. May be called from any thread; only ``close`` comes after
+        it. Where processes share memory or connections of our own; other groups go on waiting until their deadline."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather every rank's tensor of this one shape into (size, *shape), in rank order. Blocks."""

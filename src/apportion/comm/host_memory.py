@@ -53,11 +53,13 @@ def host_memory(group: Group, *, spins: bool = True, deadline: float = DEADLINE_
 
 @collective
 def shared_memory(group: Group, size: int) -> memoryview | None:
-    """Make shared memory of so many bytes, zeros at first, that every rank of the group maps; None where not every rank
-    can. Called by all ranks of the group."""
+    """Make shared memory of this many bytes, zeros at first, that every rank of the group maps; None where not every
+    rank can. Called by all ranks of the group."""
     descriptor, token = _made(size) if group.rank == 0 else (-1, "")
     try:
         pid, number, token = broadcast_message([os.getpid(), descriptor, token], group)
+        # Every rank takes part in what follows, also one that could not open the file: it would otherwise leave the
+        # others in the sum, which tells all of them alike whether the memory is used.
         own = descriptor if group.rank == 0 else _opened(pid, number, token)
         memory = _mapped(own, size)
         if own >= 0 and own != descriptor:
@@ -106,10 +108,14 @@ def is_faster(one: Group, other: Group) -> bool:
     ratio = 0.0
     for size in MEASURED_BYTES:
         tensor = torch.zeros(size // 4)
+        # The groups take turns, so that what else the machine does slows both; the first round, which connects and maps
+        # pages, is left out.
         rounds = [(_seconds(one, tensor), _seconds(other, tensor)) for _ in range(1 + ROUNDS)]
         ones, others = zip(*rounds[1:], strict=True)
         ratio += math.log(np.median(ones) / np.median(others))
     total = torch.tensor([ratio], dtype=torch.float64)
+    # Each rank has measured other seconds: only their sum, by one of the groups, gives all ranks the same answer.
+    # Different answers would have ranks wait in different groups.
     other.all_reduce(total).wait()
     return total.item() < 0.0
 

@@ -15,6 +15,7 @@ from apportion.comm.group import Group, bytes_of
 def broadcast_message(message: Any, group: Group, *, source: int = 0, device: torch.device | None = None) -> Any:
     """Send the source's message (plain JSON) to every rank."""
     data = json.dumps(message).encode() if group.rank == source else b""
+    # The length comes first, in a message of its own: a receiver has to give a buffer of the right size.
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     group.broadcast(length, source=source)
     buffer = torch.zeros(int(length), dtype=torch.uint8, device=device)
@@ -44,6 +45,7 @@ def broadcast_tensors(
             tensor = tensors[name].to(device=device or "cpu").resolve_conj().resolve_neg().contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        # All ranks know the shapes by now, so that they skip an empty tensor alike.
         if tensor.numel():
             group.broadcast(bytes_of(tensor), source=source)
         received[name] = tensor.cpu()

@@ -5,10 +5,10 @@
     sender    tensor -> | header | piece | piece | ... |   the head goes on, with each piece
     receiver            | header | piece -> tensor         the tail follows
 
-A message is written as far as there is room, without waiting for whoever receives it; a large one streams through in
+A message is written as far as there is room, without waiting for the receiver; a large one streams through in
 pieces that stay in cache. Where the receiver has taken everything, the sender begins at the ring's start again, so
 no more memory is touched than was ever under way. Both ends count lines of 64 bytes; each belongs to a generation, and
-what the ends of an older one have left is nobody's message.
+what the ends of an older one have left is not a message.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _End(ABC):
         self._begins = Word.from_buffer(memory, 4 * _BASE)
         """The count at which the ring was last begun anew; the sender writes it."""
         self._lines = self._base = 0
-        mark.value = -1  # whoever still looks for the count of an older generation does not find one
+        mark.value = -1  # a rank that still looks for the count of an older generation does not find one
         fence()
         self._own.value = 0
         self.asleep.value = 0
@@ -88,13 +88,17 @@ class _End(ABC):
         return self.word.value
 
     def _span(self, most: int, lines: int) -> tuple[int, int]:
-        """The (address, bytes) of what is next, of so many bytes and lines."""
+        """The (address, bytes) of what is next, of this many bytes and lines."""
         at = (self._lines - self._base) % _LINES
         return self._ring + at * CACHE_LINE, min(most, PIECE, lines * CACHE_LINE, (_LINES - at) * CACHE_LINE)
 
     def _publish(self) -> None:
+        # The piece, or what was read of it, comes before the count: a receiver that sees the count finds the piece
+        # whole, and a sender that sees it may overwrite the lines.
         fence()
         self._own.value = self._lines
+        # See ``Barrier.until``: write the count, then look for a sleeper, with a full fence between. A system call for
+        # each piece would cost more than the copy.
         full_fence()
         if self._other_sleeps.value:
             wake(self._own)
@@ -128,6 +132,8 @@ class Sender(_End):
         while self._queue:
             tensor = self._queue[0]
             size = tensor.nbytes
+            # Both counts wrap round at 32 bits, and so does their difference; what is under way is never above the
+            # ring.
             room = _LINES - ((self._lines - self._others()) & _MASK)
             if room == 0:
                 break
@@ -148,8 +154,12 @@ class Sender(_End):
 
     def _begin(self, size: int, *, is_empty: bool) -> None:
         if is_empty and self._lines - self._base >= _HOT:
+            # Only where the receiver has read everything: it reads the new base with the header that follows, and has
+            # no position of its own in the ring that this could invalidate.
             self._base = self._lines
             self._begins.value = self._lines
+        # The count has come round to the value of an old beginning, by which the receiver would rewind although the
+        # sender has not: another value, which no header has, takes it away.
         elif self._begins.value & _MASK == self._lines & _MASK:  # of a ring begun long ago
             self._begins.value = self._lines - 1
         at, _ = self._span(CACHE_LINE, 1)
@@ -187,6 +197,7 @@ class Receiver(_End):
             there = (self._others() - self._lines) & _MASK
             if there == 0:
                 break
+            # The count first, then the lines that it tells of.
             fence()
             into = self._queue[0]
             size = into.nbytes

@@ -176,7 +176,7 @@ class ProcessGroup(Group):
         self.waits: deque[tuple[float, float]] = deque(maxlen=_RECORDED_WAITS)
         self.all_waits = WaitClock() if all_waits is None else all_waits
         self._buffered: _Buffered | None = None
-        self._sends: list[_Pending] = []  # gloo gives up what nobody keeps
+        self._sends: list[_Pending] = []  # gloo gives up a send whose work object is not kept
 
     @classmethod
     def connect(
@@ -241,6 +241,7 @@ class ProcessGroup(Group):
         theirs = torch.empty_like(rows, memory_format=torch.contiguous_format)
         own, got = _lend(rows.contiguous().view(-1), theirs.view(-1))
         self._wait(self._start(self._pg.alltoall_base, got, own, [], []))
+        # Over dimension 0 in rank order, on every rank, so that the result does not depend on which rank came first.
         torch.sum(theirs, 0, out=into)
 
     def send(self, tensor: Tensor, to: int) -> Work:
@@ -313,7 +314,7 @@ class ProcessGroup(Group):
             work.wait()
             return
         over: Future[None] = Future()
-        # A message of gloo tells its end to nobody but who waits.
+        # A message of gloo tells its end to the thread that waits alone.
         thread = threading.Thread(target=_follow, args=(work, over), name="waits", daemon=True)
         thread.start()
         while self.all_waits.move_on():
@@ -343,10 +344,9 @@ class ProcessGroup(Group):
 def _lend(*tensors: Tensor) -> list[Tensor]:
     """Return the same tensors for a collective of gloo, and keep views of them.
 
-    Its thread lets go of them a moment after the end of the collective is told. Where it is the last in C++ to hold a
-    tensor it takes the interpreter's lock for that, and if Python ends just then the process goes down with SIGABRT. A
-    view holds its base in C++, so that what views are kept of is not the thread's to let go of.
-    """
+    Its thread lets go of them a moment after the end of the collective is reported. Where it is the last in C++ to hold
+    a tensor it takes the interpreter's lock for that, and if Python ends just then the process goes down with SIGABRT.
+    A view holds its base in C++, so that what views are kept of is not the thread's to let go of."""
     lent = [tensor.detach() for tensor in tensors]
     _lent.append([tensor.view(tensor.shape) for tensor in lent])
     return lent

@@ -1,8 +1,8 @@
 """A lock in shared memory that survives the death of its holder.
 
 glibc's robust mutex (pthread_mutexattr_setrobust): the kernel keeps a list of what each thread holds, and the next one
-to ask gets the lock of a dead holder, and is told so. Taking and releasing it costs 0.3 us, half of what a POSIX lock
-on a byte of the file does; one that nobody holds is taken without a system call.
+to ask gets the lock of a dead holder, and is informed. Taking and releasing it costs 0.3 us, half of what a POSIX lock
+on a byte of the file does; one that is free is taken without a system call.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def initialize(memory: memoryview, offset: int) -> None:
     for failed in (
         waits.pthread_mutexattr_init(attributes),
         waits.pthread_mutexattr_setpshared(attributes, _SHARED),
+        # Without robustness the death of a holder would leave the lock taken for ever. The kernel walks the list of a
+        # thread that ends and marks what it held.
         waits.pthread_mutexattr_setrobust(attributes, _ROBUST),
         waits.pthread_mutex_init(mutex, attributes),
     ):
@@ -84,6 +86,7 @@ class Lock:
     def adopt(self) -> None:
         """Declare that everything is in order again. A process that dies before this leaves an orphan once more."""
         assert _library is not None
+        # Released without this call, the mutex becomes ENOTRECOVERABLE, and no process could ever take it again.
         _library[1].pthread_mutex_consistent(self._address)
 
     def wait(self, check: Callable[[], None] = lambda: None) -> int:
@@ -97,10 +100,12 @@ class Lock:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             until = time.monotonic() + LOOK_SECONDS
+            # By the monotonic clock: a deadline of pthread_mutex_timedlock is of the wall clock, which may be set back.
             limit = Timespec(int(until), int(until % 1 * 1e9))
             failed = _library[0].pthread_mutex_clocklock(self._address, _MONOTONIC, ctypes.byref(limit))
             if failed != errno.ETIMEDOUT:
                 return int(failed)
+            # Between two short waits and not in the C call: a supervisor may have ended the generation meanwhile.
             check()
             if time.monotonic() > deadline:
                 raise PeerLost(

@@ -8,7 +8,7 @@
 
 A tensor goes through in pieces that stay in a core's cache. Each rank writes its piece once and reads the others'
 where they lie; sums are taken in rank order, so they have the same bits on every rank and in every run. The slots are
-doubled, so that one meeting a piece is enough: whoever writes a slot again has met everyone after they had read it.
+doubled, so that one meeting a piece is enough: a rank that writes a slot again has met everyone after they had read it.
 
 gloo sends the same through TCP, also on one host.
 """
@@ -146,6 +146,8 @@ class SharedMemoryGroup(Group):
             if self.size == 1:
                 sums.copy_(slots[0])
                 continue
+            # Floating-point addition is not associative: every rank adds from rank 0 on, its own slot in its turn, so
+            # that all of them round alike and end with the same bits.
             torch.add(slots[0], slots[1], out=sums)
             for slot in slots[2:]:
                 sums.add_(slot)
@@ -164,6 +166,8 @@ class SharedMemoryGroup(Group):
         """Meet the other ranks, and make sure that they call the same. The number of a call lies on the line that its
         rank arrives with, so that looking at it costs no way to memory of its own."""
         heads, number = self._heads[self._turn], hash(call)
+        # Before the meeting and never during it: the words of a turn are written again only after the next meeting, at
+        # which every rank has compared them.
         heads[self.rank].value = number
         self.meeting()
         for head in heads:
@@ -186,7 +190,9 @@ class SharedMemoryGroup(Group):
         )
 
     def _of(self, dtype: torch.dtype, n: int) -> list[Tensor]:
-        """The slots of this turn, as so many numbers of this type."""
+        """The slots of this turn, as this many numbers of this type."""
+        # Two sets of slots in turn: a rank that is ahead writes the other set while late ones still read this one. It
+        # can write this set again only after the next meeting, to which those have come.
         self._turn ^= 1
         key = (self._turn, dtype, n)
         if key not in self._views:
@@ -236,6 +242,8 @@ class SharedMemoryGroup(Group):
     def gather_parts(self, own: Tensor, parts: Sequence[Tensor]) -> None:
         flat, flats = own.detach().view(-1), [part.view(-1) for part in parts]
         n, call = PIECE // flat.element_size(), _call(_GATHER_PARTS, flat.dtype, *(part.shape for part in parts))
+        # As many pieces as the longest part has, on every rank: a rank whose part is shorter still comes to each
+        # meeting.
         for start in _starts(max(part.numel() for part in flats), n):
             slots = self._of(flat.dtype, n)
             piece = flat[start : start + n]

@@ -43,13 +43,16 @@ def round_up(nbytes: int, multiple: int = CACHE_LINE) -> int:
 
 
 def sleep_on(word: Word, value: int, seconds: float) -> None:
-    """Return when the word is no longer this value, when it was woken, or after so many seconds (or earlier: look at
+    """Return when the word is no longer this value, when it was woken, or after this many seconds (or earlier: look at
     the word again)."""
     if _syscall is None:
         time.sleep(min(_NAP_SECONDS, seconds))
         return
     whole = int(seconds)
     limit = Timespec(whole, int((seconds - whole) * 1e9))
+    # The kernel compares the word with the value under its own lock before it sleeps: a wake between the look and this
+    # call is not lost. The flags have no FUTEX_PRIVATE, since the word lies in memory of several processes. The result
+    # is ignored: EAGAIN, EINTR and ETIMEDOUT all mean that the caller looks again.
     _syscall(
         ctypes.c_long(_NUMBER),
         ctypes.byref(word),
@@ -68,6 +71,7 @@ def wake(word: Word) -> None:
             ctypes.c_long(_NUMBER),
             ctypes.byref(word),
             ctypes.c_int(_WAKE),
+            # All of them: which of the sleepers waits for this change is not known here.
             ctypes.c_int(_EVERYONE),
             None,
             None,
@@ -79,6 +83,8 @@ def fence() -> None:
     """Order memory: what was written before is seen by a process that sees what is written after; and the same for
     reads. x86 keeps that order by itself; elsewhere taking and releasing a lock twice is a full barrier."""
     if not _STRONG:
+        # Acquiring a lock keeps later accesses behind it, and releasing keeps earlier ones before it. One pair alone
+        # lets both move into the critical section and pass each other there; after two no access can cross.
         for _ in range(2):
             with _fence:
                 pass
@@ -88,6 +94,8 @@ def full_fence() -> None:
     """Order memory as ``fence`` does, and let what is read after be no older than what was written before. A process
     that says that it sleeps and then looks once more is woken by one that writes and then looks for sleepers. No
     processor keeps that order by itself."""
+    # Unconditional: x86 may also let a read overtake an earlier write to another word (store buffer), which is just
+    # what a sleeper and its waker do. The atomic operation of a lock drains that buffer.
     for _ in range(2):
         with _fence:
             pass
@@ -100,7 +108,7 @@ class CommitWord:
     ::
 
         writer   the data | fence | the word
-        reader   the word | fence | the data          whoever has read the word finds what was written before it
+        reader   the word | fence | the data          a reader of the word finds what was written before it
 
     A process that dies before it has written the word leaves what the word tells of as it was.
     """
@@ -113,6 +121,7 @@ class CommitWord:
     def publish(self, number: int) -> None:
         """Write the word: everything that this process has written so far is there for those that read it."""
         fence()
+        # A plain store of an aligned word is atomic, so that a reader sees the old number or this one, never a mixture.
         self._word.value = number
 
     def read(self) -> int:
@@ -122,11 +131,12 @@ class CommitWord:
         return number
 
     def withdraw(self) -> None:
-        """Set the word to 0 before anything else is written: nobody takes what comes next for whole."""
+        """Set the word to 0 before anything else is written: no reader takes what comes next for whole."""
         self._word.value = 0
         fence()
 
     def is_still(self, number: int) -> bool:
         """Return whether the word has this value after the data have been read: then none of them is newer."""
+        # Without it the second look could be taken before the data were read, and prove nothing (as in a seqlock).
         fence()
         return self._word.value == number

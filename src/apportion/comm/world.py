@@ -29,7 +29,7 @@ from apportion.process import usable_cores
 _UNMET = "unmet"
 """The name of the world of a rank that meets no other."""
 REJOIN_SECONDS = 120.0
-"""The seconds that a supervisor has to seat a replacement."""
+"""The seconds that a supervisor has to slot a replacement."""
 LOOK_SECONDS = 1.0
 """The seconds between two looks at whether a generation is over, where nothing wakes who waits for that."""
 
@@ -47,14 +47,14 @@ class World:
     """The place that this process has in the membership of the run, where workers may be replaced."""
     channel: Channel | None = field(default=None, repr=False, compare=False)
     """The channel to this host's supervisor, where there is one."""
-    seat: int = 0
+    slot: int = 0
     """The line of this process in what the host's processes share, for as long as it lives; its rank may change."""
-    seats: int = 1
-    """The number of seats that there are."""
+    slots: int = 1
+    """The number of slots that there are."""
     members: Membership | None = field(default=None, repr=False, compare=False)
     """The membership of the run, where workers may be replaced."""
     insecure: bool = False
-    """True: ranks on several hosts need no secret, and whoever reaches a port may take one's place."""
+    """True: ranks on several hosts need no secret, and any process that reaches a port may take one's place."""
     outer: World | None = field(default=None, repr=False, compare=False)
     """The world that this is a part of, made by ``split``."""
     name: str = ""
@@ -77,7 +77,7 @@ class World:
         meets: bool = True,
     ) -> World:
         """The world that torchrun, Slurm or a launcher describes in the environment; a world of one without it. Where
-        nobody says how many ranks each host has, they meet here and find it out.
+        the number of ranks of each host is not given, they meet here and find it out.
 
         ``device``: "cpu" or "cuda"; None takes the GPUs where there are any, shared
         in turn where there are fewer than ranks. ``insecure``: ranks on several hosts need no APPORTION_SECRET_FILE.
@@ -99,8 +99,8 @@ class World:
         if size > 1:
             os.environ.update({name: given[name] for name in ("MASTER_ADDR", "MASTER_PORT")})
         near = size == 1 or is_loopback(given["MASTER_ADDR"])
-        told = given.get("LOCAL_WORLD_SIZE", str(size) if near else None)
-        local_size = number("LOCAL_WORLD_SIZE", told) if told is not None else 0
+        given_size = given.get("LOCAL_WORLD_SIZE", str(size) if near else None)
+        local_size = number("LOCAL_WORLD_SIZE", given_size) if given_size is not None else 0
         world = cls(
             rank=rank,
             size=size,
@@ -108,8 +108,8 @@ class World:
             local_size=local_size,
             device=launched_ranks.device(device, local_rank),
             channel=channel,
-            seat=local_rank,
-            seats=local_size,
+            slot=local_rank,
+            slots=local_size,
             insecure=insecure,
         )
         if not meets and size > 1:
@@ -117,8 +117,8 @@ class World:
         return world if local_size else world._found_out()
 
     def _by_itself(self) -> World:
-        whole = replace(self, local_size=max(1, self.local_size), seats=max(1, self.seats))
-        return replace(whole, size=1, local_size=1, seat=0, seats=1, outer=whole, name=_UNMET)
+        whole = replace(self, local_size=max(1, self.local_size), slots=max(1, self.slots))
+        return replace(whole, size=1, local_size=1, slot=0, slots=1, outer=whole, name=_UNMET)
 
     @property
     def unmet(self) -> World | None:
@@ -128,15 +128,16 @@ class World:
     def _found_out(self) -> World:
         """Meet the other ranks, and return this world with the number of ranks that this host has."""
         flat = self._meet()
-        told = gather_messages([host_key(), self.local_rank], flat, device=self.device)
-        local_size = launched_ranks.count_ranks([(key, local_rank) for key, local_rank in told], self.rank)
-        found = replace(self, local_size=local_size, seats=local_size, _groups={}, _known_hosts=[])
+        given_size = gather_messages([host_key(), self.local_rank], flat, device=self.device)
+        local_size = launched_ranks.count_ranks([(key, local_rank) for key, local_rank in given_size], self.rank)
+        found = replace(self, local_size=local_size, slots=local_size, _groups={}, _known_hosts=[])
         found._groups["world"] = found._fastest(flat)
         return found
 
     @property
     def generation(self) -> int:
-        """The number of the membership, which grows with every change of it; what waits for an older one is told so."""
+        """The number of the membership, which grows with every change of it; what waits for an older one is
+        informed."""
         return 0 if self.place is None else self.place.generation
 
     @property
@@ -155,11 +156,11 @@ class World:
         return None if self.place is None else self.place.meeting
 
     def join(self) -> World:
-        """Take this process's seat among workers that may be replaced, and return the world as it is when it may
+        """Take this process's slot among workers that may be replaced, and return the world as it is when it may
         begin."""
         assert self.channel is not None
-        members = Membership(self.shared("members", Membership.nbytes(self.seats)), self.seats, self.size)
-        members.sit(self.seat)
+        members = Membership(self.shared("members", Membership.nbytes(self.slots)), self.slots, self.size)
+        members.occupy(self.slot)
         return replace(self, members=members).rejoin()
 
     def rejoin(self) -> World:
@@ -170,7 +171,7 @@ class World:
         if self.outer is not None:
             raise ValueError(f"{self.name} is a part of a world: rejoin() that, and split it again")
         self.close()
-        place = self.members.rejoin(self.seat, REJOIN_SECONDS)
+        place = self.members.rejoin(self.slot, REJOIN_SECONDS)
         world = replace(
             self,
             rank=place.rank,
@@ -183,7 +184,7 @@ class World:
             _axes={},
             _groups={},
             _known_hosts=[],
-            _asked={},  # whoever had not built its step yet builds it anew, in the memory that the others have
+            _asked={},  # a rank that had not built its step yet builds it anew, in the memory that the others have
         )
         if world.meeting is not None:
             threading.Thread(target=world._abandon_when_over, name="membership", daemon=True).start()
@@ -197,14 +198,14 @@ class World:
         self.abandon()
 
     def tell_torn(self) -> None:
-        """Tell whoever supervises several hosts that a connection to another host was lost."""
+        """Tell the supervisor of several hosts that a connection to another host was lost."""
         if self.meeting is not None and self.channel is not None:
             with suppress(OSError):  # it is gone, and this process ends with it
                 self.channel.send({"kind": "torn", "generation": self.generation})
 
     def is_over(self, seconds: float) -> bool:
-        """Wait at most so many seconds until this generation is over, and return whether it is. Where a connection to
-        another host was lost, whoever supervises the hosts learns why, and says how the run goes on."""
+        """Wait at most this many seconds until this generation is over, and return whether it is. Where a connection to
+        another host was lost, the supervisor of the hosts learns why, and says how the run goes on."""
         return (
             self.meeting is not None
             and self.members is not None
@@ -246,8 +247,8 @@ class World:
             size=size,
             local_rank=here.index(self.rank),
             local_size=len(here),
-            seat=here.index(self.rank),
-            seats=len(here),
+            slot=here.index(self.rank),
+            slots=len(here),
             outer=self,
             name=name,
             _parts={},
@@ -258,7 +259,7 @@ class World:
             _known_hosts=[hosts[other] for other in ranks],
         )
         if not self._is_supervised_memory():  # made together: the order is the same on all ranks
-            self.group()  # whoever is in a part by itself meets the others here all the same
+            self.group()  # a rank that is in a part by itself meets the others here all the same
             if size > 1:
                 part._groups["world"] = self._connect_part(part, ranks)
         return part
@@ -299,8 +300,8 @@ class World:
         return fresh
 
     def abandon(self) -> None:
-        """Have whoever waits in a group of this world, or of its parts, stop waiting, with PeerLost. May be called from
-        any thread, for a world that ``renew`` has made; only ``close`` comes after it."""
+        """Have those that wait in a group of this world, or of its parts, stop waiting, with PeerLost. May be called
+        from any thread, for a world that ``renew`` has made; only ``close`` comes after it."""
         self.all_waits.abandoned = True
         for group in list(self._groups.values()):
             flat: Any = getattr(group, "flat", None) or group
@@ -331,7 +332,7 @@ class World:
         if self._is_supervised_memory():
             name = self.another("group") if self.outer is not None else "group/world"
             return SharedMemoryGroup(
-                self.shared(name, nbytes(self.seats)),
+                self.shared(name, nbytes(self.slots)),
                 self.rank,
                 self.size,
                 generation=self.generation,

@@ -70,7 +70,7 @@ class Event:
 
 
 def event_after(last: Event | None, kind: Any, seconds: float, data: Mapping[str, Any]) -> Event:
-    """Returns an event that whoever watches a run tells by itself: of the step at which the last one was."""
+    """Returns an event that the observer of a run adds itself: of the step at which the last one was."""
     step, epoch = (last.step, last.epoch) if last is not None else (0, 0.0)
     return Event(kind=kind, step=step, epoch=epoch, seconds=seconds, data=data)
 

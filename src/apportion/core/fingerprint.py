@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.core.parts.sampler import PartSampler
-from apportion.core.sampling.sampler import Sampler
+from apportion.core.sampler import PartSampler, Sampler
 from apportion.core.workload import Workload
 
 

@@ -96,7 +96,7 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextmanager
 def evaluating_as_written(model: nn.Module) -> Iterator[None]:
     """Call ``eval()`` of a network, and ``train()`` afterwards, which may change its weights: on copies of them, so
-    that the weights are afterwards what they were, to the bit, and nobody who shares them sees a change."""
+    that the weights are afterwards what they were, to the bit, and no thread that shares them sees a change."""
     still = [module for module in model.modules() if not module.training]
     own = [(p, p.data) for p in model.parameters()]
     for p, values in own:

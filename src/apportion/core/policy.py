@@ -23,7 +23,7 @@ class Policy(Value):
     """The number of workers that a run may lose, where its strategy survives that; the next loss ends it, with a
     checkpoint."""
     on_loss: Literal["replace", "shrink"] = "replace"
-    """The answer to the loss of a worker: seat another worker in its place, or go on with those that are left."""
+    """The answer to the loss of a worker: put another worker in its place, or go on with those that are left."""
     copies: int = 1
     """The number of hosts that keep the checkpoints: with 2 those of a host that is lost are on another one, too."""
     host_grace: str = "4 s"
@@ -35,11 +35,11 @@ class Policy(Value):
     host_wait: str = "600 s"
     """The time for which a lost host is waited for under "wait"; then the run ends, with a checkpoint."""
     on_nan: Literal["stop", "warn", "ignore"] = "stop"
-    """The effect of a loss that is not finite: it ends the run, it is told once, or nothing looks at it. Under "stop"
-    and "warn" a state with a weight that is NaN is never written over a checkpoint."""
+    """The effect of a loss that is not finite: it ends the run, it is reported once, or nothing looks at it. Under
+    "stop" and "warn" a state with a weight that is NaN is never written over a checkpoint."""
 
     requeue: bool = False
-    """True has Slurm requeue the job, once a run that was told to end is saved."""
+    """True has Slurm requeue the job, once a run that was signalled to end is saved."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every is not None:

@@ -56,20 +56,21 @@ def check_replicated(held: Iterable[Replicated], *, rank: int, step: int, device
         # At first one number for all of them, which is enough where all is well.
         names = zlib.crc32("\n".join(digests).encode())
         total = zlib.crc32(np.array([*digests.values()], dtype=np.int64).tobytes())
-        told = group.all_gather(torch.tensor([names, total], dtype=torch.int64, device=device)).tolist()
-        if all(one == told[0] for one in told):
+        reports = group.all_gather(torch.tensor([names, total], dtype=torch.int64, device=device)).tolist()
+        if all(one == reports[0] for one in reports):
             continue
+        # All ranks come here or none: each compares the same gathered numbers.
         answers = gather_messages({"rank": rank, "digests": digests}, group, device=device)
         found = difference([(answer["rank"], answer["digests"]) for answer in answers])
         if found is not None:
             raise RanksDiffer(_text(*found, step))
 
 
-def difference(told: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, int, int] | None:
+def difference(reports: Sequence[tuple[int, Mapping[str, int]]]) -> tuple[str, int, int, int] | None:
     """Compare the (rank, digests by name) of all ranks: the first tensor that differs, a rank that holds another one
     than most, a rank that holds what most do, and how many tensors differ; None where all are equal."""
     held: dict[str, list[tuple[int, int]]] = {}
-    for rank, digests in told:
+    for rank, digests in reports:
         for name, digest in digests.items():
             held.setdefault(name, []).append((rank, digest))
     differ = [name for name, holders in held.items() if len({digest for _, digest in holders}) > 1]
@@ -103,6 +104,8 @@ def tensor_digest(tensor: Tensor) -> int:
 def _sum(data: np.ndarray[Any, Any]) -> int:
     words = data[: len(data) // 8 * 8].view(np.int64)
     rows = words[: len(words) // _ROW * _ROW].reshape(-1, _ROW)
+    # int64 arithmetic wraps round, on the CPU and on a GPU alike, and is exact modulo 2**64: the order of the additions
+    # does not matter, other than for floats.
     sums = np.dot(rows, _weights(_ROW))
     tail = np.dot(words[rows.size :], _weights(_ROW)[: len(words) - rows.size])
     rest = int.from_bytes(data[len(words) * 8 :].tobytes(), "little")
@@ -124,4 +127,5 @@ def _weights(count: int) -> np.ndarray[Any, Any]:
 @cache
 def _powers(count: int) -> np.ndarray[Any, Any]:
     """The given number of odd numbers, all of them different."""
+    # Odd weights are invertible modulo 2**64: a change of a single word always changes the sum.
     return ((np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_ODD)) | np.uint64(1)).view(np.int64)

@@ -13,15 +13,47 @@ from torch.optim import Optimizer
 
 from apportion.comm.group import collective, inherit_collectives
 from apportion.comm.world import World
-from apportion.core.across_hosts import AcrossHosts
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.fingerprint import fingerprint
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.value import Value
 from apportion.core.workload import Workload
+
+
+class AcrossHosts:
+    """The part of the interface of a strategy that is about several hosts."""
+
+    survives: ClassVar[bool]
+    """Does the strategy survive the loss of a worker on one host? Each says so itself."""
+
+    @property
+    def referenced_across_hosts(self) -> bool:
+        """True where ``reference`` says what ranks on several hosts compute, too; False where what hosts send each
+        other is changed on its way."""
+        return True
+
+    @property
+    def recovers_across_hosts(self) -> bool:
+        """True where those that are left of a run on several hosts go on with what they have after the loss of a
+        worker, too; False where what survives a worker lies in memory that all of them share, so that all begin again
+        from the last checkpoint."""
+        return self.survives
+
+    @property
+    def deals_parts(self) -> bool:
+        """Does each rank open its own parts alone of a data set in parts, so that they may lie on several hosts? False:
+        every rank opens all of them, which is possible on one host."""
+        return False
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """May ranks that others have started come and go while the training goes on? Then they do not meet before it,
+        rank 0 alone saves and evaluates, and a rank that begins learns from it where the training is."""
+        return False
+
 
 if TYPE_CHECKING:  # a run needs no prices
     from apportion.cost_model.cost import Cost
@@ -109,7 +141,7 @@ class Step(ABC):
     rank 0 alone evaluates and saves (``predict`` and ``state_dict`` are called by it alone)."""
     ends_together: bool = True
     """Do all ranks wait for each other at the end of a run? False: the step knows by itself when the last update is
-    made, and a rank that is lost keeps nobody waiting."""
+    made, and a rank that is lost keeps no other rank waiting."""
     whole: bool = False
     """Does every rank take whole batches, of which one rank has the outputs? This is the case where the network is
     split."""
@@ -170,7 +202,7 @@ class Step(ABC):
         """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
         optimizer has, is put back as the last update left it."""
 
-    def leave(self) -> None:  # noqa: B027 (nobody waits for it is the common case)
+    def leave(self) -> None:  # noqa: B027 (no rank waits for it in the common case)
         """Take no more batches on this rank for now."""
 
     def stop(self) -> bool:
@@ -269,7 +301,7 @@ class Strategy(Value, AcrossHosts, ABC):
         return False
 
     def ranks(self, workers: int) -> int:
-        """The number of processes for so many workers that take batches (servers are additional)."""
+        """The number of processes for this many workers that take batches (servers are additional)."""
         return workers
 
     @classmethod
@@ -314,7 +346,7 @@ def cut_at(strategy: Strategy, cuts: Sequence[str]) -> Strategy:
 
 def batches(step: Step, *, stop: int | None = None, loaders: int = 0) -> Iterator[Batch]:
     """The batches of a training as this rank takes them: ``for batch in batches(step): step(batch)``; from where its
-    state is, to the end or until so many updates are done.
+    state is, to the end or until this many updates are done.
 
     ``step.data_shard`` is read again before each one, so a strategy may change its rank's share as it goes.
     ``loaders``: the number of processes that load what comes next.

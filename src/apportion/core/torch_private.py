@@ -376,7 +376,8 @@ _uses_alone = _uses(torch.empty(1, device="cpu"))
 
 
 def is_alone_in_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor, and no view of this one, lies in its memory. Without torch's count, nobody can say."""
+    """Whether no other tensor, and no view of this one, lies in its memory. Without torch's count, this cannot be
+    known."""
     return _uses_of is not None and _uses(tensor) == _uses_alone
 
 

@@ -17,6 +17,7 @@ import pkgutil
 from collections.abc import Collection
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from apportion.core.named_arguments import refuse_unknown, remedy, written
@@ -75,8 +76,8 @@ class Value:
         return text if text.endswith(")") else text + "()"
 
     def _must_be_whole(self, *names: str, least: int = 1, unit: str = "") -> None:
-        """Raise ValueError where one of these fields is no whole number of at least so many, and not None where that is
-        its default."""
+        """Raise ValueError where one of these fields is not a whole number of at least this many, and not None where
+        that is its default."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         for name in names:
             value, optional = getattr(self, name), defaults[name] is None
@@ -252,3 +253,44 @@ def _signature(cls: type) -> str:
         f"{f.name}={f.default!r}" if f.default is not dataclasses.MISSING else f.name for f in dataclasses.fields(cls)
     )
     return f"{written_name(cls)}({fields})"
+
+
+def check_written(text: str, package: str) -> None:
+    """Raise ValueError where a text does not parse, names a value that is neither in this folder nor in an installed
+    package, or gives a value of the folder a field that it does not have."""
+    node = expression(text, kind_of(package))
+    name = named_in(node, text, package)
+    if name not in own_names(package):
+        if name not in names(package):
+            raise ValueError(unknown(name, package))
+        return
+    fields = _fields(name, package) if isinstance(node, ast.Call) and node.keywords else None
+    if fields is None:
+        return
+    for argument in node.keywords if isinstance(node, ast.Call) else ():
+        if argument.arg not in fields:
+            raise ValueError(without_field(name, argument.arg, fields, f"{name}({', '.join(fields)})"))
+
+
+def _fields(name: str, package: str) -> list[str] | None:
+    """Returns the fields of the class that is written with this name, as they are in its file; None where it inherits
+    some."""
+    try:
+        tree = ast.parse((Path(folder(package)) / f"{name}.py").read_bytes())
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and written(node.name) == name:
+            if [base.id for base in node.bases if isinstance(base, ast.Name)] not in (
+                ["Strategy"],
+                ["Value"],
+                ["Target"],
+            ):
+                return None
+            annotated = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+            return [
+                line.target.id
+                for line in annotated
+                if isinstance(line.target, ast.Name) and "ClassVar" not in ast.unparse(line.annotation)
+            ]
+    return None

@@ -14,17 +14,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from apportion.core.loss_terms import Count, Derived, derived_count
-from apportion.core.model_loss import ModelTerms, takes_loss_of_model
+from apportion.core.loss_terms import Count, Derived, ModelTerms, derived_count, takes_loss_of_model
 from apportion.core.named_arguments import refuse_fields
-from apportion.core.parts.checks import check_parts
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.sampling.sampler import Draws, Order
+from apportion.core.parts import PartedDataset
+from apportion.core.sampler import Draws, Order
 from apportion.core.workload_rules import (
     check_evaluation,
     check_evaluation_fields,
     check_functions,
     check_numbers,
+    check_parts,
     made_model,
     made_optimizer,
     made_schedule,
@@ -243,7 +242,7 @@ class Workload:
         return max(1, round(self.epochs * steps_per_epoch))
 
     def must_feed(self, workers: int) -> None:
-        """Raise ValueError where a batch is too small to give each of so many workers an example."""
+        """Raise ValueError where a batch is too small to give each of this many workers an example."""
         if self.batch_size < workers:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot feed {workers} workers: each needs at least one example; "

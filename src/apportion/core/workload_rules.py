@@ -46,7 +46,7 @@ def check_functions(fields: Mapping[str, Any]) -> None:
 
 
 def check_model(given: Any) -> None:
-    """Raise ValueError where ``model`` is no function without arguments."""
+    """Raise ValueError where ``model`` is not a function without arguments."""
     if isinstance(given, nn.Module):
         kind = type(given).__name__
         raise ValueError(
@@ -65,8 +65,8 @@ def check_model(given: Any) -> None:
 
 
 def _check_data(given: Any, *, parts: bool = False) -> None:
-    """Raise ValueError where ``data`` is no function that makes a data set. ``parts``: it makes one part, of which the
-    rules are those of ``parts``."""
+    """Raise ValueError where ``data`` is not a function that makes a data set. ``parts``: it makes one part, of which
+    the rules are those of ``parts``."""
     example = "data=lambda part: training_part(part)" if parts else "data=lambda: training_set()"
     if isinstance(given, DataLoader):
         raise ValueError(
@@ -128,7 +128,7 @@ def _refuse_precision(given: object) -> None:
 
 
 def check_evaluation(given: Any, kind: type) -> None:
-    """Raise ValueError where ``evaluation`` is no Evaluation."""
+    """Raise ValueError where ``evaluation`` is not an Evaluation."""
     if given is None or isinstance(given, kind):
         return
     example = EVALUATION
@@ -163,7 +163,7 @@ def check_evaluation_fields(fields: Mapping[str, Any]) -> None:
 
 
 def made_model(make: Callable[[], Any]) -> nn.Module:
-    """Return what ``model`` makes. Raises ValueError where that is no network."""
+    """Return what ``model`` makes. Raises ValueError where that is not a network."""
     made = make()
     if not isinstance(made, nn.Module):
         raise ValueError(
@@ -195,8 +195,8 @@ def made_optimizer(make: Callable[[Any], Any], parameters: Sequence[tuple[str, n
 
 
 def made_schedule(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, total: int) -> LRScheduler:
-    """Return the schedule of an optimizer over ``total`` updates. Raises ValueError where it is no schedule of the step
-    alone."""
+    """Return the schedule of an optimizer over ``total`` updates. Raises ValueError where it is not a schedule of the
+    step alone."""
     made: Any = make(optimizer, total)
     if isinstance(made, ReduceLROnPlateau):
         raise ValueError(
@@ -279,3 +279,26 @@ def _plain(name: str, value: Any, example: float) -> str:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_parts(parts: object, data: Callable[..., Any], *, carries: bool) -> None:
+    """Raise ValueError where this is not a number of parts, ``data`` takes no part, or a state is carried."""
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(
+            f"parts={parts!r} must be a whole number of at least 1, the parts that the data set is in; leave it out "
+            "where every process opens all of it"
+        )
+    if carries:
+        raise ValueError(
+            f"parts={parts} and carry contradict each other: a recurrent state follows its row through the whole data "
+            "set; leave parts out"
+        )
+    try:
+        inspect.signature(data).bind(0)
+    except TypeError:
+        raise ValueError(
+            f"parts={parts} needs data to be a function of the number of a part: data=lambda part: ...; leave parts "
+            "out where it makes the whole data set"
+        ) from None
+    except ValueError:  # a function of C, which does not say
+        pass

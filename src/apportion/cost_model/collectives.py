@@ -115,16 +115,16 @@ class Collective(NamedTuple):
         return cls(tuple(within), _ring(layout, leaders, lanes=lanes))
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds of a sum of so many bytes, until all ranks have it."""
+        """Seconds of a sum of this many bytes, until all ranks have it."""
         return self._seconds(nbytes, passes=2)
 
     def all_gather(self, nbytes: float) -> float:
-        """Seconds until all ranks have what they hold together, so many bytes; to sum up each one's share takes as
+        """Seconds until all ranks have what they hold together, this many bytes; to sum up each one's share takes as
         long."""
         return self._seconds(nbytes, passes=1)
 
     def broadcast(self, nbytes: float) -> float:
-        """Seconds until all ranks have so many bytes of one of them: between the hosts first, then within each."""
+        """Seconds until all ranks have this many bytes of one of them: between the hosts first, then within each."""
         within = max((ring.handed_on(nbytes) for ring in self.within), default=0.0)
         return within if self.between is None else within + self.between.handed_on(nbytes)
 

@@ -46,7 +46,7 @@ class LayerTimes:
         return [Seconds(found.forward * fit.forward, found.backward * fit.backward) for found in self._each_alone(rows)]
 
     def update(self, nbytes: float, *, fused: bool = False) -> float:
-        """The seconds of an update of so many bytes of weights; ``fused``: by torch's fused kernels, where the
+        """The seconds of an update of this many bytes of weights; ``fused``: by torch's fused kernels, where the
         optimizer has them."""
         if nbytes <= 0:
             return 0.0
@@ -107,7 +107,7 @@ def exposed(layout: Placement, a: int, b: int) -> float:
 def held(
     profile: Profile, layout: Placement, weights: float, activations: float, *, share: float = 0.0
 ) -> dict[str, int]:
-    """The memory of a rank with so many bytes of weights and activations, in bytes by what they hold. Where several
+    """The memory of a rank with this many bytes of weights and activations, in bytes by what they hold. Where several
     ranks are all on one host, two more copies of its part outlive it (``parallel/partition/committed_shards.py``).
     ``share``: the share of the buffers; 0: the same share as of the weights."""
     copies = 3 if len(layout.hosts) == 1 and layout.ranks > 1 else 1
@@ -203,7 +203,7 @@ def of_rows(profile: Profile, rows: float) -> Profile:
 
 
 def updating(profile: Profile, layout: Placement, nbytes: float | None = None, *, fused: bool = False) -> float:
-    """Seconds until every rank has updated so many bytes of weights (None: all); ``fused``: by torch's fused
+    """Seconds until every rank has updated this many bytes of weights (None: all); ``fused``: by torch's fused
     kernels."""
     return max(
         profile.update_seconds(
@@ -245,7 +245,7 @@ def _scaled(parts: Sequence[float], total: float) -> list[float]:
 SMALL_BYTES = 4 << 16
 """The bytes of a weight below which the usual form of its products is as fast."""
 SHARES = ((48, 0.72, 1.0), (96, 0.88, 0.63), (192, 1.0, 0.75))
-"""The rows of a table of (fewer rows than so many, share of the forward time, share of the backward time), after the
+"""The rows of a table of (fewer rows than this many, share of the forward time, share of the backward time), after the
 table in ``parallel/ops/matmul.py``."""
 
 
@@ -272,7 +272,7 @@ def saved(layers: Iterable[LayerProfile], forward: Iterable[float], backward: It
 
 
 def slowest(workers: int, spread: float) -> float:
-    """The factor by which the slowest of so many workers takes longer, where their times have this relative standard
+    """The factor by which the slowest of this many workers takes longer, where their times have this relative standard
     deviation."""
     if workers < 2:
         return 1.0

@@ -27,7 +27,7 @@ def no_convolution(network: str) -> str:
 
 
 def must_feed(profile: Profile, workers: int, what: str = "workers") -> None:
-    """Raise ValueError where a batch is too small to give each of so many an example."""
+    """Raise ValueError where a batch is too small to give each of this many an example."""
     rows = profile.batch_size
     if rows < workers:
         raise ValueError(
@@ -37,7 +37,7 @@ def must_feed(profile: Profile, workers: int, what: str = "workers") -> None:
 
 
 def must_be_whole(profile: Profile, microbatches: int) -> None:
-    """Raise ValueError where a worker's rows cannot be computed in so many parts."""
+    """Raise ValueError where a worker's rows cannot be computed in this many parts."""
     if microbatches == 1:
         return
     cut = None

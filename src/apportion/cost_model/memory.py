@@ -33,7 +33,7 @@ class MemoryUse:
 def copies(
     profile: Profile, *, weights: float = 0.0, gradients: float = 0.0, slots: float = 0.0, buffers: float = 0.0
 ) -> dict[str, float]:
-    """The bytes of so many copies of each; one copy of ``slots`` is all that the optimizer keeps for all weights."""
+    """The bytes of this many copies of each; one copy of ``slots`` is all that the optimizer keeps for all weights."""
     found = {
         "weights": weights * profile.parameter_bytes,
         "gradients": gradients * profile.parameter_bytes,
@@ -44,15 +44,15 @@ def copies(
 
 
 def activations(profile: Profile, rows: float) -> float:
-    """The bytes of activations of so many rows: what the layers keep for the backward pass, and the largest output with
-    its gradient."""
+    """The bytes of activations of this many rows: what the layers keep for the backward pass, and the largest output
+    with its gradient."""
     kept = sum(layer.kept_bytes for layer in profile.layers)
     largest = max(layer.activation_bytes for layer in profile.layers)
     return (kept + 2 * largest) * rows / profile.batch_size
 
 
 def of_replica(profile: Profile, rows: float) -> dict[str, float]:
-    """The bytes of a whole network that trains on so many rows at a time. The buffers are there twice: as the last
+    """The bytes of a whole network that trains on this many rows at a time. The buffers are there twice: as the last
     update left them, and as the forward passes since have made them."""
     held = copies(profile, weights=1, gradients=1, slots=1, buffers=2)
     return {**held, "activations": activations(profile, rows)}

@@ -47,7 +47,7 @@ def _balanced(seconds: tuple[float, ...], crossing: tuple[float | None, ...], st
 
 
 class _Cuts:
-    """The ways to divide a chain into so many stages of which none takes longer than a limit.
+    """The ways to divide a chain into this many stages of which none takes longer than a limit.
 
     There are few: a stage ends where those before it can have come to within the limit, and those after it can still
     go on from. Whatever is left out is slower than the limit, so the best of what is left is the best of all.
@@ -149,7 +149,7 @@ def replicated(layers: Sequence[LayerWork], workers: int, bandwidth: float) -> t
     sides of the cut, so that the side with fewer replicas decides.
 
     No plan asks for this: ``pipeline_parallel`` has one rank a stage, and its replicas are of whole pipelines. It holds
-    the model against what PipeDream has published (``benchmarks/pipedream.py``).
+    the model against what PipeDream has published (``benchmarks/lib/pipedream.py``).
     """
     n = len(layers)
     sums = _Sums(layers)
@@ -196,7 +196,7 @@ class _Sums:
         return self._forward[end] - self._forward[begin] + self._backward[end] - self._backward[begin]
 
     def stage(self, begin: int, end: int, replicas: int, bandwidth: float) -> float:
-        """The seconds of a stage with so many replicas, for each batch that passes."""
+        """The seconds of a stage with this many replicas, for each batch that passes."""
         ring = 2 * (replicas - 1) / replicas * (self._weights[end] - self._weights[begin]) / bandwidth
         backward = max(self._backward[end] - self._backward[begin], ring)
         sent = 2 * max(self._crossing[begin], self._crossing[end]) / bandwidth

@@ -32,7 +32,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A layer, or a part of it, timed on so many rows, in each of ``together`` workers at once."""
+    """A layer, or a part of it, timed on this many rows, in each of ``together`` workers at once."""
 
     rows: float
     threads: int = 1
@@ -93,7 +93,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """The times of the whole network, forward, loss and backward, on so many rows, in each of ``together`` workers at
+    """The times of the whole network, forward, loss and backward, on this many rows, in each of ``together`` workers at
     once."""
 
     rows: float
@@ -208,14 +208,14 @@ class Profile(JsonFile):
         way: str = "",
         share: float = 1.0,
     ) -> Seconds:
-        """The seconds of a layer, or of a part of it, on so many rows: measured where the device is the profile's, else
-        worked out."""
+        """The seconds of a layer, or of a part of it, on this many rows: measured where the device is the profile's,
+        else worked out."""
         if device.model == self.device and layer.timings:
             return self._measured(layer, device, rows, threads, together, way, share)
         return self._worked_out(layer, device, device.rate(threads, together), rows / self.batch_size * share, share)
 
     def layers_seconds(self, device: Device, *, rows: float, threads: int = 1, together: int = 1) -> list[Seconds]:
-        """The seconds of each whole layer on so many rows."""
+        """The seconds of each whole layer on this many rows."""
         native, rate, part = device.model == self.device, device.rate(threads, together), rows / self.batch_size
         return [
             self._measured(layer, device, rows, threads, together, "", 1.0)
@@ -246,7 +246,7 @@ class Profile(JsonFile):
         nbytes: float | None = None,
         fused: bool = False,
     ) -> float:
-        """The seconds of an update of so many bytes of weights (None: of all), by the workload's optimizer, or
+        """The seconds of an update of this many bytes of weights (None: of all), by the workload's optimizer, or
         ``fused``."""
         share = 1.0 if nbytes is None else nbytes / max(1, self.parameter_bytes)
         passes = self._passes(device, threads, together)

@@ -38,7 +38,7 @@ class Learning(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlayTiming:
-    """A step of so many environments, timed in each of ``together`` workers at once."""
+    """A step of this many environments, timed in each of ``together`` workers at once."""
 
     device: str
     """The model of the device that the network was on."""
@@ -90,7 +90,7 @@ class RolloutTimes:
         return list(dict.fromkeys((t.device, t.together) for t in self.played if (t.device, t.together) in learned))
 
     def sizes(self, device: str, together: int) -> list[tuple[int, int]]:
-        """The sizes (K, T) that can be told of: every K that was played, with every T that was learnt from."""
+        """The sizes (K, T) that can be given: every K that was played, with every T that was learnt from."""
         widths = {t.environments for t in _at(self.played, device, together)}
         lengths = {t.steps for t in _at(self.learned, device, together)}
         return [(width, steps) for width in sorted(widths) for steps in sorted(lengths)]

@@ -315,6 +315,8 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
         if own.shape != np.shape(theirs):
             return float("inf")
         a, b = own.astype(np.float64).reshape(-1), np.asarray(theirs).astype(np.float64).reshape(-1)
+        # Equal infinities and NaN at the same place count as equal; the difference of two infinities would be NaN and
+        # compare as neither.
         other = np.flatnonzero(~((a == b) | (np.isnan(a) & np.isnan(b))))
         if other.size:
             most = np.abs(a[np.isfinite(a)]).max(initial=1e-12)
@@ -325,7 +327,7 @@ def _difference(expected: Sequence[Any], found: Sequence[Any]) -> float:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Raise ApportionError, with the file's name and the cure, where there is no room for it."""
+    """Raise ApportionError, with the file's name and the cure, where the disk has no room for it."""
     try:
         yield
     except OSError as error:

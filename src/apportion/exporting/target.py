@@ -2,11 +2,14 @@
 
 The folder ``targets`` is the registry: ``exporting/targets/onnx.py`` is written ``onnx`` or ``onnx(opset=20)``. What a
 target compiles with is a package beside that folder.
+
+The names of a network's inputs and outputs in a file or behind a server: those of a dict, and numbers otherwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -16,9 +19,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
+from apportion.core.torch_private import pytree
 from apportion.core.value import Value
 
 Inputs = Any
@@ -248,3 +253,36 @@ class Target(Value, ABC):
     def read(self, path: Path, batches: Sequence[Inputs]) -> Sequence[Reading]:
         """Run the file for each of these inputs, on this machine, by every program there is that reads it: one at
         least. Raises ``ProgramMissing`` where there is none."""
+
+
+def input_names(sample: Inputs) -> list[str]:
+    """Return the names of the tensors that a network is called with: a dict's keys, joined by dots within one another;
+    ``input``, or ``input_0``, ``input_1``, ..."""
+    return _names(sample, "input")
+
+
+def output_names(outputs: Any) -> list[str]:
+    """Return the names of the tensors that a network gives: a dict's keys, joined by dots within one another;
+    ``output``, or ``output_0``, ``output_1``, ..."""
+    return _names(outputs, "output")
+
+
+def _names(tree: Any, name: str) -> list[str]:
+    if isinstance(tree, dict):
+        return [".".join(map(_key, path)) for path, _ in pytree.tree_leaves_with_path(tree)]
+    leaves = len(pytree.tree_leaves(tree))
+    return [name] if leaves == 1 else [f"{name}_{n}" for n in range(leaves)]
+
+
+def _key(entry: Any) -> str:
+    return str(getattr(entry, "key", getattr(entry, "idx", entry)))
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Return the SHA-256 of a network's parameters and buffers, with their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        held = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {held.dtype} {tuple(held.shape)} ".encode())
+        digest.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

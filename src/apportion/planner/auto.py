@@ -32,7 +32,7 @@ from apportion.planner.trials.trial import LEAST_ROUNDS, TrialWorkers, candidate
 from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, refine
 from apportion.process import most_threads
 from apportion.runtime.launch.local import Local
-from apportion.runtime.proof.budget import BUDGET_SHARE, STARTED_SECONDS, budget, proving
+from apportion.runtime.proof.limits import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.runtime.worker.cpu_wait import noted
 
 MOST_SECONDS = 7.0
@@ -68,7 +68,7 @@ def decide(
     offers = offered(launcher)
     if len(offers) == 1:
         only = candidate(offers[0].strategy, offers[0].launcher)
-        return Decision(chosen=only, told=None, expected=None)
+        return Decision(chosen=only, plan=None, expected=None)
     deciding = _Deciding(workload, changes, launcher, planning or Planning(), offers)
     decision = deciding.recalled()
     if decision is None:
@@ -150,18 +150,18 @@ class _Deciding:
             strategy: Strategy = parse(known["told"]["strategy"], "apportion.strategies")
             chosen = candidate(strategy, parse_as(known["told"]["launcher"], Local))
             expected = None if known["expected"] is None else Expected(**known["expected"])
-            told = {**known["told"], "remembered": True, "why": f"{known['told']['why']}, as an earlier run found"}
+            plan = {**known["told"], "remembered": True, "why": f"{known['told']['why']}, as an earlier run found"}
         except (KeyError, TypeError, ValueError):  # of another version
             return None
-        return Decision(chosen=chosen, told={**told, "seconds": self._took()}, expected=expected)
+        return Decision(chosen=chosen, plan={**plan, "seconds": self._took()}, expected=expected)
 
     def keep(self, decision: Decision) -> None:
         """Keep the decision for the next run, unless nothing was measured or predicted for it."""
-        if decision.expected is not None and decision.told is not None and not decision.expected.rough:
+        if decision.expected is not None and decision.plan is not None and not decision.expected.rough:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
-            plan: dict[str, Any] = {"told": decision.told, "expected": expected}
-            plan |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
-            decision_cache.keep(self._key, plan)
+            kept: dict[str, Any] = {"told": decision.plan, "expected": expected}
+            kept |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
+            decision_cache.keep(self._key, kept)
 
     def _budget(self) -> float:
         """Seconds that trials may take."""
@@ -279,7 +279,7 @@ class _Deciding:
         expected: Expected | None,
     ) -> Decision:
         chosen = candidate(strategy, launcher)
-        told = {
+        plan = {
             "strategy": str(strategy),
             "launcher": str(chosen.launcher),
             "why": why,
@@ -287,7 +287,7 @@ class _Deciding:
             "remembered": False,
             "seconds": self._took(),
         }
-        return Decision(chosen=chosen, told=told, expected=expected)
+        return Decision(chosen=chosen, plan=plan, expected=expected)
 
     def _took(self) -> float:
         return time.monotonic() - self._began

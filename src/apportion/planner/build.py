@@ -11,7 +11,7 @@ from apportion.planner.candidate import Priced, family, folded, ranked, trials_o
 from apportion.planner.explain import why_first, why_not
 from apportion.planner.plan import Matched, Plan
 from apportion.planner.rollouts.rates import rates
-from apportion.planner.rollouts.told import why
+from apportion.planner.rollouts.rates_table import why
 from apportion.planner.search import search
 from apportion.planner.units import label, milliseconds
 from apportion.planner.what_if.cluster_variants import of_hosts

@@ -77,14 +77,22 @@ class Priced:
         return next((n for n in range(ranks, 0, -1) if self.strategy.ranks(n) == ranks), ranks)
 
     @property
+    def local(self) -> Local | None:
+        """The layout as processes of one machine; None where it needs several hosts."""
+        if len(self.layout.hosts) > 1:
+            return None
+        return Local(workers=self.workers, threads=self.layout.threads, device=self._device)
+
+    @property
     def launcher(self) -> Local | Env:
         """The launcher of the candidate: processes of one host, or for several hosts what has started them there."""
+        return self.local or Env(device=self._device)
+
+    @property
+    def _device(self) -> str | None:
         kinds = {self.layout.device(rank).kind for rank in range(self.layout.ranks)}
         gpus = any(device.kind == "cuda" for device in self.layout.cluster.devices)
-        device = "cpu" if gpus and kinds == {"cpu"} else None
-        if len(self.layout.hosts) > 1:
-            return Env(device=device)
-        return Local(workers=self.workers, threads=self.layout.threads, device=device)
+        return "cpu" if gpus and kinds == {"cpu"} else None
 
     @property
     def step_seconds(self) -> float:

@@ -32,7 +32,7 @@ class Decision:
     """The strategy that a run takes, and what is known of it."""
 
     chosen: Candidate
-    told: dict[str, Any] | None
+    plan: dict[str, Any] | None
     """The data of a ``plan`` event; None where there was nothing to decide."""
     expected: Expected | None
     """The time that a step of the run should take; None: not known."""
@@ -43,8 +43,8 @@ def next_best(decision: Decision, disproved: Collection[str], launcher: Local, w
     next of the exact ones that were tried or priced, and one process where there is none. ``why``: the evidence."""
     from apportion.planner.trials.trial import candidate  # few decisions are taken back
 
-    assert decision.told is not None, "who has named a strategy gets no other"
-    rows = [{**row} for row in decision.told["candidates"]]
+    assert decision.plan is not None, "a strategy that was named is not replaced"
+    rows = [{**row} for row in decision.plan["candidates"]]
     for row in rows:
         if f"{row['strategy']} on {row['launcher']}" in disproved:
             row["refused"] = row["refused"] or f"it is not the same network: {why}"
@@ -56,11 +56,11 @@ def next_best(decision: Decision, disproved: Collection[str], launcher: Local, w
             break
     if chosen is None:
         chosen = candidate(parse("single_device", "apportion.strategies"), Local(device=launcher.device))
-    told = {
-        **decision.told,
+    plan = {
+        **decision.plan,
         "strategy": str(chosen.strategy),
         "launcher": str(chosen.launcher),
         "why": f"the next best, since {why}",
         "candidates": [row for row in rows if row["refused"] is None] + [row for row in rows if row["refused"]],
     }
-    return Decision(chosen=chosen, told=told, expected=None)
+    return Decision(chosen=chosen, plan=plan, expected=None)

@@ -58,10 +58,10 @@ def _of_frames(first: Priced, profile: Profile) -> str:
     whole = first.seconds_per_example * first.layout.ranks
     played = profile.environment_seconds + profile.acting_seconds
     parts = (("in the environment", profile.environment_seconds), ("acting", profile.acting_seconds))
-    told = ", ".join(f"{microseconds(seconds / profile.frames)} {where}" for where, seconds in parts)
+    times = ", ".join(f"{microseconds(seconds / profile.frames)} {where}" for where, seconds in parts)
     learning = microseconds(max(0.0, whole - played) / profile.frames)
     return (
-        f"{first.examples_per_second * profile.frames:,.0f} frames/s: of a frame {told} and {learning} learning, on a "
+        f"{first.examples_per_second * profile.frames:,.0f} frames/s: of a frame {times} and {learning} learning, on a "
         f"worker's core; {min(1.0, played / whole):.0%} of it is played step by step, which more cores divide and a "
         "GPU does not hasten"
     )

@@ -9,13 +9,12 @@ from typing import Any
 from apportion.comm.group import collective
 from apportion.comm.objects import broadcast_message
 from apportion.comm.world import World
+from apportion.core.launcher import Launcher
 from apportion.core.workload import Workload
 from apportion.planner.candidate import Priced, ranked
 from apportion.planner.launched_plan import plan_launched
 from apportion.planner.plan import Plan
 from apportion.planner.units import milliseconds
-from apportion.runtime.agents.hosts_launcher import HostsLauncher
-from apportion.runtime.launch.env import Env
 
 MEASURING_SECONDS, TRIAL_SECONDS = 4.0, 3.0
 """The seconds for measuring the hosts and the links between them, and for trying the best few: less than a plan takes
@@ -24,23 +23,23 @@ that is asked for by itself."""
 
 @collective
 def choose_launched(
-    workload: Workload | str, world: World, launcher: Env | HostsLauncher, *, trial: bool
+    workload: Workload | str, world: World, launcher: Launcher, *, trial: bool, name: str | None = None
 ) -> dict[str, Any]:
     """Chooses an exact strategy for all ranks of this world. Returns the data of a ``plan`` event, on all of them.
     Raises ValueError, on all of them, where no exact strategy runs on all ranks, or the hosts have unequal numbers of
     ranks.
 
-    ``trial``: the best few are tried; else the best by prediction is taken.
+    ``trial``: the best few are tried; else the best by prediction is taken. ``name``: what refusals call the workload.
     """
     began = time.monotonic()
-    plan = plan_launched(workload, world, trial=trial, seconds=TRIAL_SECONDS, measuring=MEASURING_SECONDS)
-    told: dict[str, Any] | None = None
+    plan = plan_launched(workload, world, name=name, trial=trial, seconds=TRIAL_SECONDS, measuring=MEASURING_SECONDS)
+    data: dict[str, Any] | None = None
     if plan is not None:
-        told = {**described_choice(plan, world.size, str(launcher)), "seconds": time.monotonic() - began}
-    told = broadcast_message(told, world.group(), device=world.device)
-    if told["strategy"] is None:
-        raise ValueError(f"no exact strategy trains this network on these {world.size} ranks: {told['why']}")
-    return told
+        data = {**described_choice(plan, world.size, str(launcher)), "seconds": time.monotonic() - began}
+    data = broadcast_message(data, world.group(), device=world.device)
+    if data["strategy"] is None:
+        raise ValueError(f"no exact strategy trains this network on these {world.size} ranks: {data['why']}")
+    return data
 
 
 def described_choice(plan: Plan, ranks: int, launcher: str) -> dict[str, Any]:

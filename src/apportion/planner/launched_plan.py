@@ -50,6 +50,7 @@ def plan_launched(
     workload: Workload | str,
     world: World,
     *,
+    name: str | None = None,
     trial: bool = True,
     seconds: float = TRIAL_SECONDS,
     measuring: float = SECONDS,
@@ -57,19 +58,20 @@ def plan_launched(
     """Plan how to split a workload among the ranks of this world, or that one host by itself is faster. Returns the
     plan on rank 0, None on the others. All ranks call it, with the same arguments.
 
-    ``seconds``: the time for trials; at least ``launched_trials.LEAST_ROUNDS`` steps of each candidate are made,
+    ``name``: what the plan calls the workload; None: its address, or the class of its network. ``seconds``: the time
+    for trials; at least ``launched_trials.LEAST_ROUNDS`` steps of each candidate are made,
     however long they take. ``measuring``: the time for measuring the machines and the links between them; ``PROFILING``
     of it is spent on the workload in addition. Raises ValueError, on all ranks, where the hosts do not have equally
     many ranks, or nothing can run.
     """
     opened = load_workload(workload) if isinstance(workload, str) else workload
-    seats = _seats(world)
+    name = workload if name is None and isinstance(workload, str) else name
+    slots = _slots(world)
     cluster = measure_here(world, seconds=measuring)
     planned, refusal = None, ""
     if world.rank == 0:  # by its own host, while the others wait: hosts of the same make take the same times
         try:
-            found, profiled = priced_here(opened, _on(cluster, seats), PROFILING * measuring)
-            name = workload if isinstance(workload, str) else None
+            found, profiled = priced_here(opened, _on(cluster, slots), PROFILING * measuring, name)
             planned = make(found, profiled, cluster, workload=name)
         except ValueError as error:
             refusal = str(error)
@@ -79,12 +81,12 @@ def plan_launched(
     return _tried(planned, opened, world, seconds) if trial else planned
 
 
-def _seats(world: World) -> list[tuple[int, int | None]]:
+def _slots(world: World) -> list[tuple[int, int | None]]:
     """Return each rank's (host, GPU), by number; GPU None: the rank computes on the cores. Raises ValueError where the
     hosts do not have equally many ranks."""
     gpu = None if world.device.type == "cpu" else world.device.index or 0
-    told = [socket.gethostname(), world.local_rank, world.local_size, gpu]
-    everyone = gather_messages(told, world.group(), device=world.device)
+    place = [socket.gethostname(), world.local_rank, world.local_size, gpu]
+    everyone = gather_messages(place, world.group(), device=world.device)
     own = hosts([(str(name), int(rank), int(size)) for name, rank, size, _ in everyone])
     many = Counter(own)
     if len(set(many.values())) > 1:
@@ -95,16 +97,20 @@ def _seats(world: World) -> list[tuple[int, int | None]]:
     return [(host, gpu) for host, (*_, gpu) in zip(own, everyone, strict=True)]
 
 
-def _on(cluster: Cluster, seats: Sequence[tuple[int, int | None]]) -> Placement:
+def _on(cluster: Cluster, slots: Sequence[tuple[int, int | None]]) -> Placement:
     """Return the layout of the ranks where they are, each with the threads that it has."""
-    names = (f"{cluster.hosts[host]}/{'cpu' if gpu is None else f'gpu{gpu}'}" for host, gpu in seats)
+    names = (f"{cluster.hosts[host]}/{'cpu' if gpu is None else f'gpu{gpu}'}" for host, gpu in slots)
     return Placement(cluster=cluster, devices=tuple(names), threads=torch.get_num_threads())
 
 
-def priced_here(opened: Workload, own: Placement, seconds: float) -> tuple[list[Priced], Profile]:
+def priced_here(
+    opened: Workload, own: Placement, seconds: float, name: str | None = None
+) -> tuple[list[Priced], Profile]:
     """Price everything that these ranks could do, all of them where they are or one alone; and return the profile that
-    it is priced by as well."""
+    it is priced by as well. ``name``: what refusals call the workload."""
     profiled = profile(opened, own.cluster, [own, *places_of(own.cluster, 1)], seconds=seconds)
+    if name is not None:
+        profiled = replace(profiled, name=name)
     found = [
         p
         for workers, each in ((own.ranks, own.threads), (1, None))
@@ -119,9 +125,9 @@ def _tried(planned: Plan | None, opened: Workload, world: World, seconds: float)
     bench = Bench(opened, world)
     try:
         for turn in range(1 + AGAIN):
-            told = None if planned is None else _worth_trying(planned, first=turn == 0)
-            told = broadcast_message(told, world.group(), device=world.device)
-            chosen: list[Choice] = [(strategy, threads) for strategy, threads in told]
+            worth = None if planned is None else _worth_trying(planned, first=turn == 0)
+            worth = broadcast_message(worth, world.group(), device=world.device)
+            chosen: list[Choice] = [(strategy, threads) for strategy, threads in worth]
             if len(chosen) < 2:
                 break
             for choice in chosen:

@@ -1,4 +1,4 @@
-"""A plan as it is told: what to run, every alternative with its price, and why."""
+"""A plan: what to run, every alternative with its price, and why."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from apportion.cost_model.cost import TERMS
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced
 from apportion.planner.rollouts.rates import RolloutRate
-from apportion.runtime.launch.local import Local
 
 MOST_SPANS = 1500
 """The largest number of spans of the timeline that the JSON holds."""
@@ -125,7 +124,7 @@ def described(p: Priced) -> dict[str, Any]:
     """Describe one candidate as plain data. Times are in seconds; a refused candidate has none.
     ``predicted_step_seconds`` is the predicted time, ``step_seconds`` the one that counts: measured where it was
     tried."""
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "strategy": str(p.strategy),
         "launcher": str(p.launcher),
         "workers": p.workers,
@@ -136,9 +135,9 @@ def described(p: Priced) -> dict[str, Any]:
         "refused": p.refusal or None,
     }
     if p.cost is None:
-        return {**told, **dict.fromkeys(_TIMES)}
+        return {**data, **dict.fromkeys(_TIMES)}
     return {
-        **told,
+        **data,
         "step_seconds": p.step_seconds,
         "predicted_step_seconds": p.cost.step_seconds,
         "examples_per_second": p.examples_per_second,
@@ -198,7 +197,7 @@ def commands(workload: str, chosen: Priced, started_by: str | None = None) -> Co
     FILE:NAME. ``started_by``: the launcher for several hosts."""
     address = workload if ":" in workload else "FILE:NAME"
     train = f"apportion train {_quoted(address)} --strategy {_quoted(str(chosen.strategy))}"
-    launcher = str(chosen.launcher) if isinstance(chosen.launcher, Local) else started_by
+    launcher = started_by if chosen.local is None else str(chosen.local)
     ours = None if launcher is None else f"{train} --launcher {_quoted(launcher)}"
     return Commands(ours, _torchrun(f"{train} --launcher {_quoted(_env(chosen))}", chosen))
 

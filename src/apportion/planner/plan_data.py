@@ -47,12 +47,12 @@ def _candidate(p: Priced) -> dict[str, Any]:
     }
 
 
-def _priced(told: Mapping[str, Any], cluster: Cluster, profile: Profile) -> Priced:
-    strategy: Strategy = parse(told["strategy"], "apportion.strategies")
-    layout = Placement(cluster=cluster, devices=tuple(told["devices"]), threads=int(told["threads"]))
-    if told["refusal"]:
-        return Priced(strategy=strategy, layout=layout, refusal=str(told["refusal"]))
-    tried, corrected = told["tried"], told["corrected"]
+def _priced(data: Mapping[str, Any], cluster: Cluster, profile: Profile) -> Priced:
+    strategy: Strategy = parse(data["strategy"], "apportion.strategies")
+    layout = Placement(cluster=cluster, devices=tuple(data["devices"]), threads=int(data["threads"]))
+    if data["refusal"]:
+        return Priced(strategy=strategy, layout=layout, refusal=str(data["refusal"]))
+    tried, corrected = data["tried"], data["corrected"]
     return replace(
         priced(strategy, layout, profile),
         corrected=None if corrected is None else float(corrected),
@@ -60,7 +60,7 @@ def _priced(told: Mapping[str, Any], cluster: Cluster, profile: Profile) -> Pric
     )
 
 
-def _measurement(told: Mapping[str, Any]) -> Measurement:
-    terms = told["terms"]
-    numbers = read(Measurement, {name: value for name, value in told.items() if name != "terms"})
+def _measurement(data: Mapping[str, Any]) -> Measurement:
+    terms = data["terms"]
+    numbers = read(Measurement, {name: value for name, value in data.items() if name != "terms"})
     return replace(numbers, terms=None if terms is None else {str(name): float(s) for name, s in terms.items()})

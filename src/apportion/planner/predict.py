@@ -50,12 +50,12 @@ def predicted(workload: Workload | str, launcher: Local, seconds: float, *, reme
     found = search(profile, cluster, threads=launcher.threads)
     most = most_threads() if launcher.threads is None else None
     return [
-        Offer(strategy=p.strategy, launcher=replace(p.launcher, loaders=launcher.loaders), cost=p.cost)
+        Offer(strategy=p.strategy, launcher=replace(where, loaders=launcher.loaders), cost=p.cost)
         for p in found
         if p.cost is not None
-        and isinstance(p.launcher, Local)
-        and launcher.device in (None, p.launcher.device)
-        and (most is None or (p.launcher.threads or 1) <= most)
+        and (where := p.local) is not None
+        and launcher.device in (None, where.device)
+        and (most is None or (where.threads or 1) <= most)
     ]
 
 

@@ -208,7 +208,7 @@ def _as_they_are(values: Iterable[Strategy], places: Sequence[Placement]) -> Ite
 def _candidates(cls: type[Strategy], profile: Profile, layout: Placement) -> list[Strategy]:
     try:
         return list(islice(cls.candidates(profile, layout), MOST_EACH))
-    except ValueError:  # its reason is told where its plain value is priced
+    except ValueError:  # its reason is given where its plain value is priced
         return [cls()]
 
 

@@ -69,7 +69,7 @@ def main(sock: socket.socket, payload: bytes) -> int:
 
 
 def serve_gauges(job: BenchmarkJob, world: World, channel: Channel) -> None:
-    """Measure what is asked for, until told to ``close``. An order names a method of ``HardwareBenchmark``, and has its
+    """Measure what orders ask for, until ``close``. An order names a method of ``HardwareBenchmark``, and has its
     arguments."""
     gauge = HardwareBenchmark(world)
     channel.send({"kind": "ready"})

@@ -63,7 +63,7 @@ def discover() -> Cluster:
 
 
 def cpu_model() -> str:
-    """Return the processor's name as its maker calls it; the machine's type where that is not told."""
+    """Return the processor's name as its maker calls it; the machine's type where that is not known."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -137,20 +137,20 @@ def _gpu_links(cpu: Device, gpus: tuple[Device, ...]) -> tuple[Link, ...]:
 
 
 def nvlinks() -> int:
-    """Return the smallest number of NVLinks between any two GPUs of this machine; 0 where that cannot be told."""
+    """Return the smallest number of NVLinks between any two GPUs of this machine; 0 where that cannot be found out."""
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_ASK_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return fewest_nvlinks(told)
+    return fewest_nvlinks(output)
 
 
-def fewest_nvlinks(told: str) -> int:
+def fewest_nvlinks(output: str) -> int:
     """Return the smallest number of NVLinks between two GPUs in the table of ``nvidia-smi topo -m``; 0 where two are
     joined otherwise."""
-    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in told.splitlines()]
+    lines = [re.sub(r"\x1b\[\d*m", "", line).split() for line in output.splitlines()]
     rows = [cells for cells in lines if len(cells) > 1 and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
     between = [cells[1 + at] for cells in rows for at in range(len(rows)) if cells[1 + at] != "X"]
     counts = [int(cell[2:]) if re.fullmatch(r"NV\d+", cell) else 0 for cell in between]

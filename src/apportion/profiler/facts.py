@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apportion.comm.channel import Message
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.optim.elementwise import rule_of
 from apportion.parallel.optim.fused import needs_whole_weights
@@ -69,7 +69,7 @@ def loading(own: TimedStep) -> Message:
     own.batch.inputs  # noqa: B018 (the first takes longer)
     dataset = source.dataset
     if isinstance(dataset, ActedDataset):
-        dataset.told()
+        dataset.rollout_facts()
     before = source.seconds
     for step in range(source.deal.batches, min(source.total, source.deal.batches + LOADED)):
         batch = source.at(step, DataShard())
@@ -77,11 +77,11 @@ def loading(own: TimedStep) -> Message:
         rows += len(batch)
         if source.seconds - before > LOADING_SECONDS:
             break
-    told = dataset.told() if isinstance(dataset, ActedDataset) else {}
+    times = dataset.rollout_facts() if isinstance(dataset, ActedDataset) else {}
     return {
         "seconds": (source.seconds - before) / max(1, rows),
-        "environment": told.get("environment", 0.0),
-        "acting": told.get("acting", 0.0),
+        "environment": times.get("environment", 0.0),
+        "acting": times.get("acting", 0.0),
     }
 
 
@@ -103,8 +103,8 @@ def _layers(own: TimedStep) -> tuple[list[dict[str, Any]], str | None]:
     found, first = [], dict[Any, str]()
     for layer in traced.layers:
         ran = calls[layer.name]
-        told = _described(layer) | _cuts(ran) | {"kept_bytes": kept.get(layer.name, 0)}
-        found.append(told | {"like": first.setdefault(_signature(layer, ran), layer.name)})
+        facts = _described(layer) | _cuts(ran) | {"kept_bytes": kept.get(layer.name, 0)}
+        found.append(facts | {"like": first.setdefault(_signature(layer, ran), layer.name)})
     return found, traced.untraceable
 
 

@@ -210,8 +210,8 @@ class _Measuring:
 
     def measure(self, facts: Message, seconds: float) -> Found:
         """Measure whole steps, layers and parts, each in its share of the time."""
-        told = self._ask({"kind": "loading"})[0]
-        found = Found(told["seconds"], told["environment"], told["acting"])
+        times = self._ask({"kind": "loading"})[0]
+        found = Found(times["seconds"], times["environment"], times["acting"])
         end = time.monotonic() + seconds
         rows = self._rows(facts)
         for at in rows:
@@ -284,16 +284,16 @@ class _Measuring:
         rows = _few_rows(found.passes)
         whole = {name: timings[0] for name, timings in found.timings.items()}
         orders = list(self._orders(layers, whole))
-        told: dict[str, dict[str, float] | None] = {}
+        alone: dict[str, dict[str, float] | None] = {}
         for at, (name, way, ranks) in enumerate(orders):
             left = end - time.monotonic()
             if left <= 0:
                 return
             seconds = min(PART_SECONDS, left / (2 * (len(orders) - at)))
             order = {"kind": "part", "layer": name, "rows": rows, "seconds": seconds}
-            if name not in told:
-                told[name] = mean(self._ask({**order, "way": "", "ranks": 1}))
-            part, beside = mean(self._ask({**order, "way": way, "ranks": ranks})), told[name]
+            if name not in alone:
+                alone[name] = mean(self._ask({**order, "way": "", "ranks": 1}))
+            part, beside = mean(self._ask({**order, "way": way, "ranks": ranks})), alone[name]
             if part is None or beside is None:
                 continue
             for layer in layers:
@@ -353,13 +353,13 @@ class Found:
 def made(name: str | None, device: str, facts: Message, found: Sequence[Found]) -> Profile:
     """Make the profile: of ``facts`` that one worker has reported, and times from all settings. ``name``: the name of
     the profile; None: the model's."""
-    told = {what: value for what, value in facts.items() if what not in _APART}
+    given = {what: value for what, value in facts.items() if what not in _APART}
     passes = tuple(p for f in found for p in f.passes)
     layers = [_layer(layer, found) for layer in facts["layers"]]
     if not layers:  # one that is not known to have parts
         layers = [_as_one(facts["model"], facts["parameter_bytes"], passes)]
     return Profile(
-        **told,
+        **given,
         name=facts["model"] if name is None else name,
         device=device,
         layers=tuple(layers),
@@ -377,29 +377,29 @@ def mean(answers: Sequence[Message]) -> dict[str, float] | None:
     return {what: statistics.mean(a[what] for a in answers) for what in ("share", "forward", "backward")}
 
 
-def scaled(layers: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
+def scaled(layers: Sequence[Mapping[str, Any]], timed: Sequence[Mapping[str, float]], total: float) -> dict[str, float]:
     """Return the seconds of each layer in one direction: the mean over all ranks and all layers that are ``like`` each
     other, scaled to add up to the total. The loss belongs to the last layer."""
-    known = {layer["name"]: statistics.mean(t.get(layer["name"], 0.0) for t in told) for layer in layers}
+    known = {layer["name"]: statistics.mean(t.get(layer["name"], 0.0) for t in timed) for layer in layers}
     alike: dict[str, list[float]] = {}
     for layer in layers:
         alike.setdefault(layer["like"], []).append(known[layer["name"]])
     found = {layer["name"]: statistics.mean(alike[layer["like"]]) for layer in layers}
-    found[layers[-1]["name"]] += statistics.mean(t.get("", 0.0) for t in told)
+    found[layers[-1]["name"]] += statistics.mean(t.get("", 0.0) for t in timed)
     both = sum(found.values())
     return {name: seconds * total / both if both else total / len(layers) for name, seconds in found.items()}
 
 
-def _layer(told: dict[str, Any], found: Sequence[Found]) -> LayerProfile:
-    rest = {k: v for k, v in told.items() if k not in ("like", "ways", "inputs", "image", "across")}
-    image, across = told.get("image"), told.get("across")
+def _layer(layer: dict[str, Any], found: Sequence[Found]) -> LayerProfile:
+    rest = {k: v for k, v in layer.items() if k not in ("like", "ways", "inputs", "image", "across")}
+    image, across = layer.get("image"), layer.get("across")
     return LayerProfile(
         **rest,
-        inputs=tuple(told["inputs"]),
-        ways=tuple(told["ways"]),
+        inputs=tuple(layer["inputs"]),
+        ways=tuple(layer["ways"]),
         image=None if image is None else (image[0], image[1], image[2]),
         across=None if across is None else (across[0], across[1], across[2]),
-        timings=tuple(t for f in found for t in f.timings.get(told["name"], ())),
+        timings=tuple(t for f in found for t in f.timings.get(layer["name"], ())),
     )
 
 

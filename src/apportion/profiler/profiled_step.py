@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.batch import Batch
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.parallel.tracing.tracer import Unfollowed, follow
 from apportion.profiler.call_timer import Calls, TimedCall, clock
 

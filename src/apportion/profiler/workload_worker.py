@@ -47,7 +47,7 @@ SLOW_SECONDS = 0.1
 
 
 def main(sock: socket.socket, payload: bytes) -> int:
-    """Time a step and its parts when told to, as one of the ranks that do."""
+    """Time a step and its parts when asked to, as one of the ranks that do."""
     return run_program(sock, payload, serve_timings)
 
 
@@ -127,8 +127,8 @@ class StepProfiler:
                 self._one_of_its_own(batch, found)
             else:
                 self._one(batch, found, self._fused if run % 2 == 0 else None)
-        told = {"rows": len(batch), "without_core": waited.share()}
-        return {**told, **{name: _median(times) for name, times in found.items()}}
+        about = {"rows": len(batch), "without_core": waited.share()}
+        return {**about, **{name: _median(times) for name, times in found.items()}}
 
     def _warm(self, batch: Batch) -> None:
         """Make a step that is not counted; both updates are made with its gradients."""
@@ -240,7 +240,7 @@ class StepProfiler:
             made: tuple[float, TimedPart] | None = part_of(ran.call, given, way, ranks, copies=ran.copies)
             if made is not None:
                 made[1].run()
-        except (RuntimeError, ValueError):  # its sizes, or shapes that it was told, do not go with a part
+        except (RuntimeError, ValueError):  # its sizes, or shapes that it was given, do not go with a part
             return None
         return made
 

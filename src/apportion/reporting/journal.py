@@ -22,7 +22,7 @@ from typing import Any
 
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.append_only_file import NO_ROOM, Appended, open_own, reason
+from apportion.runtime.checkpoint.durable_files import NO_ROOM, Appended, open_own, reason
 from apportion.runtime.checkpoint.event_lines import EVENTS, decode, encode
 
 REPORT = "report.html"
@@ -144,7 +144,7 @@ class _Scalars:
 
     def close(self) -> None:
         if self._records is not None:
-            with suppress(OSError):  # that the disk is full was told
+            with suppress(OSError):  # a full disk was reported already
                 self._records.close()
             self._records = None
         self._missing = True

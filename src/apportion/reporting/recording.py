@@ -1,4 +1,4 @@
-"""The events of a run on their way to whoever reads them: each is written into the run directory first, and a report is
+"""The events of a run on their way to their readers: each is written into the run directory first, and a report is
 drawn of them at the end."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
 from apportion.reporting.journal import Journal
+from apportion.runtime.worker.coordination import OutsideEvents
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.outside_events import OutsideEvents
 
 if TYPE_CHECKING:  # a run of which nothing is expected needs none of this
     from apportion.planner.performance_monitor import PerformanceMonitor
@@ -84,9 +84,9 @@ class _Record:
         """Writes what another process has seen, once the run has begun."""
         if self._journal is None or outside is None:
             return
-        for number, event in outside.take():
+        for number, event in outside.pop_events():
             self._journal.write(event)
-            outside.note(number)
+            outside.mark_recorded(number)
             self._drawn = False
 
     def close(self, rest: Sequence[Event], outside: OutsideEvents | None) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from apportion.script_check.hangs import report
-from apportion.script_check.hangs.sentences import ranks as written_ranks
-from apportion.script_check.passes import Passed
+from apportion.script_check.hangs.sentences import list_ranks
+from apportion.script_check.passes import PassResult
 from apportion.script_check.record import RankRecord
 
 _GPU = re.compile(r"cuda|\bgpus?\b|nccl|nvidia|accelerator|device_count", re.IGNORECASE)
@@ -21,14 +21,18 @@ _NETWORK = re.compile(
     r"cannot find the requested files in the (local|disk) cache",
     re.IGNORECASE,
 )
+_FILE = (
+    "The script reads a file that is not there: give its path after --, or, where another rank writes it, have the "
+    "ranks wait for that (torch.distributed.barrier) and the writer be rank 0."
+)
 _NETWORK_TYPES = {"URLError", "ConnectionError", "ConnectTimeout", "LocalEntryNotFoundError", "gaierror", "HTTPError"}
 
 
-def unusable(passed: Passed, ranks: int) -> str | None:
+def unusable(passed: PassResult, ranks: int) -> str | None:
     """Returns why a pass says nothing, and the remedy; None where it does."""
     again = _of_second_run(passed)
     if passed.waited.how == "limit":
-        late = written_ranks(passed.unfinished)
+        late = list_ranks(passed.unfinished)
         return (
             f"{late}{again} did not end within {passed.seconds:.0f} s: compare fewer steps (--steps), or give the "
             f"script arguments with which a step is shorter"
@@ -59,7 +63,7 @@ def unusable(passed: Passed, ranks: int) -> str | None:
     return None
 
 
-def _of_second_run(passed: Passed) -> str:
+def _of_second_run(passed: PassResult) -> str:
     """What a second run was, as a clause between commas; empty where the script was run once."""
     if passed.then is None:
         return ""
@@ -70,7 +74,7 @@ def _saved_late(record: RankRecord) -> str:
     """What a second run needs that does not find a file; empty where it failed for another reason."""
     if record.outcome is None or record.outcome.get("type") not in ("FileNotFoundError", "CheckpointException"):
         return ""
-    saved = list(dict.fromkeys(event["path"] for event in record.of("save") if event["path"]))
+    saved = list(dict.fromkeys(event["path"] for event in record.events_of("save") if event["path"]))
     steps = len(record.runs[0].steps)
     wrote = f"saved {', '.join(saved[:3])}" if saved else "saved nothing"
     return (
@@ -79,8 +83,8 @@ def _saved_late(record: RankRecord) -> str:
     )
 
 
-def lacks_gpu(passed: Passed) -> bool:
-    """Whether a script failed, or ended before its first step, because there is no GPU, or fewer than ranks."""
+def lacks_gpu(passed: PassResult) -> bool:
+    """Whether a script failed, or ended before its first step, for lack of a GPU for each rank."""
     failed = next((record for record in passed.failed if record.outcome is not None), None)
     if failed is not None and failed.outcome is not None:
         return needs_gpu(failed.outcome, passed.outputs[failed.rank])
@@ -91,7 +95,7 @@ def lacks_gpu(passed: Passed) -> bool:
 
 
 def needs_gpu(outcome: Mapping[str, Any], output: str) -> bool:
-    """Whether a script failed because there is no GPU, or fewer than ranks."""
+    """Whether a script failed for lack of a GPU for each rank."""
     if outcome["how"] == "exited":
         return bool(_GPU.search(output[-500:]))
     return outcome["how"] == "raised" and bool(
@@ -100,8 +104,8 @@ def needs_gpu(outcome: Mapping[str, Any], output: str) -> bool:
 
 
 def may_need_own_precision(outcome: Mapping[str, Any]) -> bool:
-    """Whether a failure may come from computing in float64: an error of torch or a check of the script, and none of
-    the others that have a remedy of their own."""
+    """Whether a failure may come from computing in float64: an error of torch or a check of the script, but not one of
+    the failures that have a remedy of their own."""
     if outcome["how"] != "raised":
         return False
     if outcome.get("type") == "TooLargeForFloat64":
@@ -170,32 +174,22 @@ def _network(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     return ""
 
 
-def _file(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
-    if outcome.get("type") in ("FileNotFoundError", "NotADirectoryError"):
-        return (
-            "The script reads a file that is not there: give its path after --, or, where another rank writes it, have "
-            "the ranks wait for that (torch.distributed.barrier) and the writer be rank 0."
-        )
-    return ""
+_BY_TYPE = {
+    "FileNotFoundError": _FILE,
+    "NotADirectoryError": _FILE,
+    "ModuleNotFoundError": "The script imports a package that this Python does not have: install it, or use the "
+    "script's own Python.",
+}
+"""What a script needs that raised an error of a type."""
 
 
-def _disk(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
+def _by_type(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
     if outcome.get("type") == "OSError" and _FULL.search(str(outcome.get("message"))):
         return (
             "What the script writes is held in temporary files until the end of the check: set TMPDIR to a folder of a "
             "file system with more room, or have the script save less."
         )
-    return ""
+    return _BY_TYPE.get(str(outcome.get("type")), "")
 
 
-def _module(outcome: Mapping[str, Any], output: str, ranks: int) -> str:
-    if outcome.get("type") == "ModuleNotFoundError":
-        return (
-            "The script imports a package that this Python does not have: install it, or use the script's own Python."
-        )
-    return ""
-
-
-_RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (
-    _arguments, _disk, _network, _file, _module, _world,
-)  # fmt: skip
+_RULES: tuple[Callable[[Mapping[str, Any], str, int], str], ...] = (_arguments, _by_type, _network, _world)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.script_check.rows import count, turned
+from apportion.script_check.rows import count, reversed_rows
 
 Array = np.ndarray[Any, Any]
 
@@ -127,22 +127,22 @@ def with_own_lengths(feed: Feed) -> Feed:
     )
 
 
-def reordered(feed: Feed) -> Feed:
+def reversed_batches(feed: Feed) -> Feed:
     """Returns a feed with the rows of each batch in the opposite order."""
     return replace(
         feed,
-        iterations={loader: [_turned(each) for each in found] for loader, found in feed.iterations.items()},
-        again=None if feed.again is None else reordered(feed.again),
+        iterations={loader: [_reversed_iteration(each) for each in found] for loader, found in feed.iterations.items()},
+        again=None if feed.again is None else reversed_batches(feed.again),
     )
 
 
-def _turned(fed: FedIteration) -> FedIteration:
+def _reversed_iteration(fed: FedIteration) -> FedIteration:
     if fed.evaluation:
         return fed
     return replace(
         fed,
         batches=[
-            None if tree is None else turned(tree, count(tree, len(rows or ())) or 0)
+            None if tree is None else reversed_rows(tree, count(tree, len(rows or ())) or 0)
             for tree, rows in zip(fed.batches, fed.indices, strict=True)
         ],
         indices=[None if rows is None else rows[::-1] for rows in fed.indices],

@@ -15,14 +15,12 @@ from pathlib import Path
 
 from apportion.errors import ApportionError
 from apportion.script_check.feed import Feed
-from apportion.script_check.record import RankRecord, read_records
+from apportion.script_check.record import RankRecord, joined_runs, read_records
 from apportion.script_check.recording.plan import PassPlan
 from apportion.script_check.recording.recorder import UNWRITABLE
-from apportion.script_check.reference_function import ReferenceFunction
-from apportion.script_check.restarted import joined_runs
 from apportion.script_check.sandbox.sandbox import Command, Sandbox
 from apportion.script_check.sandbox.scope import scope_of
-from apportion.script_check.script import Script
+from apportion.script_check.script import ReferenceFunction, Script
 from apportion.script_check.waiting import WaitOutcome, wait_for_ranks
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ _OFF = {
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassResult:
     """One pass: what the ranks recorded, what they printed, how they were waited for, and how the user's files were
     protected, as a sentence. ``then``: where the script was run a second time, the arguments that it then had besides;
     ``outputs``, ``waited`` and ``seconds`` are those of that run."""
@@ -82,7 +80,7 @@ class Conditions:
     memory: int = field(default_factory=lambda: _available_memory())
 
 
-def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> Passed:
+def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None) -> PassResult:
     """Run a script once and return what was recorded; ``name`` names the pass's folder.
 
     Raises ApportionError where the folder takes no records, as on a full disk.
@@ -101,7 +99,9 @@ def run_pass(name: str, script: Script, ranks: int, conditions: Conditions, feed
         ) from error
 
 
-def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None) -> Passed:
+def _run_in(
+    folder: Path, name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None
+) -> PassResult:
     if feed is not None:
         feed.save(folder / "feed.pkl")
     _LOG.info("%s (%s)", f"{ranks} ranks" if ranks > 1 else "one process", name)
@@ -116,13 +116,14 @@ def _run_in(folder: Path, name: str, script: Script, ranks: int, conditions: Con
         again.mkdir()
         if feed is not None and feed.again is not None:
             feed.again.save(again / "feed.pkl")
+        # In the same sandbox, where the second run finds what the first one has written.
         resumed = _run_once(sandbox, again, replace(script, arguments=arguments), ranks, conditions)
     if resumed.waited.how != "ended":
         return replace(resumed, then=script.then)
     return replace(resumed, records=joined_runs(passed.records, resumed.records), then=script.then)
 
 
-def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, conditions: Conditions) -> Passed:
+def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, conditions: Conditions) -> PassResult:
     """Runs a script in a sandbox with its ``arguments``. ``folder``: for what it records, and of the file of its feed,
     where there is one."""
     since = time.monotonic()
@@ -146,7 +147,7 @@ def _run_once(sandbox: Sandbox, folder: Path, script: Script, ranks: int, condit
     if unwritable:
         raise OSError(errno.ENOSPC, f"rank {unwritable[0]} could not write its record")
     outputs = [_text(folder / f"rank{rank}.log") for rank in range(ranks)]
-    return Passed(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
+    return PassResult(records, outputs, waited, time.monotonic() - since, sandbox.sentence)
 
 
 def _plan(script: Script, ranks: int, conditions: Conditions, folder: Path, sandbox: Sandbox) -> PassPlan:
@@ -212,4 +213,31 @@ def _available_memory() -> int:
 
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
+        # Free at this moment alone: another program may take it before the ranks open it, which
+        # ``run_until_port_is_free`` sees.
         return int(server.getsockname()[1])
+
+
+ATTEMPTS = 3
+
+
+def run_until_port_is_free(
+    name: str, script: Script, ranks: int, conditions: Conditions, feed: Feed | None = None
+) -> PassResult:
+    """Run a pass as ``run_pass`` does, at most ``ATTEMPTS`` times."""
+    passed = run_pass(name, script, ranks, conditions, feed)
+    for attempt in range(2, ATTEMPTS + 1):
+        if not port_was_taken(passed):
+            break
+        passed = run_pass(f"{name}-{attempt}", script, ranks, conditions, feed)
+    return passed
+
+
+def port_was_taken(passed: PassResult) -> bool:
+    """Whether a rank failed as it could not listen on the port of its group."""
+    return any(
+        record.outcome is not None
+        and record.outcome["how"] == "raised"
+        and ("EADDRINUSE" in str(record.outcome["message"]) or "failed to listen" in str(record.outcome["message"]))
+        for record in passed.records
+    )

@@ -27,6 +27,7 @@ class Activity:
         """Whether a processor or a disk was used after ``before``, or is waited for. ``spare``: whether a processor of
         the machine was idle meanwhile; a thread that is ready and then has had no CPU time only seems to be, as those
         do that wait in epoll on some virtual machines."""
+        # One tick may be that of a timer, which wakes a thread that waits on at once.
         if self.ticks - before.ticks > 1 or self.transferred > before.transferred or self.blocked:
             return True
         return any(not spare or ticks > before.ready.get(thread, ticks) for thread, ticks in self.ready.items())
@@ -46,7 +47,7 @@ class ProcessorTimes:
 
 
 def processor_times() -> ProcessorTimes:
-    """Returns the times of the machine's processors; zeros where there is no /proc, where none seems to be idle."""
+    """Returns the times of the machine's processors; zeros where /proc is missing, where none seems to be idle."""
     try:
         fields = list(map(int, (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]))
         return ProcessorTimes(sum(fields), fields[3])
@@ -56,7 +57,7 @@ def processor_times() -> ProcessorTimes:
 
 def rank_processes(roots: Sequence[int]) -> dict[int, int]:
     """Returns the process of each rank, by rank: those of the program that records, among some processes and their
-    descendants. Empty where there is no /proc."""
+    descendants. Empty where /proc is missing."""
     found = dict[int, int]()
     for root in roots:
         for pid in family(root):
@@ -67,7 +68,7 @@ def rank_processes(roots: Sequence[int]) -> dict[int, int]:
 
 
 def activity(pid: int) -> Activity | None:
-    """Returns what a process and its descendants have done; None where it has ended or there is no /proc."""
+    """Returns what a process and its descendants have done; None where it has ended or /proc is missing."""
     ticks = transferred = blocked = 0
     ready = dict[str, int]()
     seen = False

@@ -36,8 +36,8 @@ class Unjoinable(ValueError):
 def joined(trees: Sequence[Any], rows: Sequence[int] | None = None, *, loosely: bool = True) -> Any:
     """Returns the batch that has the rows of all batches, in order.
 
-    ``rows``: the number of rows of each batch, by which lists with an entry for each row are told from lists of parts;
-    without it, lists of tensors and of other lists are taken for parts. ``loosely``: whether tensors whose first
+    ``rows``: the number of rows of each batch, which distinguishes lists with an entry for each row from lists of
+    parts; without it, lists of tensors and of other lists are taken for parts. ``loosely``: whether tensors whose first
     dimension is another one are joined all the same, if they do not hold the places of rows in their batch.
 
     Raises Unjoinable where the batches differ in structure or in another dimension than the first.
@@ -193,16 +193,16 @@ def count(tree: Any, rows: int | None = None) -> int | None:
     return next((found for found in (count(part, rows) for part in parts) if found is not None), None)
 
 
-def turned(tree: Any, rows: int) -> Any:
+def reversed_rows(tree: Any, rows: int) -> Any:
     """Returns a batch of ``rows`` rows with them in the opposite order; what does not have as many stays."""
     if isinstance(tree, Rows):
         return replace(tree, values=tree.values[::-1].copy()) if tree.values.shape[:1] == (rows,) else tree
     if isinstance(tree, Structure):
-        return replace(tree, parts=turned(tree.parts, rows))
+        return replace(tree, parts=reversed_rows(tree.parts, rows))
     if isinstance(tree, Mapping):
-        return {key: turned(value, rows) for key, value in tree.items()}
+        return {key: reversed_rows(value, rows) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
         if have_entries([tree], [rows]):
             return type(tree)(reversed(tree))
-        return type(tree)(turned(value, rows) for value in tree)
+        return type(tree)(reversed_rows(value, rows) for value in tree)
     return tree

@@ -1,8 +1,12 @@
-"""The script that is checked, and how it is called."""
+"""The script that is checked, how it is called, and the user's function that it may be compared with."""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -20,7 +24,7 @@ class Script:
 
     @property
     def path(self) -> Path:
-        """The file that runs. Raises ValueError where there is none."""
+        """The file that runs. Raises ValueError where it does not exist."""
         if not self.module:
             path = Path(self.target).resolve()
             if not path.is_file():
@@ -57,3 +61,54 @@ def _module_spec(name: str) -> ModuleSpec | None:
             return None
         path = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
     return found
+
+
+EXAMPLE = "reference.py:loss_of"
+
+
+@dataclass(frozen=True)
+class ReferenceFunction:
+    """``NAME(model, batch) -> loss`` of a file. ``file``: its absolute path."""
+
+    file: Path
+    name: str
+
+    @property
+    def address(self) -> str:
+        """The function as messages name it, such as ``reference.py:loss_of``."""
+        return f"{self.file.name}:{self.name}"
+
+
+def reference_function(text: str) -> ReferenceFunction:
+    """Returns the function that ``FILE.py:NAME`` names. Raises ValueError where there is none; nothing is imported."""
+    place, _, name = text.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError(
+            f"reference {text!r} names no function: write FILE.py:NAME, the file and the function NAME(model, batch) "
+            f"in it that returns the loss, as {EXAMPLE}"
+        )
+    file = Path(os.path.abspath(place))
+    if not file.is_file():
+        raise ValueError(f"reference {text!r}: there is no file {place} (in {Path.cwd()})")
+    try:
+        known = list(_bound_names(ast.parse(file.read_bytes(), str(file))))
+    except SyntaxError as error:
+        raise ValueError(
+            f"reference {text!r}: {place} is not valid Python: {error.msg} (line {error.lineno})"
+        ) from error
+    if name not in known and "*" not in known:
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {place}:{close[0]}?" if close else "define the function at the top level of the file"
+        raise ValueError(f"reference {text!r}: {place} defines no {name}: {hint}")
+    return ReferenceFunction(file, name)
+
+
+def _bound_names(tree: ast.Module) -> Iterator[str]:
+    """Yields the names that the statements of a file may bind, "*" where one binds others."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name

@@ -1,4 +1,5 @@
-"""Makes, of what the ranks of one pass have recorded, the feed of the script as one process."""
+"""Makes, of what the ranks of one pass have recorded, the feed of the script as one process: weights, learning rates,
+the union of the rows, and the random numbers that it has to draw in order to compute the same."""
 
 from __future__ import annotations
 
@@ -10,13 +11,83 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from apportion.script_check.comparison.reading import Iteration, identified, reading, row_digests
-from apportion.script_check.comparison.row_values import random_values
-from apportion.script_check.drawn import draws_in_turn, draws_of_ranks
+import numpy as np
+
+from apportion.script_check.comparison.reading import Iteration, identified, random_values, reading, row_digests
 from apportion.script_check.feed import FedIteration, Feed
-from apportion.script_check.record import RankRecord
-from apportion.script_check.restarted import runs
+from apportion.script_check.record import RankRecord, runs
 from apportion.script_check.rows import Unjoinable, count, joined, split
+
+
+def draws_of_ranks(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
+    """Returns the numbers that each rank drew at each place, in order, but for those of rows."""
+    found = dict[str, list[list[Any]]]()
+    for position, record in enumerate(records):
+        for event in record.events_of("draw"):
+            if not event["fetching"]:
+                ranks = found.setdefault(event["place"], [[] for _ in records])
+                ranks[position].append(event["values"])
+    return found
+
+
+def draws_to_join(records: Sequence[RankRecord], union: RankRecord) -> bool:
+    """Whether one process drew rows of its own no more often than each rank did, where the ranks drew different ones:
+    its draws must then have the numbers of all ranks (see ``Feed``)."""
+    if any(record.events_of("iteration") for record in records):
+        return False
+    found = draws_of_ranks(records)
+    first, alone = records[0], defaultdict[str, int](int)
+    at = min(1, len(first.steps) - 1)  # before the first of several steps a script draws other things as well
+    for event in union.events_of("draw"):
+        alone[event["place"]] += event["step"] == at
+    for place, ranks in found.items():
+        calls = [event for event in first.events_of("draw") if event["place"] == place and event["step"] == at]
+        different = any(
+            a is not None and b is not None and a.ndim and not np.array_equal(a, b)
+            for other in ranks[1:]
+            for a, b in zip(ranks[0], other, strict=False)
+        )
+        if (
+            different
+            and calls
+            and calls[0]["function"] != "randperm"
+            and calls[0]["gradients"]
+            and len(calls) == alone[place]
+        ):
+            return True
+    return False
+
+
+def draws_for_batches(records: Sequence[RankRecord]) -> bool:
+    """Whether the ranks draw different single numbers or orders in training, such as those by which the rows of a batch
+    are mixed with each other: one process has one of them for all rows."""
+    for place, ranks in draws_of_ranks(records).items():
+        if not place.endswith(" with gradients") or not all(ranks):
+            continue
+        single = " randperm " in place or any(call is not None and call.size == 1 for call in ranks[0])
+        if single and any(
+            a is not None and b is not None and not np.array_equal(a, b)
+            for other in ranks[1:]
+            for a, b in zip(ranks[0], other, strict=False)
+        ):
+            return True
+    return False
+
+
+def draws_rank_by_rank(records: Sequence[RankRecord]) -> dict[str, list[list[Any]]]:
+    """Returns the numbers of all ranks as those of one process that trains on their batches one after another: for each
+    place those for the first batch of each rank, then those for the second ones. Of those before the first batch, which
+    one process draws once, rank 0's."""
+    found = defaultdict[str, dict[tuple[int, int], list[Any]]](lambda: defaultdict(list))
+    for rank, record in enumerate(records):
+        trained = {(each.loader, each.number) for each in reading(record) if each.trained}
+        batches = 0
+        for event in record.events_of("batch", "draw"):
+            if event["kind"] == "batch":
+                batches += (event["loader"], event["iteration"]) in trained
+            elif not event["fetching"] and (batches or not rank):
+                found[event["place"]][batches, rank].append(event["values"])
+    return {place: [[values for turn in sorted(turns) for values in turns[turn]]] for place, turns in found.items()}
 
 
 def union_feed(
@@ -39,11 +110,11 @@ def union_feed(
     return Feed(begun, rates, rows, draws_of_ranks(first), join_draws, momenta=momenta, again=again)
 
 
-def feed_in_turn(records: Sequence[RankRecord]) -> Feed:
+def feed_rank_by_rank(records: Sequence[RankRecord]) -> Feed:
     """Returns the feed of one process that reads the batches of the ranks one after another, each with the numbers that
     its rank drew for it, and takes the mean of the gradients of as many steps as there are ranks."""
     feed = union_feed(records, interleaved=True)
-    return replace(feed, draws=draws_in_turn(records), windows=len(records))
+    return replace(feed, draws=draws_rank_by_rank(records), windows=len(records))
 
 
 def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | None:
@@ -53,7 +124,7 @@ def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | N
     steps = min(len(record.steps) for record in records)
     windows = list[list[Any]]()
     for step in range(steps):
-        parts = [[e for e in record.of("constant") if e["step"] == step] for record in records]
+        parts = [[e for e in record.events_of("constant") if e["step"] == step] for record in records]
         if not all(parts) or any(event["values"] is None for part in parts for event in part):
             break
         sequences = [[(event["function"], event["values"]) for event in part] for part in parts]
@@ -66,10 +137,15 @@ def replay_feed(records: Sequence[RankRecord], *, accumulated: bool) -> Feed | N
 
 
 def _weights(records: Sequence[RankRecord]) -> dict[str, Any]:
-    """The weights of the networks before the first step; none of those that the ranks do not all have, such as the
-    stages of a pipeline."""
+    """The weights of the networks before the first step; empty where the ranks hold different tensors, as the stages of
+    a pipeline do."""
     by_rank = [
-        {name: array for event in record.of("network") if not event["step"] for name, array in event["weights"].items()}
+        {
+            name: array
+            for event in record.events_of("network")
+            if not event["step"]
+            for name, array in event["weights"].items()
+        }
         for record in records
     ]
     common = set.intersection(*map(set, by_rank)) if by_rank else set()
@@ -92,7 +168,7 @@ def _iterations(records: Sequence[RankRecord], interleaved: bool) -> dict[str, l
     local = {each.loader for iterations in readings for each in iterations if each.local}
     random = _random(records, readings)
     for record in records:
-        for event in record.of("iteration"):
+        for event in record.events_of("iteration"):
             found[event["loader"]][event["number"]].append((record, event))
     return {
         loader: [
@@ -115,7 +191,7 @@ def _random(records: Sequence[RankRecord], readings: Sequence[Sequence[Iteration
     found = set[str]()
     for record, iterations in zip(records, readings, strict=True):
         drew = False
-        for event in record.of("draw", "batch"):
+        for event in record.events_of("draw", "batch"):
             if event["kind"] == "draw":
                 drew |= event["fetching"] and not event["given"]
             else:
@@ -138,9 +214,12 @@ def _iteration(
     loader: _Loader, number: int, begun: Sequence[tuple[RankRecord, Any]], evaluation: bool, interleaved: bool
 ) -> FedIteration:
     name, local, size = loader.name, loader.local, begun[0][1]["rows"]
-    read = [[e for e in record.of("batch") if e["loader"] == name and e["iteration"] == number] for record, _ in begun]
+    read = [
+        [e for e in record.events_of("batch") if e["loader"] == name and e["iteration"] == number]
+        for record, _ in begun
+    ]
     exhausted = any(
-        e["loader"] == name and e["iteration"] == number for record, _ in begun for e in record.of("exhausted")
+        e["loader"] == name and e["iteration"] == number for record, _ in begun for e in record.events_of("exhausted")
     )
     if evaluation and (local or not _indexed(read)) and begun[0][1]["batch_size"]:
         parts = _evaluated(read, local)
@@ -149,6 +228,7 @@ def _iteration(
     elif evaluation and _indexed(read):
         rows = sorted({index for batches in read for event in batches for index in event["indices"]})
         return FedIteration(indices=[rows], evaluation=True, exhausted=exhausted, rows=size)
+    # Ranks of a tensor-parallel group read the same rows, which one process reads once.
     parts = _distinct(read, local)
     length = begun[0][1]["length"]
     length = length * len(parts) if interleaved and length else length
@@ -232,7 +312,7 @@ def _same_rows(read: Sequence[Sequence[Any]]) -> bool:
 
 def _distinct(read: Sequence[Sequence[Any]], local: bool) -> list[Sequence[Any]]:
     """The batches of those ranks whose rows are not those of an earlier rank: the ranks of a tensor-parallel group, and
-    the stages of a pipeline, read the same rows, which are no parts of a union. ``local``: whether each rank numbers
+    the stages of a pipeline, read the same rows, which count once. ``local``: whether each rank numbers
     rows of its own, so that their numbers do not identify them."""
     found = dict[bytes, Sequence[Any]]()
     for batches in read:

@@ -1,8 +1,8 @@
 """Waits for the ranks of a pass, and distinguishes ranks that wait for each other from ranks that compute.
 
 A rank has ended when its record says so: its process then stays until it is killed. Ranks hang when, for longer than
-any earlier pause of this script, none of those that have not ended has recorded anything, used a processor, waited for
-one, or waited for a disk. So a busy machine, a large data set and a slow step are no hang.
+any earlier pause of this script, no rank that is still running has recorded anything, used a processor, waited for one,
+or waited for a disk. So a busy machine, a large data set or a slow step does not count as a hang.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from apportion.script_check.hangs.sequences import begun_call
+from apportion.script_check.hangs.states import begun_call
 from apportion.script_check.processes import Activity, activity, family, handles, processor_times, rank_processes
 from apportion.script_check.record import read_records
 from apportion.script_check.recording.stacks import SIGNAL, file_of
@@ -32,13 +32,13 @@ SPINNING = 60.0
 NCCL does while it waits."""
 TIMES = 8.0
 """How many times as long as the longest pause so far from which the script went on by itself."""
-_LOOK = 0.1
-_LONGEST_LOOK = 1.0
-"""The most seconds that count between two looks: the machine has stopped this process too where more have passed."""
+_POLL_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 1.0
+"""The most seconds that count between two polls: where more have passed, the machine has stopped this process too."""
 _NOTICED = 1.0
-"""Pauses shorter than this are not looked at, so that watching costs nothing while a script runs."""
+"""Processes are not examined in pauses shorter than this, so that watching costs nothing while a script runs."""
 _STRAY = 0.15
-"""The share of looks that may find a process active in a pause: threads that wake up at intervals."""
+"""The share of polls that may find a process active in a pause: threads that wake up at intervals."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: flo
     """
     watch = _Watch(record, ranks, roots)
     while True:
-        watch.look()
+        watch.poll()
         now = time.monotonic()
         hanging = watch.hanging()
         if not watch.running or hanging or now > deadline:
@@ -73,11 +73,11 @@ def wait_for_ranks(record: Path, ranks: int, roots: Sequence[int], deadline: flo
             unfinished = tuple(sorted((*watch.running, *died)))
             quiet, unrecorded = watch.now - watch.quiet_since, watch.now - watch.recorded_at
             return WaitOutcome(how, unfinished, died, quiet, unrecorded, watch.stacks())
-        time.sleep(_LOOK)
+        time.sleep(_POLL_SECONDS)
 
 
 class _Watch:
-    """What is seen of the ranks."""
+    """The activity of the ranks so far."""
 
     def __init__(self, record: Path, ranks: int, roots: Sequence[int]) -> None:
         self._record, self._roots = record, roots
@@ -86,33 +86,36 @@ class _Watch:
         self._sizes = dict[int, int]()
         self._last = dict[int, Activity]()
         self._processors = processor_times()
-        self._looks = deque[tuple[float, bool]]()
+        self._samples = deque[tuple[float, bool]]()
         self._longest = 0.0
         self._inside: tuple[float, bool] = (0.0, False)
         self.running: list[int] = list(self._ranks)
         self.died = set[int]()
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         self.now = self.recorded_at = self.quiet_since = 0.0
         """Seconds of watching, without those in which this process was stopped itself."""
 
-    def look(self) -> None:
-        """Look at the records and, in a pause, at the processes."""
-        before, self._looked_at = self._looked_at, time.monotonic()
-        self.now += min(self._looked_at - before, _LONGEST_LOOK)
+    def poll(self) -> None:
+        """Examine the records and, in a pause, the processes."""
+        before, self._polled_at = self._polled_at, time.monotonic()
+        self.now += min(self._polled_at - before, _LONGEST_POLL_SECONDS)
         now = self.now
         if len(self._pids) < len(self._ranks):
             self._pids |= rank_processes(self._roots)
         ended = [rank for rank in self._ranks if (self._record / f"rank{rank}.end").exists()]
         self.died = {rank for rank in self._ranks if rank not in ended and not self._alive(rank)}
         running = [rank for rank in self._ranks if rank not in ended and rank not in self.died]
-        if self._grown() or running != self.running:
-            self._longest = max(self._longest, now - self.quiet_since if self._looks else 0.0)
-            self._looks.clear()
+        if self._records_changed() or running != self.running:
+            # A pause has ended by itself: the script pauses that long without hanging, and only a multiple of it
+            # counts.
+            self._longest = max(self._longest, now - self.quiet_since if self._samples else 0.0)
+            self._samples.clear()
             self._last.clear()
             self.recorded_at = self.quiet_since = now
         self.running = running
+        # To read /proc takes time on a machine with many threads, and a rank that records events does not hang.
         if now - self.recorded_at > _NOTICED:
-            self._looks.append((now, self._active()))
+            self._samples.append((now, self._active()))
             self._drop_busy(now)
 
     def hanging(self) -> bool:
@@ -120,6 +123,9 @@ class _Watch:
         if not self.running:
             return False
         now = self.now
+        # Ranks inside of collectives while none of them uses a processor hang. A rank outside of one may sleep on
+        # purpose, so it is given longer. Ranks that use processors inside of collectives may spin, as NCCL does, and
+        # then only the record shows that nothing goes on.
         shortest = AFTER_AN_END if len(self.running) < len(self._ranks) else SHORTEST
         needed = max(shortest, TIMES * self._longest)
         if now - self.quiet_since > needed:
@@ -129,12 +135,15 @@ class _Watch:
     def stacks(self) -> dict[int, str]:
         """Returns the Python stacks of the ranks that have not ended, which these are asked for."""
         asked = [self._pids[rank] for rank in self.running if rank in self._pids]
-        found = self._answers(asked)
+        found = self._request_stacks(asked)
         children = [pid for rank in asked for pid in family(rank) if pid != rank]
-        return self._answers(children) if children else found  # after the ranks' own: they write to the same files
+        return (
+            self._request_stacks(children) if children else found
+        )  # after the ranks' own: they write to the same files
 
-    def _answers(self, asked: Sequence[int]) -> dict[int, str]:
-        """Asks processes for their stacks; returns what stands in the files of their ranks a little later."""
+    def _request_stacks(self, asked: Sequence[int]) -> dict[int, str]:
+        """Asks processes for their stacks; returns the contents of the files of their ranks once these no longer
+        change."""
         for pid in asked:
             if handles(pid, SIGNAL):
                 with contextlib.suppress(OSError):
@@ -146,7 +155,7 @@ class _Watch:
             if texts == found and all(texts.values()):
                 break
             found = texts
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
         return found
 
     def _stack(self, rank: int) -> str:
@@ -160,7 +169,7 @@ class _Watch:
         pid = self._pids.get(rank)
         return any(map(_running, self._roots)) if pid is None else _running(pid)
 
-    def _grown(self) -> bool:
+    def _records_changed(self) -> bool:
         sizes = dict[int, int]()
         for rank in self._ranks:
             try:
@@ -171,7 +180,7 @@ class _Watch:
         return changed
 
     def _active(self) -> bool:
-        """Whether a rank has used a processor or a disk since the last look, or waits for one."""
+        """Whether a rank has used a processor or a disk since the last poll, or waits for one."""
         active = False
         processors = processor_times()
         spare, self._processors = processors.spare(self._processors), processors
@@ -187,15 +196,17 @@ class _Watch:
 
     def _drop_busy(self, now: float) -> None:
         """Has the pause begin after the last time at which ranks were active, but for stray threads."""
-        busy = sum(active for _, active in self._looks)
-        while self._looks and busy > max(1, _STRAY * len(self._looks)):
-            self.quiet_since, active = self._looks.popleft()
+        busy = sum(active for _, active in self._samples)
+        # From the oldest poll on, until few enough of the rest are active: the pause begins with the last one dropped.
+        while self._samples and busy > max(1, _STRAY * len(self._samples)):
+            self.quiet_since, active = self._samples.popleft()
             busy -= active
-        if not self._looks:
+        if not self._samples:
             self.quiet_since = now
 
     def _all_inside(self) -> bool:
         """Whether each rank that has not ended is inside of a collective."""
+        # Read once in a pause: the records do not change until it ends.
         if self._inside[0] != self.recorded_at:
             records = [each for each in read_records(self._record) if each.rank in self.running]
             inside = bool(records) and all(begun_call(each) is not None for each in records)

@@ -32,14 +32,16 @@ class Pace:
     seconds: dict[int, float] = field(default_factory=dict)
 
     def took(self, rows: int, seconds: float) -> None:
-        """Record the seconds that a batch of so many rows took."""
+        """Record the seconds that a batch of this size took."""
+        # Above LARGE rows sizes are rounded up to powers of two, which bounds the number of entries and lets sizes that
+        # seldom occur share their measurements.
         rows = rows if rows <= LARGE else 1 << (rows - 1).bit_length()
         if rows < 1:
             return
         known = self.seconds.get(rows)
         self.seconds[rows] = seconds if known is None else known + WEIGHT * (seconds - known)
 
-        # A size that was slow once is not tried again by itself: it cannot be slower than so many smaller ones.
+        # A size that was slow once is not tried again by itself: it cannot be slower than smaller ones that make it up.
         for more in self.seconds:
             if more > rows:
                 self.seconds[more] = min(self.seconds[more], self.seconds[rows] * more / rows)
@@ -75,22 +77,24 @@ class ServiceTimes:
         self.slowdown = 1.0
 
     def took(self, rows: int, seconds: float) -> None:
-        """Record the seconds that a batch of so many rows took to be computed."""
+        """Record the seconds that a batch of this size took to be computed."""
         self.pace.took(rows, seconds)
         slowdown = seconds / max(self.usual.expected(rows), LEAST_USUAL)
         self.slowdown += SLOWDOWN_WEIGHT * (slowdown - self.slowdown)
 
 
-def together(waiting: Sequence[tuple[int, float]], now: float, pace: Pace, most_rows: int) -> int:
+def batch_size(waiting: Sequence[tuple[int, float]], now: float, pace: Pace, most_rows: int) -> int:
     """Return how many of the waiting requests, (rows, deadline) in their order, to compute at once: 1 at least. A
     request of more rows than ``most_rows`` is computed by itself."""
     rows, earliest = waiting[0]
     best, best_rate = 1, rows / max(pace.expected(rows), 1e-9)
-    for many, (more, deadline) in enumerate(waiting[1:], start=2):
+    for count, (more, deadline) in enumerate(waiting[1:], start=2):
         rows, earliest = rows + more, min(earliest, deadline)
         seconds = pace.expected(rows)
+        # Deadlines only get earlier and batches longer as requests are added: once a batch cannot be in time, no longer
+        # one can.
         if rows > most_rows or now + seconds > earliest:
             break
         if rows / max(seconds, 1e-9) >= GAIN * best_rate or seconds == 0.0:
-            best, best_rate = many, rows / max(seconds, 1e-9)
+            best, best_rate = count, rows / max(seconds, 1e-9)
     return best

@@ -64,7 +64,7 @@ class Serving(Value):
     load_seconds: float = 60.0
     """The seconds in which a member's process has to start and load its model."""
     drain_seconds: float = 1.0
-    """The seconds in which requests that are there when the server is told to end may still be answered."""
+    """The seconds in which requests that are there when the server is asked to end may still be answered."""
     trust: bool = False
     """Allow the file that a run names to be imported even where it is not the caller's own (see ``load``)."""
     patience: BreakerConfig = field(default_factory=BreakerConfig)
@@ -155,7 +155,7 @@ def named(places: Sequence[str]) -> dict[str, str]:
 def check_names(members: Mapping[str, str]) -> None:
     """Raise ValueError where the members cannot be served under these names."""
     if not members:
-        raise ValueError("there is no member: give at least one net")
+        raise ValueError("members is empty: give at least one net")
     for name in members:
         if name == ENSEMBLE or not re.fullmatch(_NAME, name):
             raise ValueError(

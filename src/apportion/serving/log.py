@@ -62,7 +62,7 @@ class ServerLog:
                 lines.append(_line("lines dropped", "warning", {"lines": dropped}))
             try:
                 _write_out(b"".join(lines))
-            except Exception:  # nobody reads it any more, or there is none
+            except Exception:  # standard error is closed, or is not read any more
                 pass
 
 

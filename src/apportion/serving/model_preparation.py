@@ -19,7 +19,7 @@ from apportion.serving.runtimes.source import Source
 
 SECONDS = 300.0
 """The seconds in which one member has to be loaded, exported and timed."""
-TOLD_SECONDS = 5.0
+PROGRESS_SECONDS = 5.0
 """The seconds between two lines about a member that is not loaded and timed yet."""
 
 
@@ -33,7 +33,7 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
     command = [sys.executable, "-m", "apportion.serving.prepare", str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            answer = _answer(process, json.dumps(order), f"member {name} ({place})")
+            answer = _answer_of(process, json.dumps(order), f"member {name} ({place})")
         except BaseException:
             process.kill()
             raise
@@ -41,20 +41,20 @@ def prepared(name: str, place: str, folder: Path, serving: Serving, members: int
         raise ApportionError(
             f"member {name} ({place}) could not be loaded: its process ended with {process.returncode}"
         )
-    told: dict[str, Any] = json.loads(answer)
-    if "refused" in told:
-        raise (ValueError if told["user"] else ApportionError)(told["refused"])
-    for line in told["said"]:
+    reply: dict[str, Any] = json.loads(answer)
+    if "refused" in reply:
+        raise (ValueError if reply["user"] else ApportionError)(reply["refused"])
+    for line in reply["said"]:
         log(line, member=name)
-    return Source.from_json(told["source"])
+    return Source.from_json(reply["source"])
 
 
-def _answer(process: subprocess.Popen[str], order: str | None, member: str) -> str:
+def _answer_of(process: subprocess.Popen[str], order: str | None, member: str) -> str:
     """Return what the process has written when it ends, and log a line now and then while it takes long."""
     began = time.monotonic()
     while True:
         try:
-            return process.communicate(order, timeout=TOLD_SECONDS)[0]
+            return process.communicate(order, timeout=PROGRESS_SECONDS)[0]
         except subprocess.TimeoutExpired as error:
             took, order = time.monotonic() - began, None  # it may be given once
             if took >= SECONDS:

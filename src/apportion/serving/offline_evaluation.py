@@ -61,7 +61,7 @@ def _computed(program: Runtime, data: str) -> tuple[Array, Array]:
 
 def _npz(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
     if not Path(data).is_file():
-        raise ValueError(f"there is no {data}")
+        raise ValueError(f"{data} does not exist")
     with np.load(data) as file:
         names = [spec.name for spec in program.inputs]
         if len(names) == 1 and "input" in file.files:
@@ -76,7 +76,7 @@ def _npz(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
 def _workload(program: Runtime, data: str) -> Iterator[tuple[list[Array], Array]]:
     from apportion.core.address import load_workload
     from apportion.core.torch_private import pytree
-    from apportion.exporting.tensor_names import input_names
+    from apportion.exporting.target import input_names
 
     workload = load_workload(data)
     if workload.evaluation is None:
@@ -101,7 +101,7 @@ over all of them."""
 
 @dataclass(frozen=True)
 class Size:
-    """The accuracies of all subsets of so many members."""
+    """The accuracies of all subsets of one size."""
 
     members: int
     subsets: int
@@ -113,7 +113,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Statement:
-    """The accuracies, from 0 to 1, on so many examples."""
+    """The accuracies, from 0 to 1, on ``examples`` examples."""
 
     examples: int
     whole: float
@@ -151,10 +151,10 @@ def statement(
         return accuracy(combined(how, [outputs[name] for name in some], own), targets)
 
     sizes = []
-    for many in range(1, len(names)):
-        stride = -(-comb(len(names), many) // MOST_SUBSETS)
-        found = [share(some) for at, some in enumerate(combinations(names, many)) if at % stride == 0]
-        sizes.append(Size(many, len(found), min(found), sum(found) / len(found), max(found)))
+    for count in range(1, len(names)):
+        stride = -(-comb(len(names), count) // MOST_SUBSETS)
+        found = [share(some) for at, some in enumerate(combinations(names, count)) if at % stride == 0]
+        sizes.append(Size(count, len(found), min(found), sum(found) / len(found), max(found)))
     return Statement(
         examples=len(targets),
         whole=share(names),

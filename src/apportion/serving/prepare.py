@@ -22,11 +22,10 @@ from apportion.exporting.onnxruntime_session import WEIGHTS, metadata
 from apportion.process import die_with_parent
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.row_independence.decision import NOT_ALLOWED, why_not_together
-from apportion.serving.runtimes.arranged import as_they_are
 from apportion.serving.runtimes.onnx_runtime import OnnxRuntime
 from apportion.serving.runtimes.remote_runtime import RemoteRuntime
 from apportion.serving.runtimes.runtime import Runtime, with_free_sizes
-from apportion.serving.runtimes.source import Source, save_rows
+from apportion.serving.runtimes.source import Source, as_they_are, save_rows
 
 TIMES, SECONDS = 30, 0.5
 """The number of times that each runtime computes one row, in turns with the others, and the seconds that each of them
@@ -144,7 +143,7 @@ def _of_torch(
 ) -> tuple[list[Source], list[list[Array]]]:
     """Return (the ways to run a net of torch, rows of other sizes than its sample that it takes)."""
     from apportion.exporting.exporter import export
-    from apportion.exporting.weights_digest import weights_digest
+    from apportion.exporting.target import weights_digest
     from apportion.serving.runtimes.torch_runtime import leaves_of, opened, other_samples
 
     module, sample = opened(path)

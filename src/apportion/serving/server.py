@@ -51,26 +51,26 @@ def answer(members: Mapping[str, str], serving: Serving) -> int:
             sources = [prepared(name, place, folder, serving, len(members)) for name, place in members.items()]
             sources = matched(sources, serving.rename)
             return asyncio.run(_serve(sources, serving, folder, sock))
-    except _Told:
+    except _Terminated:
         return int(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def _told_of(what: dict[str, Any]) -> str:
+def _exception_text(what: dict[str, Any]) -> str:
     """Return what asyncio says of an exception that was not caught."""
     error = what.get("exception")
     where = "".join(traceback.format_exception(error)) if error is not None else ""
     return f"{what.get('message')}: {where}"[-2000:]
 
 
-class _Told(SystemExit):
-    """Raised by SIGTERM before there is an event loop that can be told to end: what exists already is removed on the
+class _Terminated(SystemExit):
+    """Raised by SIGTERM before there is an event loop that can be stopped: what exists already is removed on the
     way."""
 
 
 def _end(number: int, frame: object) -> None:
-    raise _Told
+    raise _Terminated
 
 
 def _sweep() -> None:
@@ -139,7 +139,7 @@ async def _serve(sources: Sequence[Source], serving: Serving, folder: Path, sock
         app = App(staffed.ensemble, serving, inbox, metrics, version=version, pages=shown, hosts=hosts)
         return await _answer(app, staffed, sock)
     finally:
-        await staffed.staff.close()
+        await staffed.pool.close()
         inbox.close()
         log("closed")
 
@@ -148,10 +148,10 @@ async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
     """Answer requests until a signal; then answer those in flight, for ``drain_seconds`` at most. Returns the signal's
     number."""
     loop = asyncio.get_running_loop()
-    told: asyncio.Queue[int] = asyncio.Queue()
+    signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.put_nowait, int(number))
-    loop.set_exception_handler(lambda _, what: log("defect", level="error", why=_told_of(what)))
+        loop.add_signal_handler(number, signals.put_nowait, int(number))
+    loop.set_exception_handler(lambda _, what: log("defect", level="error", why=_exception_text(what)))
     return_large(LARGE_BYTES)
     gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
     listener = Listener(app, sock)
@@ -159,7 +159,7 @@ async def _answer(app: App, staffed: Staffed, sock: socket.socket) -> int:
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log(f"serving on http://{shown}:{port}", host=host, port=port, pid=os.getpid(), replication=staffed.replication)
-    signalled = await told.get()
+    signalled = await signals.get()
     app.draining = True
     log("draining", busy=app.busy)
     await listener.close(app.serving.drain_seconds)

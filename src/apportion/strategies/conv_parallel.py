@@ -51,7 +51,7 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import spatial
 from apportion.parallel.partition.part import MakePart, ReplicatedPart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.parallel.spatial.forward import cut_network
 
 SPLITS = ("height", "width", "channel", "group")

@@ -54,18 +54,14 @@ from apportion.core.strategy import Held, Recoverable, State, Step, Strategy, he
 from apportion.core.value import NESTED
 from apportion.core.workload import Workload
 from apportion.parallel.compression.compression import METHODS, Compression, compression
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.running_statistics import RunningStatistics
-from apportion.parallel.ops.sync_batch_norm import use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, RunningStatistics, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
-from apportion.parallel.replica.bucket_update import BucketUpdate
+from apportion.parallel.replica.bucket_update import BucketUpdate, GradientUpdate
 from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, early_bytes
-from apportion.parallel.replica.gradient_update import GradientUpdate
 from apportion.parallel.replica.initial_model import refuse_renormalising
 from apportion.parallel.replica.load_balancing import MeasuredShares
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.replica.step import ReplicaStep
+from apportion.parallel.replica.step import ReplicaStep, reference
 from apportion.parallel.shared_weights.suitability import unsuited
 from apportion.parallel.shared_weights.update import SharedUpdate
 
@@ -155,12 +151,10 @@ class DataParallel(Strategy):
         from apportion.cost_model.compute import by_speed, computed, dealt
         from apportion.cost_model.constraints import must_be_whole, must_feed
         from apportion.cost_model.strategies import data_parallel, shared_weights
-        from apportion.parallel.partition import (
-            replica_costs,  # these here: a run needs no prices, and begins sooner without
-        )
+        from apportion.parallel.partition import replica_groups  # a run needs no prices, and begins sooner without
 
         if self.of is not None:
-            return replica_costs.cost(self.of, self.replicas, profile, layout)
+            return replica_groups.cost(self.of, self.replicas, profile, layout)
         must_feed(profile, layout.ranks)
         must_be_whole(profile, self.microbatches)
         self._refuse_carried(profile.carries)
@@ -236,7 +230,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
         self._waited = 0.0
         self.gradient_update: GradientUpdate
-        if world.seats > 1 and unsuited(self._replica, world) is None:
+        if world.slots > 1 and unsuited(self._replica, world) is None:
             self.gradient_update = SharedUpdate(self._replica, world)
         else:
             divides = self._divides or microbatches > 1
@@ -308,7 +302,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
             self._measured.computed(self._own_rows or 0, self._group.waited - self._waited)
         assert self._loss is not None, "update() follows backward()"
         mean, self._loss = self._loss, None
-        loss = self.gradient_update(mean, self._share.told())
+        loss = self.gradient_update(mean, self._share.reported_factor())
         if self._measured is not None:
             self._measured.look(self._group)
             self.data_shard = self._measured.shard

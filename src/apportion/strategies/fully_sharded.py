@@ -42,7 +42,7 @@ from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.modes import refuse_making
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.collectives import all_reduce
@@ -55,14 +55,12 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import fully_sharded
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_functions
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.sync_batch_norm import use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.initial_model import refuse_written
 from apportion.parallel.replica.replica import called
 from apportion.parallel.replica.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.replica.step import ReplicaStep
+from apportion.parallel.replica.step import ReplicaStep, reference
 
 if TYPE_CHECKING:
     from apportion.parallel.replica.fsdp import Sharded
@@ -106,7 +104,7 @@ class FullySharded(Strategy):
             moving, timeline = fully_sharded.overlapped(layout, root, units)
         else:
             moving = fully_sharded.in_turn(layout, root, units)
-        told = all_reduce(layout, range(n), 8.0 * (len(profile.layers) + 1))
+        counting = all_reduce(layout, range(n), 8.0 * (len(profile.layers) + 1))
         calls = STEP_CALLS + 3 * UNIT_CALLS * parts * len(units) + LAYER_CALLS * len(profile.layers)
         largest = max(unit.nbytes for unit in units)
         share = copies(profile, weights=1 / n, gradients=1 / n, slots=1 / n, buffers=2)
@@ -115,7 +113,7 @@ class FullySharded(Strategy):
             terms={
                 "computing": found.both,
                 "updating": updating(profile, layout, profile.parameter_bytes / n) + calls * call_seconds(layout),
-                "communicating": parts * moving + told,
+                "communicating": parts * moving + counting,
                 "waiting": found.waiting,
                 "loading": found.loading,
             },
@@ -257,7 +255,7 @@ class FullyShardedStep(ReplicaStep):
         yield from ((batch.borrowed(), False) for _ in range(many - len(own)))
 
     def reduce_gradients(self, loss: Tensor) -> Tensor:
-        loss = loss * self._share.told()
+        loss = loss * self._share.reported_factor()
         if self._sharded is not None:
             loss = self._sharded.sum(loss)
             if self._clip is not None:

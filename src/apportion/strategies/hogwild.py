@@ -5,7 +5,7 @@ Paper: Niu, Recht, Re and Wright, "HOGWILD!: A Lock-Free Approach to Parallelizi
 
 ::
 
-    batches    dealt one by one, to whoever is ready
+    batches    handed out one by one, to the worker that is ready
     worker 0   forward, backward --\\
                                     >--  w[rows] -= lr * g[rows]     one vector of weights and slots, in shared memory
     worker 1   forward, backward --/
@@ -50,7 +50,7 @@ from apportion.cost_model.profile import Profile
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.store import Store
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of, must_be_one_host
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 
 STEP_CALLS, LAYER_CALLS = 80.0, 3.0
 """The time of Python, in ``Device.call_seconds``: of a step, in which a batch is dealt and counted under a lock, and
@@ -68,7 +68,7 @@ class Hogwild(Strategy):
     def cost(self, profile: Profile, layout: Placement) -> Cost:
         must_have_store(profile, layout)
         n, state = layout.ranks, profile.parameter_bytes * (1 + profile.slots)
-        found = computed(profile, layout, [profile.batch_size] * n, between=math.inf)  # nobody waits
+        found = computed(profile, layout, [profile.batch_size] * n, between=math.inf)  # no worker waits
         # What the others have written since is no longer in this core's cache.
         foreign = state * (n - 1) / n / memory_rate(layout)
         python = (STEP_CALLS + LAYER_CALLS * len(profile.layers)) * call_seconds(layout)
@@ -117,7 +117,7 @@ class HogwildStep(Step, Recoverable):
         self.source, self.data_shard = worker.source, WHOLE
         extent = extent_of(worker, world, lock_free=True)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self._store = Store(extent, memory, seat=world.seat, check=self._check)
+        self._store = Store(extent, memory, worker=world.slot, check=self._check)
         self._slots = [worker.layout.views(flat) for flat in self._store.memory.shards.slots[0].unbind(0)]
         self._before = torch.zeros(worker.buffer_numbers, dtype=torch.float64)
         self._world, self.rank = world, world.rank
@@ -141,10 +141,10 @@ class HogwildStep(Step, Recoverable):
         if not self._was_in:
             self._share()
         if world.under_way:
-            seated = world.members.seated() if world.members is not None else []
-            empty = [seat for seat in range(world.seats) if seat not in seated] if world.rank == 0 else []
-            for seat in [*empty, *([] if self._was_in else [world.seat])]:
-                store.finish(seat)
+            taken = world.members.slots_by_rank() if world.members is not None else []
+            empty = [worker for worker in range(world.slots) if worker not in taken] if world.rank == 0 else []
+            for worker in [*empty, *([] if self._was_in else [world.slot])]:
+                store.finish(worker)
         self._entered = self._was_in = True
 
     def _share(self) -> None:
@@ -249,11 +249,10 @@ class HogwildStep(Step, Recoverable):
 
     def load_state_dict(self, state: State) -> None:
         self._enter()
-        self._world.group().barrier()  # the parameters of all ranks are one memory: whoever loads writes it
+        self._world.group().barrier()  # the parameters of all ranks are one memory, which loading writes
         start = self._worker.load(state)
         if self.rank == 0:
-            self._store.put(start, done=state.step)
-            self._store.resume(state.settings.get("unpushed", ()))
+            self._store.put(start, done=state.step, unpushed=state.settings.get("unpushed", ()))
         self._world.group().barrier()
         self._taken = None
 

@@ -48,15 +48,20 @@ from apportion.cost_model.constraints import must_feed, no_convolution
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
-from apportion.cost_model.strategies import hybrid
-from apportion.cost_model.strategies.tensor import sliced
+from apportion.cost_model.strategies.tensor import first_sliced_layer, hybrid_cost, sliced
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
-from apportion.parallel.ops.channels_last import takes_channels_last
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.tensor.hybrid_model import HybridModel, HybridParts, cut, unfollowed, what_crosses
+from apportion.parallel.replica.step import reference
+from apportion.parallel.tensor.hybrid_model import (
+    HybridModel,
+    HybridParts,
+    cut,
+    takes_channels_last,
+    unfollowed,
+    what_crosses,
+)
 from apportion.parallel.tensor.patterns import trace
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, plan
 from apportion.parallel.tracing.forward_signature import opened
@@ -101,7 +106,7 @@ class HybridParallel(Strategy):
             return
         yield cls()
         how = sliced(profile, min_width=cls.min_width, among=profile.layers[usual:])
-        at = hybrid.begins(profile, layout, how, least=usual)
+        at = first_sliced_layer(profile, layout, how, least=usual)
         later = [i for i, layer in enumerate(profile.layers) if at is not None and i >= at and layer.name in how]
         if later and later[0] > usual:
             yield cls(tensor=_prefix(profile, later[0]))
@@ -122,7 +127,7 @@ class HybridParallel(Strategy):
         how = sliced(profile, min_width=self.min_width, among=among)
         if not how:
             raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
-        return hybrid.exchanging(profile, layout, at, how, rotates=self.exchange == "rotate")
+        return hybrid_cost(profile, layout, at, how, rotates=self.exchange == "rotate")
 
     @property
     def _by_convolutions(self) -> bool:

@@ -37,10 +37,9 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.pipeline import Pipeline, cut
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.pipeline.schedules import turns
 from apportion.parallel.pipeline.stage import refuse_stages, staged
-from apportion.parallel.pipeline.staging import Staging
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.pipeline.staging import Staging, turns
+from apportion.parallel.replica.step import reference
 
 
 @final

@@ -45,6 +45,7 @@ to its last checkpoint, and on several hosts it ends.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self, final
@@ -58,9 +59,7 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import local_sgd
 from apportion.parallel.averaging.contribution import Outer
 from apportion.parallel.averaging.local_step import Averaging, LocalSgdStep
-from apportion.parallel.averaging.open.deadline import seconds_of
-from apportion.parallel.averaging.open.replay import replayed
-from apportion.parallel.averaging.reference import simulated
+from apportion.parallel.averaging.reference import replayed, simulated
 
 
 @final
@@ -158,3 +157,14 @@ def _refuse_carried(carries: bool) -> None:
             "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "
             "before: use data_parallel"
         )
+
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "min": 60.0}
+
+
+def seconds_of(deadline: str) -> float:
+    """Return the seconds of a time that is written like "2 s", "500 ms" or "5 min". ValueError where it is not."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(ms|s|min)\s*", str(deadline))
+    if match is None or not float(match[1]):
+        raise ValueError(f'deadline={deadline!r} must be a time above 0, like "2 s", "500 ms" or "5 min"')
+    return float(match[1]) * _SECONDS[match[2]]

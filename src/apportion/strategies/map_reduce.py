@@ -51,11 +51,9 @@ from apportion.cost_model.profile import Profile
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import refuse_coupling
 from apportion.parallel.replica.committed_state import CommittedState
-from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientSum
-from apportion.parallel.replica.gradient_hooks import GradientHooks
+from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, GradientHooks, GradientSum
 from apportion.parallel.replica.initial_model import refuse_renormalising
-from apportion.parallel.replica.single_process import reference
-from apportion.parallel.replica.step import ReplicaStep
+from apportion.parallel.replica.step import ReplicaStep, reference
 
 STEP_CALLS, PART_CALLS, LAYER_CALLS = 10.0, 5.0, 2.0
 """The time of Python, in ``Device.call_seconds``: of a step (the state is kept, and its tensors are found by name), of

@@ -5,7 +5,7 @@ Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIP
 
 ::
 
-    batches    dealt one by one, to whoever is ready
+    batches    handed out one by one, to the worker that is ready
     worker 0   pull -> forward, backward -> push      pull -> forward, ...
     worker 1        pull -> forward, backward ----------> push    pull -> ...
                       |                                     |
@@ -15,24 +15,23 @@ Approximate: a gradient is computed on weights that others have changed since; b
 Every push is applied whole, exactly once, and written down, so the run can be done again in one process and compared to
 the last bit. ``mode="ordered"``: of each round of as many batches as there are workers, every gradient is that of the
 weights the round begins with, and they are applied in rank order; worker i's is i updates old, always. ``mode=
-"hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: so many processes more, which
-take no batches, hold the shards and answer each worker by itself. On several hosts there must be one at least, and with
-``copies=1`` a server on another host has each push before it counts (``parallel/parameter_store/network/``).
-``of=tensor_parallel()``: each of so many ``replicas`` is a group of processes that hold the network in parts, with a
-store for each place (``parallel/parameter_store/grouped_step.py``).
+"hogwild"``: no locks. With one worker each of them is the one-device step. ``servers=n``: that many processes more,
+which take no batches, hold the shards and answer each worker by itself. On several hosts there must be one at least,
+and with ``copies=1`` a server on another host has each push before it counts (``parallel/parameter_store/network/``).
+``of=tensor_parallel()``: each of the ``replicas`` is a group of processes that hold the network in parts, with a store
+for each place (``parallel/parameter_store/grouped_step.py``).
 
 Price: ``t = max(t_compute(B) / n, t_push)`` a batch, ``t_push = (5 + 3 slots) bytes(weights) / bandwidth(memory)``;
 with servers on other hosts ``t_push = 2 bytes(weights) / bandwidth(link) + 4 latencies`` alone, and where all push
 ``n bytes(weights) / (bandwidth(link) servers)`` a batch of each.
 
-Wins when workers differ in speed, or batches in length: nobody waits. Loses where the weights move much between a pull
-and a push (many workers, large learning rates), and in memory: the weights, two copies of the slots, and for each
+Wins when workers differ in speed, or batches in length: no worker waits. Loses where the weights move much between a
+pull and a push (many workers, large learning rates), and in memory: the weights, two copies of the slots, and for each
 worker a gradient and the weights that it has pulled.
 
-A worker's death loses the gradients that it had not pushed; its batches are dealt again, and the others do not stop. A
-server's loses nothing: the shards are in memory that outlives it, or, on several hosts, with its copy. With ``of`` the
-run goes back to its last checkpoint.
-"""
+A worker's death loses the gradients that it had not pushed; its batches are handed out again, and the others do not
+stop. A server's loses nothing: the shards are in memory that outlives it, or, on several hosts, with its copy. With
+``of`` the run goes back to its last checkpoint."""
 
 from __future__ import annotations
 
@@ -57,17 +56,15 @@ from apportion.parallel.parameter_store.network.network_step import (
     NetworkDownpourStep,
     NetworkPlaces,
     NetworkServerStep,
+    OrderedNetworkStep,
+    must_have_servers,
 )
-from apportion.parallel.parameter_store.network.ordered_network_step import OrderedNetworkStep
-from apportion.parallel.parameter_store.network.placement import must_have_servers
-from apportion.parallel.parameter_store.ordered_step import OrderedStep
 from apportion.parallel.parameter_store.push_pull import Mode, PushPullSchedule
 from apportion.parallel.parameter_store.replay import ordered_reference, replay
 from apportion.parallel.parameter_store.server_step import ServerStep
-from apportion.parallel.parameter_store.worker_step import DownpourStep
-from apportion.parallel.partition.replica_costs import slowest_group
-from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.parameter_store.worker_step import DownpourStep, OrderedStep
+from apportion.parallel.partition.replica_groups import check_of, check_replicas, how_many, slowest_group
+from apportion.parallel.replica.step import reference
 
 
 def _in_order(found: Computed, once: PushPrice, workers: int) -> dict[str, float]:
@@ -252,9 +249,9 @@ class ParameterServer(Strategy):
             raise ValueError(f'servers={self.servers} go with mode="sharded" on one host: leave mode={self.mode!r} out')
         if self.copies:
             raise ValueError("copies=1 keeps a copy of each shard on another host, and there is one: leave copies out")
-        if self.servers >= world.seats:
-            raise ValueError(f"servers={self.servers} leaves no worker among {world.seats} processes: start more")
-        if world.seat >= world.seats - self.servers:
+        if self.servers >= world.slots:
+            raise ValueError(f"servers={self.servers} leaves no worker among {world.slots} processes: start more")
+        if world.slot >= world.slots - self.servers:
             return ServerStep(ruled, world, servers=self.servers)
         kind = OrderedStep if self.mode == "ordered" else DownpourStep
         return kind(ruled, world, self._rhythm, servers=self.servers)

@@ -53,10 +53,9 @@ from apportion.parallel.batch_coupling.analysis import refuse_coupling
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.pipeline.schedules import SCHEDULES, turns
 from apportion.parallel.pipeline.stage import refuse_stages, staged
-from apportion.parallel.pipeline.staging import Staging
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.pipeline.staging import SCHEDULES, Staging, turns
+from apportion.parallel.replica.step import reference
 
 TRIED = (4, 8, 16, 32)
 """The numbers of micro-batches that are worth a price; more than one is what this strategy is for."""

@@ -31,7 +31,7 @@ from apportion.cost_model.memory import MemoryUse, of_replica
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.parallel.optim.fused import with_fused_updates
-from apportion.parallel.replica.single_process import OneDeviceStep, reference
+from apportion.parallel.replica.step import OneDeviceStep, reference
 
 STEP_CALLS = 20.0
 """The time of a step's own Python, in ``Device.call_seconds``: chosen so that the measured step of a small network

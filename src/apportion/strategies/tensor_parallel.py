@@ -48,7 +48,7 @@ from apportion.cost_model.strategies import tensor
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 from apportion.parallel.tensor.sharding_plan import ShardingPlan, TensorParallelModel, plan
 
 OWN_UPDATE = (

@@ -48,7 +48,7 @@ from apportion.parallel.recurrent.cut import cut
 from apportion.parallel.recurrent.layer import chunk_length
 from apportion.parallel.recurrent.wavefront import WavefrontPart
 from apportion.parallel.replica.carried_state import Carry
-from apportion.parallel.replica.single_process import reference
+from apportion.parallel.replica.step import reference
 
 
 @final

@@ -2,12 +2,15 @@
 
 They are forked from the process that apportion's own workers are forked from. It has torch imported and lives as long
 as the test session, so that every test has fresh ranks within a fraction of a second.
+
+Where a rank makes no progress, its Python stacks, which ``faulthandler`` prints, show where it waits.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
 import selectors
 import socket
 import sys
@@ -18,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from apportion.comm.channel import Lines
+from apportion.core.installed import in_packages
 from apportion.errors import WorkerFailed
+from apportion.process import PACKAGE
 from apportion.runtime.spawn.client import ForkedProcess, SpawnTask
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.template import template
-from apportion.testing.stacks import where_ranks_wait
 from apportion.testing.trial import RankPlace
 
 TARGET = "apportion.testing.rank:run"
@@ -237,3 +241,50 @@ def log_of(place: RankPlace) -> str:
         return Path(place.folder, f"rank{place.rank}.log").read_text(errors="replace")
     except FileNotFoundError:
         return ""
+
+
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+_SHOWN = 6
+_OWN_MAIN = f"{PACKAGE}/testing/rank.py"
+
+
+def where_ranks_wait(logs: Mapping[str, tuple[str, str]]) -> str:
+    """Returns the stacks of ranks as text, the innermost frame first. ``logs``: for each rank by its name where it is,
+    in words, and what it has printed."""
+    return "\n".join(f"  {name}, {where}:\n{_indented(log)}".rstrip(":\n") for name, (where, log) in logs.items())
+
+
+def before_stacks(log: str) -> str:
+    """Returns what a rank had printed before its stacks."""
+    lines = log.splitlines()
+    first = next((n for n, line in enumerate(lines) if _THREAD.match(line)), len(lines))
+    return "\n".join(lines[:first])
+
+
+def _indented(log: str) -> str:
+    frames = main_stack(log)
+    return "\n".join(f"    {frame}" for frame in frames)
+
+
+def main_stack(log: str) -> list[str]:
+    """Returns the frames of the last stack of the main thread in a log, from the innermost to the outermost of the
+    user's own, as ``file.py:12 in step``."""
+    stacks = list[list[tuple[str, str, str]]]()
+    for line in log.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and (found := _FRAME.match(line)):
+            stacks[-1].append((found["file"], found["line"], found["name"]))
+    mains = [stack for stack in stacks if any(file == _OWN_MAIN for file, _, _ in stack)]
+    if not mains:
+        return []
+    outside = [frame for frame in mains[-1] if not frame[0].startswith((f"{PACKAGE}/", "<frozen"))]
+    users = [place for place, frame in enumerate(outside) if not _installed(frame[0])]
+    inner = outside[: users[0]][:_SHOWN] if users else outside[:_SHOWN]
+    own = [outside[place] for place in users]
+    return [f"{file}:{line} in {name}" for file, line, name in [*inner, *own]]
+
+
+def _installed(file: str) -> bool:
+    return in_packages(file) or "/lib/python3" in file

@@ -1,13 +1,16 @@
-"""Compares what the ranks and one process have recorded, and finds what differs first."""
+"""Compares what the ranks and one process have recorded, finds what differs first, and says it: the verdict, a
+table of what differs, the cause and the remedy.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from apportion.script_check.comparison.table import Parting, parting
+from apportion.script_check.comparison.first_difference import FirstDifference, first_difference
 from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, initial, scale_of, shown
 from apportion.script_check.record import Event, RankRecord
 from apportion.testing.explanation import Circumstances, Explanation, explained
@@ -55,7 +58,7 @@ def disagreement(
     for look in (_beginning, _counts, _nothing_moves):
         if (found := look(ranks, union)) is not None:
             return found
-    parted, _ = parting(ranks, union)
+    parted, _ = first_difference(ranks, union)
     if parted is not None:
         return _parted(parted, ranks, union, shares)
     found = _rates(ranks, union)
@@ -83,7 +86,7 @@ def _beginning(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement |
 
 
 def _counts(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | None:
-    calls = [[call["made"] for call in record.of("call")] for record in [union, *ranks]]
+    calls = [[call["made"] for call in record.events_of("call")] for record in [union, *ranks]]
     for number, made in enumerate(zip(*calls, strict=True), 1):
         if len(set(made)) > 1:
             by_rank = ", ".join(f"rank {rank} made {steps}" for rank, steps in enumerate(made[1:]))
@@ -119,7 +122,9 @@ def _nothing_moves(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreeme
     return None
 
 
-def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]) -> Disagreement:
+def _parted(
+    parted: FirstDifference, ranks: Sequence[RankRecord], union: RankRecord, shares: tuple[float, ...]
+) -> Disagreement:
     compared = parted.compared
     named = tuple(
         TensorDifference(shown(each.name, compared), each.rank, each.relative, each.ratio, each.cosine)
@@ -133,7 +138,7 @@ def _parted(parted: Parting, ranks: Sequence[RankRecord], union: RankRecord, sha
 
 
 def _update(
-    parted: Parting,
+    parted: FirstDifference,
     ranks: Sequence[RankRecord],
     union: RankRecord,
     named: tuple[TensorDifference, ...],
@@ -158,7 +163,7 @@ def _update(
     )
 
 
-def _unmoved(parted: Parting, ranks: Sequence[RankRecord]) -> int:
+def _unmoved(parted: FirstDifference, ranks: Sequence[RankRecord]) -> int:
     before = initial(ranks[0])
     weights: Mapping[str, Array] = ranks[0].steps[0]["weights"]
     return sum(
@@ -169,7 +174,7 @@ def _unmoved(parted: Parting, ranks: Sequence[RankRecord]) -> int:
 
 
 def _statistics(record: RankRecord) -> tuple[str, ...]:
-    modules: Mapping[str, str] = {k: v for event in record.of("network") for k, v in event["modules"].items()}
+    modules: Mapping[str, str] = {k: v for event in record.events_of("network") for k, v in event["modules"].items()}
     return tuple(
         f"{name.partition('.')[2] or name} ({kind})"
         for name, kind in modules.items()
@@ -178,7 +183,7 @@ def _statistics(record: RankRecord) -> tuple[str, ...]:
 
 
 def _notes(step: int, ranks: Sequence[RankRecord], union: RankRecord) -> Iterator[str]:
-    calls = [record.of("call") for record in [union, *ranks]]
+    calls = [record.events_of("call") for record in [union, *ranks]]
     if all(calls) and any(call["drew"] for call in calls[0]):
         drew = sorted({name for call in calls[0] for name in call["drew"]})
         yield (
@@ -239,3 +244,40 @@ def _buffers(ranks: Sequence[RankRecord], union: RankRecord) -> Disagreement | N
                 number,
             )
     return None
+
+
+ROWS = 12
+"""The most rows of a table; what differs beyond them is counted."""
+WIDTH = 100
+
+
+def message(found: Disagreement, ranks: int) -> str:
+    """Returns what is printed of a disagreement of ``ranks`` ranks."""
+    verdict = _paragraph(f"{found.verdict} on {ranks} ranks", f"{found.sentence}.")
+    shown = [table(found.differences, ranks)] if found.differences else []
+    reasons = [_paragraph("Cause", found.cause.sentence), _paragraph("Remedy", found.cause.remedy)]
+    reasons += [_paragraph("Note", note) for note in found.notes]
+    return "\n\n".join([verdict, *shown, "\n".join(reasons)])
+
+
+def table(differences: Sequence[TensorDifference], ranks: int) -> str:
+    """Returns the table of differences, one row for each tensor and rank, or each tensor where all ranks are alike."""
+    lines = [("tensor", "rank", "ratio", "cosine", "relative difference")]
+    names = list(dict.fromkeys(each.name for each in differences))
+    for name in names:
+        own = [each for each in differences if each.name == name]
+        figures = [(f"{each.ratio:.7g}", f"{each.cosine:.6f}", f"{each.relative:.2e}") for each in own]
+        if len(own) == ranks and len(set(figures)) == 1:
+            lines.append((name, "all", *figures[0]))
+        else:
+            lines += [(name, str(each.rank), *figure) for each, figure in zip(own, figures, strict=True)]
+    widths = [max(len(line[column]) for line in lines[: ROWS + 1]) for column in range(5)]
+    shown = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    left = len(shown) - ROWS - 1
+    rest = [f"  and {left} more row{'s' if left > 1 else ''}"] if left > 0 else []
+    return "\n".join(line.rstrip() for line in [*shown[: ROWS + 1], *rest])
+
+
+def _paragraph(title: str, text: str) -> str:
+    lines = textwrap.wrap(text, WIDTH, break_on_hyphens=False, initial_indent=f"{title}: ", subsequent_indent="  ")
+    return "\n".join(lines)

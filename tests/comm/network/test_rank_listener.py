@@ -20,9 +20,8 @@ from apportion.comm.network import rank_listener as listener_file
 from apportion.comm.network.address import Address
 from apportion.comm.network.dialling import dial_rank
 from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, HELLO_BYTES, Purpose, claim, hello
-from apportion.comm.network.pending_handshakes import PendingHandshake
 from apportion.comm.network.rank_connection import RankConnection
-from apportion.comm.network.rank_listener import MOST_PENDING, RankListener
+from apportion.comm.network.rank_listener import MOST_PENDING, PendingHandshake, RankListener
 from apportion.errors import PeerLost
 
 SECRET = b"s" * 32

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apportion.comm.network.secret import secret_of_run
+from apportion.comm.network.handshake import secret_of_run
 from apportion.errors import ApportionError
 
 

@@ -20,9 +20,15 @@ from apportion.comm.network.dialling import dial_first
 from apportion.comm.network.handshake import Purpose, key_of_meeting
 from apportion.comm.network.launched_ranks import given, other_hosts, ports, refuse_unstarted, run_name
 from apportion.comm.network.rank_listener import RankListener
-from apportion.comm.network.slurm.allocation import allocated, environment_of_steps
-from apportion.comm.network.slurm.node_list import node_names
-from apportion.comm.network.slurm.step import FIRST_PORT, PORTS, TRIES, first_port
+from apportion.comm.network.slurm import (
+    FIRST_PORT,
+    PORTS,
+    TRIES,
+    allocated,
+    environment_of_steps,
+    first_port,
+    node_names,
+)
 from apportion.comm.world import World
 from apportion.errors import PeerLost
 

@@ -66,7 +66,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 
 
 def dial(address: Address, seconds: float) -> socket.socket:
-    """Returns a connection to an address. Raises OSError where nobody answers there."""
+    """Returns a connection to an address. Raises OSError where no process answers there."""
     if address.port:
         sock = socket.create_connection((address.host, address.port), seconds)
         prepare(sock)
@@ -107,8 +107,8 @@ def round_trip(sock: socket.socket) -> float:
     tell."""
     if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
         return 0.0
-    told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST_RTT.size)
-    (microseconds,) = _SHORTEST_RTT.unpack(told.ljust(_SHORTEST_RTT.size, b"\0"))  # an old system tells less
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST_RTT.size)
+    (microseconds,) = _SHORTEST_RTT.unpack(info.ljust(_SHORTEST_RTT.size, b"\0"))  # an old system tells less
     return 0.0 if microseconds == _NO_RTT else microseconds * 1e-6
 
 
@@ -151,7 +151,7 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, int, int, str
 
 
 def _unix_name(name: str, *, make: bool = False) -> str:
-    """Returns the name of a socket of this host: on Linux one that is no file, and is gone with the process."""
+    """Returns the name of a socket of this host: on Linux one that is not a file, and is gone with the process."""
     if sys.platform == "linux":
         return f"\0apportion/{os.geteuid()}/{name}"
     folder = Path(tempfile.gettempdir(), f"apportion-{os.geteuid()}")

@@ -22,15 +22,16 @@ class CollectiveThread:
 
     def __init__(self) -> None:
         self.clock = WaitClock()
-        """The clock of what the thread waits for, which nobody else does."""
+        """The clock of what the thread waits for, which no other thread does."""
         self._jobs: queue.SimpleQueue[tuple[Job, Future[None]] | None] = queue.SimpleQueue()
         self._last: Future[None] | None = None
         self._thread = threading.Thread(target=self._run, name="collectives", daemon=True)
         self._thread.start()
 
     def run(self, job: Job, group: Group) -> Work:
-        """Begins a job once those before it have ended. Whoever waits for it waits by the group's clock."""
+        """Begins a job once those before it have ended. A thread that waits for it waits by the group's clock."""
         self._last = Future()
+        # First in, first out: all ranks ask in one order, so that the collectives of their threads meet each other.
         self._jobs.put((job, self._last))
         return _ThreadWork(self._last, group)
 
@@ -39,7 +40,7 @@ class CollectiveThread:
         return self._last is None or self._last.done()
 
     def wait_idle(self, group: Group) -> None:
-        """Waits until every job has ended, by the group's clock; the errors are told to those that wait for the
+        """Waits until every job has ended, by the group's clock; the errors are raised in those that wait for the
         jobs."""
         if self._last is not None and not self._last.done():
             _wait_for(self._last, group)
@@ -79,6 +80,7 @@ def _wait_for(future: Future[None], group: Group) -> tuple[float, float]:
     clock, began = group.all_waits, time.perf_counter()
     clock.begin()
     try:
+        # In naps only while there are messages to move: otherwise the thread sleeps until the job is done.
         while clock.move_on() and not wait([future], NAP_SECONDS).done:
             pass
         wait([future])

@@ -9,8 +9,15 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from apportion.comm.network.address import Address, dial
-from apportion.comm.network.handshake import GREETING_BYTES, PROOF_BYTES, Purpose, claim, hello, is_proved
-from apportion.comm.network.secret import NAME
+from apportion.comm.network.handshake import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    SECRET_ENV,
+    Purpose,
+    claim,
+    hello,
+    is_proved,
+)
 from apportion.errors import PeerLost
 
 HANDSHAKE_SECONDS = 10.0
@@ -30,7 +37,7 @@ Stopped = Callable[[], bool]
 def dial_rank(
     address: Address, secret: bytes, purpose: Purpose, seconds: float, stopped: Stopped = lambda: False
 ) -> socket.socket:
-    """Connects to a rank that listens at an address, or will within so many seconds, and proves that this one knows the
+    """Connects to a rank that listens at an address, or will in this many seconds, and proves that this one knows the
     secret. Raises PeerLost where no rank answers in time, what answers does not know the secret, or ``stopped()``. A
     connection that the other end resets before the handshake is over is made again until then."""
     return dial_first([address], secret, purpose, seconds, stopped)[0]
@@ -41,7 +48,7 @@ class _Answer(Enum):
 
     PROVED = 1
     REFUSED = 2
-    """The other end read the whole claim and hung up, or answered with what is no proof."""
+    """The other end read the whole claim and hung up, or answered with what is not a proof."""
     INTERRUPTED = 3
     """The connection was reset, or nothing came in time: this says nothing about the secret."""
 
@@ -85,7 +92,7 @@ def dial_first(
                 continue
             refused_since = time.monotonic() if refused_since is None else refused_since
             why = (
-                f"{address} did not let this rank in: {NAME} must name a file with the same contents on every "
+                f"{address} did not let this rank in: {SECRET_ENV} must name a file with the same contents on every "
                 "host, and the ranks must be of one run"
             )
             if time.monotonic() - refused_since > patience:

@@ -14,15 +14,60 @@ dials it, and is proved with the rest. Each message has one length: nothing is s
 The hello alone lets no rank in. It is sent with the first packet and answers nothing, so that the accepting end knows
 without waiting for a round trip which connections are a rank's, and closes those of strangers first where it has too
 many. It may be left out.
+
+The secret is what makes a process one of the run's ranks. Whatever started the ranks hands it to each of them in a
+file, whose path is in APPORTION_SECRET_FILE: a Secret of Kubernetes, a file that was copied to every host. It is never
+sent.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
+import stat
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from apportion.errors import ApportionError
+
+SECRET_ENV = "APPORTION_SECRET_FILE"
+LEAST_BYTES, MOST_BYTES = 16, 4096
+"""The least bytes of a secret, fewer of which could be guessed, and the most."""
+MAKE_SECRET = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > ~/apportion-secret)"
+"""The command that makes a secret."""
+
+
+def secret_of_run(environment: Mapping[str, str]) -> bytes | None:
+    """Returns the secret that APPORTION_SECRET_FILE names; None where it is not set. Raises ApportionError where the
+    file cannot be read, and ValueError where others can read it or it holds no secret."""
+    path = environment.get(SECRET_ENV)
+    if not path:
+        return None
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            secret = file.read(MOST_BYTES + 1).strip()
+    except OSError as error:
+        raise ApportionError(
+            f"{SECRET_ENV}={path} cannot be read ({error.strerror}): every host needs the same file; make it with "
+            f"{MAKE_SECRET}"
+        ) from error
+    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO) & ~stat.S_IRGRP:
+        raise ValueError(
+            f"{SECRET_ENV}={path} has mode {stat.S_IMODE(mode):o}, and a secret may be read by its owner and group "
+            f"alone, and written by its owner alone: chmod 600 {path}, or 640 where a group has to read it, as fsGroup "
+            "in a volume of Kubernetes"
+        )
+    if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
+        raise ValueError(
+            f"{SECRET_ENV}={path} holds {len(secret)} bytes, and a secret has {LEAST_BYTES} to {MOST_BYTES}: make one "
+            f"with {MAKE_SECRET}"
+        )
+    return secret
+
 
 MAGIC = b"apportion/1\n"
 HELLO = b"apportion/hello\n"
@@ -82,6 +127,7 @@ def hello(secret: bytes) -> bytes:
 def nonce_of_hello(secret: bytes, given: bytes) -> bytes | None:
     """Returns the nonce of a hello; None where it was made without the secret."""
     nonce, mac = given[len(HELLO) : -_DIGEST_BYTES], given[-_DIGEST_BYTES:]
+    # Compared in constant time: the time of ``==`` would tell a stranger how many bytes of a guess are right.
     return nonce if hmac.compare_digest(mac, _mac(secret, b"hello", nonce)) else None
 
 
@@ -89,6 +135,8 @@ def claim(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
     """Returns what the dialling end answers. Raises ValueError where the greeting is not this protocol's."""
     if not greeting.startswith(MAGIC):
         raise ValueError(f"{greeting[: len(MAGIC)]!r} is not the greeting of a rank, {MAGIC!r}")
+    # A nonce of each end goes into both proofs, so that neither end can be made to prove something old; and the side
+    # stands in front, so that a proof cannot be sent back to the end that made it.
     nonce = secrets.token_bytes(NONCE_BYTES)
     return nonce + purpose + _mac(secret, b"dialled", greeting, nonce, purpose)
 

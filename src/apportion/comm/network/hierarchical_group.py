@@ -74,6 +74,7 @@ class HierarchicalGroup(HostsGroup):
             else:
                 memory.flat = near
         has = torch.tensor([1.0 if memory is not None or len(own) == 1 else 0.0])
+        # Every rank must come to the same answer, or some would meet in memory and the others on the cable.
         flat.all_reduce(has).wait()
         if has.item() == flat.size:
             return cls(flat, ranks, memory, spins=spins)
@@ -116,6 +117,8 @@ class HierarchicalGroup(HostsGroup):
         pieces = flat.split(PIECE_BYTES // flat.element_size())
         slices = [piece.tensor_split(self._slices) for piece in pieces]
         across = None if self._across is None else self._across.pair_sum(flat)
+        # All pieces are put on the cable before the first is waited for. Each has memory of its own in the pair's
+        # scratch, and both hosts begin them in one order.
         for piece, of in zip(pieces, slices, strict=True):
             if self._memory is not None:
                 self._memory.all_reduce(piece).wait()
@@ -241,7 +244,7 @@ class HierarchicalGroup(HostsGroup):
         return made
 
     def interrupt(self) -> None:
-        """Has whoever waits in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
+        """Has those that wait in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
         comes after it."""
         if self._memory is not None:
             self._memory.meeting.interrupt()

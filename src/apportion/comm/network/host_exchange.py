@@ -77,7 +77,7 @@ class HostSum(ABC):
 
 
 class HostsGroup(Group):
-    """A group of ranks of several hosts that can be told how to sum between them."""
+    """A group of ranks of several hosts that can be given a way to sum between them."""
 
     @abstractmethod
     def all_reduce_between(self, tensor: Tensor, between: HostSum) -> Work:
@@ -166,8 +166,8 @@ class PairSum:
     def __init__(
         self, peer: RankConnection, clock: WaitClock, scratch: Tensor, move: Callable[[Callable[[], bool]], None]
     ) -> None:
-        """Take the connection to the other rank, the clock of whoever waits, and memory for what comes: as much as all
-        pieces together. ``move`` moves the messages of the connection until a condition holds."""
+        """Take the connection to the other rank, the clock of the thread that waits, and memory for what comes: as much
+        as all pieces together. ``move`` moves the messages of the connection until a condition holds."""
         self._peer, self._clock, self._scratch, self._move = peer, clock, scratch, move
         self._under_way: deque[tuple[Tensor, Tensor, int, int]] = deque()
         self._begun = 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apportion.comm.network.slurm import step
+from apportion.comm.network import slurm
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OTHER_NAMES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    step.PLACE,
+    slurm.STEP_VARIABLES,
 )
 """The names by which mpirun and srun call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. In a job of Slurm's mpirun
 starts a program of its own on each node by srun, whose numbers its ranks find as well."""
@@ -37,8 +37,8 @@ def given(environment: Mapping[str, str]) -> dict[str, str]:
     found |= {"LOCAL_RANK": environment[local_rank]} if local_rank in environment else {}
     tasks = [int(n) for n in re.findall(r"(?:^|,)(\d+)", environment.get(local_size, ""))]  # Slurm: 2(x3),1
     found |= {"LOCAL_WORLD_SIZE": str(max(tasks))} if len(set(tasks)) == 1 else {}
-    if names == step.PLACE:
-        port, nodes = step.first_port(environment), step.nodes(environment)
+    if names == slurm.STEP_VARIABLES:
+        port, nodes = slurm.first_port(environment), slurm.step_nodes(environment)
         known = {"MASTER_ADDR": nodes[0]} if nodes else {}
         known |= {"MASTER_PORT": str(port)} if port is not None else {}
         found = {**known, **found}
@@ -48,7 +48,7 @@ def given(environment: Mapping[str, str]) -> dict[str, str]:
 def refuse_unstarted(environment: Mapping[str, str]) -> None:
     """Raises ValueError where a launcher has been asked for several ranks, and this process is none that it started."""
     if not environment.get("WORLD_SIZE") and _names(environment) is None:
-        step.refuse_outside(environment)
+        slurm.refuse_outside(environment)
 
 
 def _names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -62,21 +62,21 @@ def ports(environment: Mapping[str, str]) -> list[int]:
     """Returns the ports at which rank 0 may listen, in the order in which it tries them: MASTER_PORT alone, or those of
     a step of Slurm's where that is the first of them."""
     port = int(environment["MASTER_PORT"])
-    if _names(environment) == step.PLACE and port == step.first_port(environment):
-        return list(range(port, port + step.TRIES))
+    if _names(environment) == slurm.STEP_VARIABLES and port == slurm.first_port(environment):
+        return list(range(port, port + slurm.TRIES))
     return [port]
 
 
 def other_hosts(environment: Mapping[str, str]) -> list[str]:
     """Returns the names of the hosts that rank 0 does not run on, where the launcher has said them."""
-    return step.nodes(environment)[1:] if _names(environment) == step.PLACE else []
+    return slurm.step_nodes(environment)[1:] if _names(environment) == slurm.STEP_VARIABLES else []
 
 
 def run_name(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Returns what tells this start of this run from others."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     own = tuple(environment.get(name, "") for name in names)
-    return own + step.name(environment) if _names(environment) == step.PLACE else own
+    return own + slurm.step_name(environment) if _names(environment) == slurm.STEP_VARIABLES else own
 
 
 def number(name: str, text: str) -> int:
@@ -114,11 +114,11 @@ def hosts(slots: Sequence[Slot]) -> list[int]:
     return found
 
 
-def count_ranks(told: Sequence[tuple[str, int]], rank: int) -> int:
-    """Returns the number of ranks on the host of a rank. ``told``: the host and LOCAL_RANK of every rank. Raises
+def count_ranks(reports: Sequence[tuple[str, int]], rank: int) -> int:
+    """Returns the number of ranks on the host of a rank. ``reports``: the host and LOCAL_RANK of every rank. Raises
     ValueError, for every rank alike, where the ranks of a host are not numbered from 0 on."""
     numbers: dict[str, list[int]] = {}
-    for key, local_rank in told:
+    for key, local_rank in reports:
         numbers.setdefault(key, []).append(local_rank)
     for key, local_ranks in numbers.items():
         if sorted(local_ranks) != list(range(len(local_ranks))):
@@ -126,7 +126,7 @@ def count_ranks(told: Sequence[tuple[str, int]], rank: int) -> int:
                 f"the {len(local_ranks)} ranks on host {key.split('/')[0]} were given LOCAL_RANK={local_ranks}: they "
                 f"must be 0 to {len(local_ranks) - 1}, each once"
             )
-    return len(numbers[told[rank][0]])
+    return len(numbers[reports[rank][0]])
 
 
 def refuse_contradictions(slots: Sequence[Slot]) -> None:

@@ -2,7 +2,7 @@
 
 Under torchrun the store of its agents holds MASTER_PORT; rank 0 listens at a free port, and the store tells which.
 Under srun there are several ports, of which rank 0 takes the first that is free.
-Nothing that the store says is trusted: whoever answers at the address has to prove itself.
+Nothing that the store says is trusted: the process that answers at the address has to prove itself.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class SeveralHosts:
 
 @final
 class GivenPlace:
-    """Where the ranks of several hosts meet whom a supervisor has told the address and the port."""
+    """Where the ranks of several hosts meet that a supervisor has given the address and the port."""
 
     has_many = False
 
@@ -116,7 +116,7 @@ class GivenPlace:
         return [self._address]
 
     def tell(self, address: Address) -> None:
-        """Does nothing: the others were told where rank 0 listens."""
+        """Does nothing: the others were given the address where rank 0 listens."""
 
     def find_rank_0(self) -> list[Address]:
         """Returns the addresses at one of which rank 0 listens, or will."""

@@ -201,6 +201,8 @@ class NetworkGroup(HostsGroup):
 
         def add() -> None:
             nonlocal added
+            # A piece may be changed only when its old numbers have gone out as well: the other rank adds those, and the
+            # tensor is both what is sent and where the sum goes. a + b has the bits of b + a, so both ranks agree.
             there = min(peer.sent, peer.received) // flat.element_size()
             while added < flat.numel() and there >= min(added + step, flat.numel()):
                 flat[added : added + step].add_(theirs[added : added + step])
@@ -246,7 +248,7 @@ class NetworkGroup(HostsGroup):
         return _Message(self, way, 1, number)
 
     def _way(self, peer: int, *, out: bool) -> RankConnection:
-        """Returns the connection of the messages to a rank, or from it: whoever sends dials, since the other end may
+        """Returns the connection of the messages to a rank, or from it: the sender dials, since the other end may
         not have asked for a message yet."""
         if (peer, out) not in self._ways:
             name = f"{self._name}/messages"
@@ -274,7 +276,7 @@ class NetworkGroup(HostsGroup):
         return self.part(range(self.size))
 
     def interrupt(self) -> None:
-        """Has whoever waits in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
+        """Has those that wait in this group stop waiting, with PeerLost. May be called from any thread; only ``close``
         comes after it."""
         self._interrupted = True
         self._meeting.wake()
@@ -345,6 +347,7 @@ class NetworkGroup(HostsGroup):
         """Returns the connection of the collectives to a rank; the higher rank dials."""
         if at not in self._peers:
             rank = self._ranks[at]
+            # One end dials and the other takes, by rank: if both dialled there would be two connections for one.
             self._peers[at] = self._connect(rank, self._name, clock, dials=rank < self._meeting.rank)
         return self._peers[at]
 
@@ -368,6 +371,8 @@ class NetworkGroup(HostsGroup):
         """Begins to send to and to receive from other ranks, and returns what waits until all of it is through."""
         peers = {at: self._peer(at, clock) for at in sorted({at for at, _ in (*sends, *receives)})}
         if [at for at, _ in sends] == [at for at, _ in receives] == [*peers]:  # one message each way
+            # Ranks begin their messages in the order of the peers, and a connection carries at most one of each way
+            # here.
             both = [
                 (peers[at], *peers[at].exchange(data, into))
                 for (at, data), (_, into) in zip(sends, receives, strict=True)
@@ -402,6 +407,7 @@ class NetworkGroup(HostsGroup):
         except BaseException:
             self._close_peers()
             raise
+        # The waits of the thread of the collectives are no waits of the step, which goes on computing meanwhile.
         if clock is self.all_waits:
             self.waits.append(span)
 
@@ -417,7 +423,7 @@ class NetworkGroup(HostsGroup):
             self._thread.wait_idle(self)
 
     def _take_scratch(self, like: Tensor, times: int = 1) -> Tensor:
-        """Returns memory for so many tensors like this one, which is another's after the next collective."""
+        """Returns memory for this many tensors like this one, which is another's after the next collective."""
         nbytes = like.nbytes * times
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)

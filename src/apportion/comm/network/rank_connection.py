@@ -63,7 +63,7 @@ class PeerSocket:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Gives the descriptor back, once nobody waits any more."""
+        """Gives the descriptor back, once no thread waits any more."""
         self.close()
         self._sock.close()
 
@@ -149,7 +149,8 @@ class RankConnection(PeerSocket):
         left = self._sends[0].nbytes
         number, counterpart, whole, due = self._exchanges[0] if self._exchanges else _NOT_EXCHANGED
         awaited = counterpart - self.through[1]
-        if number != self.through[0] + 1 or awaited <= 0:  # it is no exchange's, or its counterpart has come
+        # Only the message at the head of the queue is held back, and only until its counterpart has come whole.
+        if number != self.through[0] + 1 or awaited <= 0:  # it is not an exchange's, or its counterpart has come
             return max(left, 1)
         came = due - self._receives[0].nbytes if awaited == 1 else 0
         ahead, worth = whole - left - came, min(left, WAKE_BYTES)
@@ -159,7 +160,7 @@ class RankConnection(PeerSocket):
         return room if room >= worth else 0
 
     def _carried_ahead(self, came: int) -> int:
-        """Returns by how many bytes this end may go ahead, by the rate at which so many have come. The time that they
+        """Returns by how many bytes this end may go ahead, by the rate at which this many have come. The time that they
         took is counted as a little more than it was: what lay here already has come at once."""
         trip = round_trip(self._sock)
         took = time.perf_counter() - self._came_at + max(trip, AHEAD_SECONDS)
@@ -179,8 +180,8 @@ class RankConnection(PeerSocket):
 
     def move_aside(self) -> bool:
         """Moves on what can be moved while something else is waited for, and returns whether that may be gone on with.
-        That the connection has ended is said to whoever waits for its messages: where the other end has sent its last
-        one and has left, the one that was asked for ahead never comes, and nobody misses it."""
+        That the connection has ended is said to the thread that waits for its messages: where the other end has sent
+        its last one and has left, the one that was asked for ahead never comes, and is not missed."""
         try:
             return self.move()
         except PeerLost:
@@ -191,6 +192,7 @@ class RankConnection(PeerSocket):
         if not self._begun:
             self._head, self._begun = _HEADER.pack(self.through[0], data.nbytes), True
         try:
+            # Header and bytes in one call: a header by itself would leave as a packet of its own (TCP_NODELAY).
             gone = self._sock.sendmsg([self._head, data[:room]])
         except BlockingIOError:
             return False
@@ -213,6 +215,7 @@ class RankConnection(PeerSocket):
         left = _HEADER.size - len(self._got)
         head = bytearray(left)
         try:
+            # Never more than this message: what follows belongs to the next one, whose memory is not known yet.
             came = self._sock.recvmsg_into([head, into] if left else [into])[0]
         except BlockingIOError:
             self._wake_from(min(left + into.nbytes, WAKE_BYTES))
@@ -227,6 +230,7 @@ class RankConnection(PeerSocket):
             self._check(into.nbytes)
             self._came_at = time.perf_counter()
         came -= min(came, left)
+        # The end of the connection shows as 0 bytes, and so does a message of no bytes: hence the test above.
         self._receives[0] = into = into[came:]
         self.received += came
         if not into.nbytes:
@@ -240,6 +244,7 @@ class RankConnection(PeerSocket):
     def _wake_from(self, nbytes: int) -> None:
         if nbytes != self._wake_at:
             self._wake_at = nbytes
+            # Only where it changes: the call is made for each message otherwise, and costs as much as a small receive.
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _check(self, expected: int) -> None:
@@ -261,7 +266,7 @@ def move_until(
     moved: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
     """Moves the messages of these connections until a condition holds, and returns when it began and ended. ``moved``
-    is called when some bytes may have moved. Raises PeerLost where nothing has moved for so many seconds."""
+    is called when some bytes may have moved. Raises PeerLost where nothing has moved for this many seconds."""
     own = list(connections)
     keys = {id(connection) for connection in own}
     began = last = time.perf_counter()
@@ -283,6 +288,7 @@ def move_until(
             now = time.perf_counter()
             if done != before:
                 before, last = done, now
+            # The deadline is of progress and not of the whole wait: a large message over a slow cable may take longer.
             elif now - last > seconds:
                 late = ", ".join(connection.name for connection in own if connection.events)
                 raise PeerLost(f"nothing has come from or gone to {late} for {seconds:.0f} s")

@@ -2,9 +2,12 @@
 
 A stranger costs a connection for PENDING_SECONDS at most and never more than its handshake's bytes of memory. Where
 MOST_PENDING connections wait for theirs, the stranger that has waited longest is closed; where all of them are ranks'
-(``pending_handshakes.py``), new ones wait in the system's queue until a rank is in. A connection that is closed for
+(``PendingHandshakes``), new ones wait in the system's queue until a rank is in. A connection that is closed for
 want of room is reset, so that a rank at the other end knows that its secret was not refused, and dials again. What goes
 wrong with one connection ends that connection, and neither the thread nor the port.
+
+A connection is a rank's once it has sent a hello that was made with the secret, and a stranger's until then. A hello
+that has been seen before, since it may have been recorded, counts for nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +22,110 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from apportion.comm.network.address import Address, is_own_user, listen, prepare
-from apportion.comm.network.handshake import named, proof_of, unpack
-from apportion.comm.network.pending_handshakes import PendingHandshake, PendingHandshakes
-from apportion.comm.network.secret import NAME
+from apportion.comm.network.handshake import (
+    CLAIM_BYTES,
+    HELLO,
+    HELLO_BYTES,
+    SECRET_ENV,
+    greet,
+    named,
+    nonce_of_hello,
+    proof_of,
+    unpack,
+)
 from apportion.errors import PeerLost
+
+_MOST_HELLOS = 1 << 16
+"""The hellos that are remembered."""
+
+
+@final
+class PendingHandshake:
+    """A connection whose other end has not proved itself yet."""
+
+    __slots__ = ("_has_hello", "_received", "greeting", "is_rank", "since", "sock")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.greeting, self.since = sock, greet(), time.monotonic()
+        self._received, self._has_hello = b"", False
+        self.is_rank = False
+        """Whether the other end has sent a hello that was made with the secret."""
+
+    def missing(self) -> int:
+        """Returns how many bytes may be read next: never more than the handshake has, since what follows is the
+        rank's."""
+        may_be_hello = not self._has_hello and HELLO.startswith(self._received[: len(HELLO)])
+        return (HELLO_BYTES if may_be_hello else CLAIM_BYTES) - len(self._received)
+
+    def receive(self, data: bytes) -> bytes | None:
+        """Takes bytes that the other end has sent, and returns the hello when the last byte of it is among them."""
+        self._received += data
+        if self._has_hello or len(self._received) < HELLO_BYTES or not self._received.startswith(HELLO):
+            return None
+        found, self._received, self._has_hello = self._received, b"", True
+        return found
+
+    def claim(self) -> bytes | None:
+        """Returns the claim when all of it is there; else None."""
+        return self._received if len(self._received) == CLAIM_BYTES else None
+
+
+@final
+class PendingHandshakes:
+    """The connections of one listener whose other end has not proved itself yet, ranks and strangers apart."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._strangers: dict[int, PendingHandshake] = {}  # both in the order of their coming
+        self._ranks: dict[int, PendingHandshake] = {}
+        self._hellos: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._strangers) + len(self._ranks)
+
+    def __iter__(self) -> Iterator[PendingHandshake]:
+        return iter([*self._strangers.values(), *self._ranks.values()])
+
+    def find(self, descriptor: int) -> PendingHandshake | None:
+        """Returns the connection of this descriptor; None where it has been closed meanwhile."""
+        return self._strangers.get(descriptor) or self._ranks.get(descriptor)
+
+    def add(self, pending: PendingHandshake) -> None:
+        """Adds a connection, as a stranger's."""
+        self._strangers[pending.sock.fileno()] = pending
+
+    def remove(self, pending: PendingHandshake) -> None:
+        """Removes a connection that is still open."""
+        self._strangers.pop(pending.sock.fileno(), None)
+        self._ranks.pop(pending.sock.fileno(), None)
+
+    def receive(self, pending: PendingHandshake, data: bytes) -> None:
+        """Takes bytes of a connection, and counts it among the ranks' from its hello on."""
+        given = pending.receive(data)
+        nonce = None if given is None else nonce_of_hello(self._secret, given)
+        if nonce is None or nonce in self._hellos:
+            return
+        self._hellos[nonce] = None
+        if len(self._hellos) > _MOST_HELLOS:
+            self._hellos.popitem(last=False)
+        self.remove(pending)
+        pending.is_rank = True
+        self._ranks[pending.sock.fileno()] = pending
+
+    def oldest_stranger(self) -> PendingHandshake | None:
+        """Returns the stranger that has waited longest."""
+        return next(iter(self._strangers.values()), None)
+
+    def late(self, stranger_seconds: float, rank_seconds: float) -> list[PendingHandshake]:
+        """Returns those that have taken too long."""
+        now = time.monotonic()
+        return [p for p in self if now - p.since > (rank_seconds if p.is_rank else stranger_seconds)]
+
 
 PENDING_SECONDS = 5.0
 """The seconds that a handshake may take which has not begun with a rank's hello."""
@@ -88,7 +187,7 @@ class RankListener:
 
     def take(self, name: str, rank: int, seconds: float, stopped: Callable[[], bool] = lambda: False) -> socket.socket:
         """Waits until this rank has connected for the group of this name, and returns the connection. Raises PeerLost
-        where it has not within so many seconds, the listener was closed, or ``stopped()`` says so after ``wake``."""
+        where it has not in this many seconds, the listener was closed, or ``stopped()`` says so after ``wake``."""
         key = (named(name), rank)
         with self._changed:
             self._changed.wait_for(lambda: key in self._ready or self._closed or stopped(), seconds)
@@ -98,21 +197,22 @@ class RankListener:
         raise PeerLost(f"rank {rank} is not there: {why}")
 
     def poll(self, name: str, rank: int, seconds: float) -> socket.socket | None:
-        """Returns a rank's connection as ``take`` does, but None where it has not come within so many seconds."""
+        """Returns a rank's connection as ``take`` does, but None where it has not come in this many seconds."""
         key = (named(name), rank)
         with self._changed:
             self._changed.wait_for(lambda: key in self._ready, seconds)
             return self._ready.pop(key, None)
 
     def ready(self, name: str) -> list[int]:
-        """Returns the ranks that have connected for the group of this name, and whose connections nobody has taken."""
+        """Returns the ranks that have connected for the group of this name, and whose connections have not been
+        taken."""
         own = named(name)
         with self._changed:
             return sorted(rank for group, rank in self._ready if group == own)
 
     def hand_over(self, name: str, taker: Taker | None) -> None:
         """Gives the connections for the group of this name to a function from now on, as they come, those that wait
-        already among them. It is called in the listener's thread, and must not wait. None: to nobody any more."""
+        already among them. It is called in the listener's thread, and must not wait. None: to none any more."""
         key = named(name)
         with self._changed:
             if taker is None:
@@ -137,6 +237,7 @@ class RankListener:
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
+        # A taker, which runs in the listener's thread, may close the listener; a thread cannot wait for itself.
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -243,6 +344,8 @@ class RankListener:
         purpose, proof = proved
         self._forget(pending)
         key = unpack(purpose)
+        # The proof is sent under the lock: the rank may call for its connection as soon as it has it, and must not come
+        # before it is entered here.
         with self._changed:  # a rank that has read the proof is found among those that are in
             try:
                 pending.sock.send(proof)
@@ -264,8 +367,8 @@ class RankListener:
         with contextlib.suppress(OSError):
             who = pending.sock.getpeername()[0] if not self._unix else "a process of this host"
             sys.stderr.write(
-                f"{who} was not let in at {self.address}: it does not know what is in the file that {NAME} names here "
-                "(every host needs the same file), or is of another run\n"
+                f"{who} was not let in at {self.address}: it does not know what is in the file that {SECRET_ENV} names "
+                "here (every host needs the same file), or is of another run\n"
             )
             sys.stderr.flush()
 
@@ -288,6 +391,8 @@ class RankListener:
     def _reset(self, pending: PendingHandshake) -> None:
         if not self._unix:
             with contextlib.suppress(OSError):
+                # A close in order would look like a refusal of the claim (``dialling``); a reset says that it was for
+                # want of room.
                 pending.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._drop(pending)
 

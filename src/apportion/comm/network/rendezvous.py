@@ -5,10 +5,12 @@
     one host        every rank listens on a socket of this host that only its user can reach: no port, no secret
     several hosts   rank 0 listens at MASTER_ADDR:MASTER_PORT (under torchrun, whose own store holds that port, at a
                     free one that the store tells; under srun at one of some that follow from the number of the job);
-                    each rank proves that it knows the secret, tells rank 0 where it listens itself, and is told where
+                    each rank proves that it knows the secret, tells rank 0 where it listens itself, and learns where
                     the others do
 
-Nothing that torchrun's store says is trusted: whoever answers at the address has to prove itself.
+Nothing that torchrun's store says is trusted: the process that answers at the address has to prove itself.
+
+Ranks that come and go (``RankService``) prove the same to rank 0, but none of them waits for any other than rank 0.
 """
 
 from __future__ import annotations
@@ -25,13 +27,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from apportion.comm.network.address import Address, is_readable
+from apportion.comm.network.address import Address, is_loopback, is_readable
 from apportion.comm.network.dialling import Stopped, dial_first, dial_rank, read_exactly
-from apportion.comm.network.handshake import Purpose, key_of_meeting
+from apportion.comm.network.handshake import MAKE_SECRET, SECRET_ENV, Purpose, key_of_meeting, secret_of_run
 from apportion.comm.network.launched_ranks import run_name
 from apportion.comm.network.meeting_place import GivenPlace, OneHost, SeveralHosts, where
 from apportion.comm.network.rank_listener import RankListener
-from apportion.comm.network.secret import MAKE, NAME, secret_of_run
 from apportion.errors import ApportionError, PeerLost
 
 DEADLINE_SECONDS = 300.0
@@ -56,7 +57,7 @@ def _never() -> bool:
 
 @final
 class RankDoors:
-    """One rank's way to others, and theirs to it, for conversations of two, which nobody else waits for: a rank that
+    """One rank's way to others, and theirs to it, for conversations of two, which no other rank waits for: a rank that
     dies ends its own alone, and the process that takes its place dials anew. ``addresses``: where each rank listens;
     ``describe``: what a rank is called in messages of errors; ``listener``: None where this rank only dials."""
 
@@ -91,12 +92,12 @@ class RankDoors:
         self._listener.hand_over(self._name, taker)
 
     def dial(self, rank: int, seconds: float) -> socket.socket:
-        """Connects to a rank. Raises PeerLost where it does not answer within so many seconds, or after ``close``."""
+        """Connects to a rank. Raises PeerLost where it does not answer in this many seconds, or after ``close``."""
         purpose = Purpose(self._name, self.rank)
         return dial_rank(self._addresses[rank], self._secret, purpose, seconds, lambda: self._closed)
 
     def close(self) -> None:
-        """Lets nobody in any more, and dials no more. May be called from any thread."""
+        """Lets no rank in any more, and dials no more. May be called from any thread."""
         self._closed = True
         if self._listener is not None:
             self._listener.hand_over(self._name, None)
@@ -127,7 +128,7 @@ class Meeting:
         return self._listener.take(f"{self._name}/{group}", rank, DEADLINE_SECONDS, stopped)
 
     def poll(self, rank: int, group: str, seconds: float) -> socket.socket | None:
-        """Returns a rank's connection, or None where it has not come within so many seconds."""
+        """Returns a rank's connection, or None where it has not come in this many seconds."""
         return self._listener.poll(f"{self._name}/{group}", rank, seconds)
 
     def doors(self, group: str) -> RankDoors:
@@ -152,7 +153,7 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
     """Meets the other ranks, and returns once all of them are there.
 
     ``one_host``: the ranks are processes of this host and this user. ``insecure``: ranks of several hosts need no
-    secret, and whoever reaches the port may take one's place.
+    secret, and any process that reaches the port may take one's place.
     """
     name = "/".join((*run_name(os.environ), str(next(_numbers))))
     secret = secret_for(one_host=one_host, insecure=insecure)
@@ -174,11 +175,11 @@ def meet(rank: int, size: int, *, one_host: bool, insecure: bool) -> Meeting:
 
 
 def meet_again(rank: int, size: int, address: Address, generation: int, *, called_off: Stopped) -> Meeting:
-    """Meets the other ranks of one generation of a run whose hosts are supervised, at the place that all were told.
+    """Meets the other ranks of one generation of a run whose hosts are supervised, at the place that all were given.
     Raises PeerLost where the meeting is called off, since the next generation has begun, or the others do not come."""
     name = "/".join((*run_name(os.environ)[2:], "generation", str(generation)))
     secret = secret_of_run(os.environ)
-    assert secret is not None, "whoever supervises ranks on several hosts has made a secret"
+    assert secret is not None, "the supervisor of ranks on several hosts has made a secret"
     place, secret = GivenPlace(address), key_of_meeting(secret, name)
     try:
         if rank == 0:
@@ -193,9 +194,9 @@ def secret_for(*, one_host: bool, insecure: bool) -> bytes:
     secret = _OPEN if insecure or one_host else secret_of_run(os.environ)
     if secret is None:
         raise ValueError(
-            f"the ranks run on several hosts, and {NAME} is not set: whoever reaches a port could take a rank. Make a "
-            f"secret with {MAKE}, copy it to every host, and set {NAME}=~/apportion-secret there; or say "
-            "env(insecure=True) where nobody else reaches these hosts"
+            f"the ranks run on several hosts, and {SECRET_ENV} is not set: any process that reaches a port could take "
+            f"a rank. Make a secret with {MAKE_SECRET}, copy it to every host, and set {SECRET_ENV}=~/apportion-secret "
+            "there; or say env(insecure=True) where no other user reaches these hosts"
         )
     return secret
 
@@ -205,19 +206,19 @@ def _gather(place: _Place, size: int, secret: bytes, name: str, called_off: Stop
     meeting = Meeting(0, RankListener.at_first(place.of_rank_0(), secret), secret, name)
     try:
         place.tell(meeting._listener.address)
-        told, waiting = [_own(meeting)], []
+        reports, waiting = [_own(meeting)], []
         end = time.monotonic() + DEADLINE_SECONDS
         with contextlib.ExitStack() as stack:
             for other in range(1, size):
                 sock, report = _reported(meeting, other, end, called_off)
                 waiting.append(stack.enter_context(sock))
-                told.append(report)
+                reports.append(report)
             for sock in waiting:
-                _send(sock, told)
+                _send(sock, reports)
     except BaseException:
         meeting.close()
         raise
-    _learn(meeting, told)
+    _learn(meeting, reports)
     return meeting
 
 
@@ -281,15 +282,15 @@ def _await_words(sock: socket.socket, end: float, called_off: Stopped) -> None:
 
 
 def _own(meeting: Meeting) -> dict[str, Any]:
-    """Returns what the others are told of this rank."""
+    """Returns what the others receive about this rank."""
     address = meeting._listener.address
     return {"host": address.host, "port": address.port, "name": socket.gethostname()}
 
 
-def _learn(meeting: Meeting, told: Sequence[dict[str, Any]]) -> None:
-    """Notes what every rank has told of itself."""
-    meeting.addresses = [Address(str(one["host"]), int(one["port"])) for one in told]
-    meeting.hosts = [str(one["name"]) for one in told]
+def _learn(meeting: Meeting, reports: Sequence[dict[str, Any]]) -> None:
+    """Notes what every rank has reported of itself."""
+    meeting.addresses = [Address(str(one["host"]), int(one["port"])) for one in reports]
+    meeting.hosts = [str(one["name"]) for one in reports]
 
 
 def _send(sock: socket.socket, message: Any) -> None:
@@ -310,3 +311,26 @@ def _say_waiting(rank: int, size: int) -> None:
         "does rank 0 run there, and was every rank started?\n"
     )
     sys.stderr.flush()
+
+
+@final
+class RankService:
+    """The way to rank 0, and its own end of it. ``one_host`` and ``insecure`` as in a meeting."""
+
+    def __init__(self, *, one_host: bool, insecure: bool) -> None:
+        one_host = one_host or is_loopback(os.environ["MASTER_ADDR"])
+        self.name = "/".join((*run_name(os.environ), "service"))
+        """What connections to rank 0 are for."""
+        self._place = OneHost(self.name) if one_host else SeveralHosts(self.name, DEADLINE_SECONDS)
+        self._secret = key_of_meeting(secret_for(one_host=one_host, insecure=insecure), self.name)
+
+    def listen(self) -> RankListener:
+        """Listens, as rank 0, for ranks that come."""
+        listener = RankListener.at_first(self._place.of_rank_0(), self._secret)
+        self._place.tell(listener.address)
+        return listener
+
+    def dial(self, rank: int, seconds: float, stopped: Stopped) -> socket.socket:
+        """Connects to rank 0 as this rank. Raises PeerLost where it is not there in this many seconds."""
+        places = self._place.find_rank_0()
+        return dial_first(places, self._secret, Purpose(self.name, rank), seconds, stopped)[0]

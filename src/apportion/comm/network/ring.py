@@ -93,7 +93,11 @@ class RingSum:
             hop, piece, into, _ = self._asked.popleft()
             own = self._parts[self._part(hop)][piece]
             if hop < self._adding:
+                # Own numbers plus what has come: each part is summed along the ring from the rank of its number on, in
+                # one order, so that the finished part has the same bits wherever it is copied.
                 own.numbers.add_(into.numbers)
+            # Sent only after it was added: the memory must stay as it is until the message is through. The last hop
+            # brings what every other rank has already.
             if hop < self._hops - 1:
                 self._last = self._after.send(own.data)
             self._ask()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from apportion.core.sampling.sampler import Index
+from apportion.core.sampler import Index
 
 
 class ActedDataset(ABC):
@@ -54,5 +54,5 @@ class ActedDataset(ABC):
         return []
 
     @abstractmethod
-    def told(self) -> Mapping[str, Any]:
-        """What a ``rollouts`` event tells: of the examples that were made since this was last asked."""
+    def rollout_facts(self) -> Mapping[str, Any]:
+        """What a ``rollouts`` event reports of the examples that were made since this was last asked."""

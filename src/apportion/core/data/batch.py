@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from apportion.core.data.rows import misfit_of, row_count, rows_of
 from apportion.core.loss_terms import Count, examples, terms_of
-from apportion.core.sampling.sampler import DataShard, Draws, Index, split
+from apportion.core.sampler import DataShard, Draws, Index, split
 
 
 class BatchLoader(Protocol):
@@ -177,6 +179,8 @@ class Batch:
                 "into micro-batches; use a strategy that does not cut a batch on its rank"
             )
         if rows < examples:  # some were left out: the others are divided as evenly
+            # Both ends by one formula, so that neighbouring pieces meet and none of the rows is left out or taken
+            # twice.
             piece = slice(piece.start * rows // examples, piece.stop * rows // examples)
         return rows_of(inputs, piece, rows, "inputs"), rows_of(targets, piece, rows, "targets")
 
@@ -221,8 +225,8 @@ class Batch:
         return Batch(self._source, whole, index=self.index, rows=self.rows, first_lane=self.first_lane, cut=cut)
 
     def stream(self, most: int) -> Iterator[Batch]:
-        """These rows in order, at most so many at once. Each part is loaded when it is touched and gone when it is let
-        go: for what does not fit the memory at once. Collate and augment see one part at a time."""
+        """These rows in order, at most this many at once. Each part is loaded when it is touched and gone when it is
+        let go: for what does not fit the memory at once. Collate and augment see one part at a time."""
         pieces = -(-len(self.index) // most)
         if self._loaded is not None or pieces <= 1:
             yield from self.parts(pieces)
@@ -234,3 +238,36 @@ class Batch:
         """One example of this global batch, for a rank that has none: computed with weight 0, so that it can take
         part in the collectives inside the model. A real one: where it gives a NaN, its owner's does too."""
         return self._part(np.array([self._whole.lender], dtype=np.int64), slice(self.rows.start, self.rows.start))
+
+
+ALIGN = 64
+"""The number of bytes that the address of a tensor's memory is a multiple of."""
+
+
+@dataclass(slots=True)
+class BatchPart:
+    """One shard's rows of one batch."""
+
+    whole: Whole
+    index: Index
+    rows: slice
+    loaded: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One shard's rows of several consecutive batches, gathered at once."""
+
+    shard: DataShard
+    first: int
+    parts: list[BatchPart]
+
+    def has(self, step: int, shard: DataShard) -> bool:
+        """Tells whether the block holds these rows."""
+        return shard is self.shard and 0 <= step - self.first < len(self.parts)
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """The rows in memory that begins as a batch's by itself would: products of matrices round by where their numbers
+    lie, and a block begins wherever a process has begun."""
+    return rows if rows.data_ptr() % ALIGN == 0 else rows.clone()

@@ -13,12 +13,11 @@ from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.data.batch import Batch
-from apportion.core.data.block import BatchPart, aligned
+from apportion.core.data.batch import Batch, BatchPart, aligned
 from apportion.core.loss_terms import Count, LabelTerms, examples
-from apportion.core.parts.dataset import PartedDataset, PartRows
-from apportion.core.sampling.rng import seed_host, seeded_rng
-from apportion.core.sampling.sampler import Index, mix
+from apportion.core.parts import PartedDataset, PartRows
+from apportion.core.rng import seed_host, seeded_rng
+from apportion.core.sampler import Index, mix
 from apportion.core.torch_private import in_own_memory
 from apportion.core.workload import Workload
 

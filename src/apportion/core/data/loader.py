@@ -99,6 +99,8 @@ class Ahead:
     def start_over(self) -> None:
         """Discard everything that was loaded ahead."""
         self._line.first = None
+        # What is under way is received and thrown away: torch's loader hands batches out in order, and its places in
+        # the shared memory may only be written again after that.
         while self._line.out:
             self._receive()
 
@@ -219,6 +221,7 @@ class _Shelf:
 
     def unpack(self, packed: PackedBatch) -> Any:
         """Unpack what was packed, in memory of its own."""
+        # Of a process that this one has forked, over a pipe without a name: nothing from outside can get here.
         return pickle.loads(packed.head, buffers=packed.buffers or [_copy(self._memory[span]) for span in packed.spans])
 
 
@@ -228,6 +231,8 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and value.layout is torch.strided and not value.requires_grad:
             dense = value.resolve_conj().resolve_neg()
+            # Dense memory in any order of dimensions is sent as it lies (channels_last keeps its strides); what has
+            # holes or repeats elements is copied first.
             if dense.stride() != torch.empty_like(dense, device="meta").stride():
                 dense = dense.clone()
             memory: Any = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()

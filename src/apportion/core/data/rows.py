@@ -28,7 +28,7 @@ from apportion.core import tree
 
 
 def row_count(inputs: Any, targets: Any, examples: int) -> int:
-    """The number of rows of a batch that collate made of so many examples: what its targets show, or its inputs where
+    """The number of rows of a batch that collate made of this many examples: what its targets show, or its inputs where
     the targets show nothing. ValueError, which names the leaf, where leaves disagree and none has a row for each
     example."""
     if isinstance(targets, Tensor) and targets.shape[:1] == (examples,):  # nearly every batch
@@ -68,7 +68,7 @@ def rows_of(value: Any, part: slice, rows: int | None = None, name: str = "input
 
 
 def misfit_of(value: Any, rows: int, name: str) -> str | None:
-    """The first leaf of a value that does not have so many rows, as the beginning of a sentence; None: all have."""
+    """The first leaf of a value that does not have this many rows, as the beginning of a sentence; None: all have."""
     for path, leaf in _leaves(value, rows, name):
         if isinstance(leaf, Tensor | np.ndarray):
             if not _is_dense(leaf):
@@ -186,7 +186,7 @@ def _sizes(value: Any) -> Iterator[int]:
 
 
 def _is_entries(value: list[Any] | tuple[Any, ...], rows: int) -> bool:
-    """Tells whether a list that holds tensors has an entry for each row, and is not columns of so many rows each."""
+    """Tells whether a list that holds tensors has an entry for each row, and is not columns of this many rows each."""
     if len(value) != rows:
         return False
     found = tree.tensors(value)

@@ -13,14 +13,12 @@ from torch.utils.data import Dataset
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.data.batch import Batch, Whole
-from apportion.core.data.block import BatchPart, Block
+from apportion.core.data.batch import Batch, BatchPart, Block, Whole
 from apportion.core.data.fetch import RowFetcher
-from apportion.core.model_loss import resolved
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.sampler import PartSampler
+from apportion.core.loss_terms import resolved
+from apportion.core.parts import PartedDataset
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.sampling.sampler import DataShard, Sampler
+from apportion.core.sampler import DataShard, PartSampler, Sampler
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
 
@@ -89,7 +87,7 @@ class BatchSource:
         self.count = self._fetcher.counted(resolved(self.count, model))
 
     def load_ahead(self, processes: int) -> None:
-        """Have the coming batches loaded by so many child processes (0: by this process, when they are touched); the
+        """Have the coming batches loaded by this many child processes (0: by this process, when they are touched); the
         batches are the same. Each process opens the data for itself. Rows of a TensorDataset are only copied, which
         needs no such process. Where the batches go to a GPU, augment runs in this process, as it would without
         loaders."""
@@ -140,7 +138,7 @@ class BatchSource:
         if isinstance(self.dataset, ActedDataset):
             self.dataset.worker = worker
 
-    def sit(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Let this process have another rank."""
         self._fetcher.rank = rank
 

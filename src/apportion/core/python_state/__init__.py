@@ -1,1 +1,1 @@
-"""State of a training that is no tensor of the network: attributes, counters, histories, private generators."""
+"""State of a training that is not a tensor of the network: attributes, counters, histories, private generators."""

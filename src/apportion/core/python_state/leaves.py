@@ -189,8 +189,8 @@ class SetLeaf(Leaf):
 
 @final
 class TensorLeaf(Leaf):
-    """A tensor that is no parameter and no buffer. torch counts most changes of it; those by ``.data`` and through
-    numpy it does not count."""
+    """A tensor that is neither a parameter nor a buffer. torch counts most changes of it; those by ``.data`` and
+    through numpy it does not count."""
 
     __slots__ = ("uncounted",)
 
@@ -380,7 +380,7 @@ class GeneratorLeaf(Leaf):
 
 @final
 class ExtraLeaf(Leaf):
-    """What a module gives by ``get_extra_state``, by which torch keeps what is no tensor."""
+    """What a module gives by ``get_extra_state``, by which torch keeps what is not a tensor."""
 
     __slots__ = ()
 
@@ -405,7 +405,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors of a model's ``state_dict()``; what is no tensor in it stays as it is."""
+    """Load the tensors of a model's ``state_dict()``; what is not a tensor in it stays as it is."""
     own = model.state_dict()
     coming = OrderedDict({name: value for name, value in own.items() if not isinstance(value, Tensor)} | dict(tensors))
     # The versions of the layers: without them a normalisation whose buffers another rank has looks for its own.

@@ -1,4 +1,4 @@
-"""The state of a training that is no tensor of the network's, with a committed copy: found, compared, carried.
+"""The state of a training that is not a tensor of the network's, with a committed copy: found, compared, carried.
 
 ::
 
@@ -23,7 +23,6 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor, nn
 
-from apportion.core.python_state.entries import Entries
 from apportion.core.python_state.handles import is_handle
 from apportion.core.python_state.leaves import (
     ArrayLeaf,
@@ -37,7 +36,7 @@ from apportion.core.python_state.leaves import (
     leaf_of,
 )
 from apportion.core.python_state.records import NotStorable, Record, ValueReader, ValueWriter
-from apportion.core.python_state.scopes import MISSING, Scope
+from apportion.core.python_state.scopes import MISSING, Entries, Scope
 from apportion.core.python_state.search import ATOMS, Search, origin
 from apportion.core.replica_digest import tensor_digest
 from apportion.errors import StateLost

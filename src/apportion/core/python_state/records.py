@@ -1,10 +1,13 @@
-"""Values as plain JSON and tensors, and back. Reading runs no code: what JSON names is looked up in short lists."""
+"""Values as plain JSON and tensors, and back. Reading runs no code: what JSON names is looked up in short lists.
+
+``joined`` makes one record of those of processes that each have a part of the network.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast, final
 
 import numpy as np
@@ -15,6 +18,7 @@ from apportion.core.python_state.generators import GENERATORS, generator_state, 
 from apportion.core.python_state.leaves import Drawn, Fields
 from apportion.core.python_state.scopes import slots_of
 from apportion.core.python_state.search import origin
+from apportion.core.replica_digest import tensor_digest
 
 Record = dict[str, Any]
 """The state as plain JSON: ``entries`` by scope and name, ``objects`` by name, and what is ``lost``, with reasons."""
@@ -167,7 +171,7 @@ class ValueReader:
                 self._numbered[stored["number"]] = found
             return found
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{str(stored)[:80]} is no value that was kept here ({error})") from None
+            raise ValueError(f"{str(stored)[:80]} is not a value that was kept here ({error})") from None
 
     def _value(self, stored: Mapping[str, Any], now: Any) -> Any:
         kind, inner = next(iter(stored.items()))
@@ -206,7 +210,7 @@ class ValueReader:
         named = stored["of"] if kind == "member" else stored[kind]
         of = self._classes.get(named)
         if of is None:
-            raise ValueError(f"{named} is no class that the code of the workload names, and what was kept is one")
+            raise ValueError(f"{named} is not a class that the code of the workload names, and what was kept is one")
         if issubclass(of, enum.Enum):
             return of(stored["member"]) if issubclass(of, enum.Flag) else of[stored["member"]]
         if kind == "named":
@@ -250,3 +254,56 @@ def _factory(value: defaultdict[Any, Any]) -> str | None:
 def slots_in(value: Any) -> dict[str, Any]:
     """What an object keeps in slots, by their names."""
     return {key: getattr(value, key) for key in slots_of(type(value)) if hasattr(value, key)}
+
+
+_DIFFERS = "not the same on every rank"
+
+
+def joined(parts: Sequence[tuple[Record, Mapping[str, Tensor]]]) -> tuple[Record, dict[str, Tensor]]:
+    """Put together what processes have recorded that each have a part of the network. What several of them have in
+    different states is lost; what has changed in one since all of them loaded it is that one's."""
+    found: Record = {"entries": {}, "objects": {}}
+    tensors: dict[str, Tensor] = {}
+    lost: dict[str, str] = {}
+
+    def add(place: dict[str, Any], key: str, stored: Any, name: str) -> None:
+        if place.setdefault(key, stored) != stored:
+            lost[name] = _DIFFERS
+
+    active = {name for record, _ in parts for name in _recorded(record) - {*record.get("resting", ())}}
+    for record, values in (_without_resting(*part, active) for part in parts):
+        lost |= record.get("lost", {})
+        found |= {"by rows": record["by rows"]} if "by rows" in record else {}
+        for name, stored in record.get("objects", {}).items():
+            add(found["objects"], name, stored, name)
+        for scope, entries in record.get("entries", {}).items():
+            for key, stored in entries.items():
+                add(found["entries"].setdefault(scope, {}), key, stored, f"{scope}.{key}")
+        for name, tensor in values.items():
+            if tensor_digest(tensors.setdefault(name, tensor)) != tensor_digest(tensor):
+                lost[name] = _DIFFERS
+    if lost:
+        found["lost"] = lost
+    return found, tensors
+
+
+def _recorded(record: Record) -> set[str]:
+    """The names of all that a record has."""
+    entries = {f"{scope}.{key}" for scope, keys in record.get("entries", {}).items() for key in keys}
+    return entries | {*record.get("objects", {})}
+
+
+def _without_resting(
+    record: Record, tensors: Mapping[str, Tensor], active: Collection[str]
+) -> tuple[Record, Mapping[str, Tensor]]:
+    """A record without what its process has only loaded, where another process has changed that since."""
+    resting = {*record.get("resting", ())} & {*active}
+    if not resting:
+        return record, tensors
+    entries = {
+        scope: {key: stored for key, stored in keys.items() if f"{scope}.{key}" not in resting}
+        for scope, keys in record["entries"].items()
+    }
+    objects = {name: stored for name, stored in record["objects"].items() if name not in resting}
+    stays = {name: t for name, t in tensors.items() if name not in resting and name.partition("[")[0] not in resting}
+    return {**record, "entries": entries, "objects": objects}, stays

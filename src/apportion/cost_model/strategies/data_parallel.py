@@ -30,7 +30,7 @@ class Compressed:
     """What a compression makes of gradients that hosts send each other."""
 
     sent: Callable[[float], float]
-    """The bytes that stand for so many bytes of gradients in one message."""
+    """The bytes that stand for this many bytes of gradients in one message."""
     passes: float
     """How often the memory of the gradients is gone through for it."""
 

@@ -40,7 +40,7 @@ def units(profile: Profile, least: int, forward: Sequence[float], backward: Sequ
 
 
 def gather(layout: Placement, nbytes: int) -> float:
-    """Seconds until every rank has so many bytes that lay in shards: sent, and copied to where the layer has them
+    """Seconds until every rank has this many bytes that lay in shards: sent, and copied to where the layer has them
     (torch lays shards side by side first)."""
     return all_gather(layout, range(layout.ranks), nbytes) + 3 * nbytes / memory_rate(layout) if nbytes else 0.0
 

@@ -58,10 +58,10 @@ class CablePrice:
 
 
 def across_hosts(profile: Profile, layout: Placement, *, workers: int, servers: int, copies: int) -> CablePrice:
-    """The price of the cables, where so many ranks have the shards for the others. With copies a server sends each
+    """The price of the cables, where this many ranks have the shards for the others. With copies a server sends each
     gradient on, beside the weights that it answers with."""
     link = layout.cluster.joining(layout.devices)
     whole = profile.parameter_bytes / link.bandwidth
     cables = min(servers, len(layout.hosts))
-    trips = 2 + 2 * copies  # the gradient, the order to apply it, and what the copy is told of each
+    trips = 2 + 2 * copies  # the gradient, the order to apply it, and the report of each to the copy
     return CablePrice(2 * whole + trips * 2 * link.latency, workers * whole * (1 + copies) / cables)

@@ -4,17 +4,22 @@ Which layers are sliced, and how, is worked out from the profile as ``parallel/t
 model: pairs of Linear layers with nothing but element-wise functions between them, what is wide enough alone,
 embeddings, attention by heads, recurrent layers by hidden units. The last layer is taken for logits under a
 cross-entropy, which stay in slices.
+
+In a hybrid each rank computes the first layers for some of the rows, and the last layers are sliced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from apportion.cost_model.collectives import Collective
-from apportion.cost_model.compute import LayerTimes
+from apportion.cost_model.compute import LayerTimes, chance, held, times
+from apportion.cost_model.cost import Cost
 from apportion.cost_model.elementwise import ACTIVATIONS
+from apportion.cost_model.partitioning import chain
 from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
@@ -144,7 +149,7 @@ class Slices:
         self._n, self._ranks = layout.ranks, Collective.among(layout, range(layout.ranks))
 
     def price(self, layers: Iterable[LayerProfile], *, rows: float) -> Sliced:
-        """The price of some of the layers, on so many rows."""
+        """The price of some of the layers, on this many rows."""
         found = Sliced()
         for layer in layers:
             cut = self._how.get(layer.name)
@@ -197,3 +202,69 @@ def _travels(
         case "units":  # at every moment of every layer
             moments = max(1, layer.length) * layer.stack
             return 2 * moments * (ranks.all_gather(out / max(1, layer.length)) + calls / 2)
+
+
+def hybrid_cost(profile: Profile, layout: Placement, at: int, how: dict[str, How], *, rotates: bool) -> Cost:
+    """The cost of a step with the layers before ``at`` on a share of the rows, and the others sliced as ``how``
+    says."""
+    n, batch = layout.ranks, profile.batch_size
+    ranks = Collective.among(layout, range(n))
+    own = _slowest(profile, layout)
+    front, back = profile.layers[:at], profile.layers[at:]
+    rows = -(-batch // n)
+    computing = sum(seconds.both for seconds in own.each(rows)[:at])
+    weights = sum(layer.parameter_bytes for layer in front)
+    crossing = profile.crossing_bytes[at]
+    parts = n if rotates else 1
+    sliced = Slices(profile, layout, own, how).price(back, rows=batch / parts)
+    norms = sum("BatchNorm" in layer.kind for layer in front)
+    # A share's activations arrive while the one before is computed: only the first is waited for.
+    exchange = ranks.all_gather(crossing) / parts
+    return Cost(
+        terms={
+            "computing": computing + sliced.computing * parts,
+            "communicating": exchange
+            + sliced.communicating * parts
+            + ranks.all_reduce(weights)
+            + 4 * norms * ranks.all_reduce(64),
+            "updating": own.update(weights + sliced.weights, fused=True),
+            "waiting": (computing + sliced.computing * parts) * chance(layout),
+            "loading": profile.loading_seconds * batch,
+        },
+        memory=held(
+            profile,
+            layout,
+            weights + sliced.weights,
+            sum(layer.kept_bytes for layer in front) / n + sliced.activations,
+            share=1.0,
+        ),
+        examples=batch,
+    )
+
+
+def first_sliced_layer(profile: Profile, layout: Placement, how: dict[str, How], *, least: int) -> int | None:
+    """The layer from which on all are best sliced, or computed whole on every rank, instead of each rank taking some of
+    the rows: the chain's cheapest choices, from ``least`` on. None: there is none."""
+    n, ranks, own = layout.ranks, Collective.among(layout, range(layout.ranks)), _slowest(profile, layout)
+    slices, by_rows, costs = Slices(profile, layout, own, how), own.each(profile.batch_size / n), []
+    for i, layer in enumerate(profile.layers):
+        dealt = by_rows[i].both + ranks.all_reduce(layer.parameter_bytes)
+        cut = slices.price([layer], rows=profile.batch_size)
+        updates = own.update(layer.parameter_bytes, fused=True), own.update(cut.weights, fused=True)
+        costs.append((dealt + updates[0], cut.computing + cut.communicating + updates[1] if i >= least else inf))
+
+    def change(i: int, a: int, b: int) -> float:
+        if a == b:
+            return 0.0
+        return ranks.all_gather(profile.crossing_bytes[i]) if (a, b) == (0, 1) else inf
+
+    _, choices = chain(costs, change)
+    return choices.index(1) if 1 in choices else None
+
+
+def _slowest(profile: Profile, layout: Placement) -> LayerTimes:
+    """The layer times of the rank that takes longest for the same work."""
+    return max(
+        dict.fromkeys(times(profile, layout)),
+        key=lambda own: sum(seconds.both for seconds in own.each(profile.batch_size)),
+    )

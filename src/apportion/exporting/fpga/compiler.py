@@ -11,8 +11,7 @@ import numpy as np
 from apportion.exporting.fpga.devices import FpgaDevice
 from apportion.exporting.fpga.fixed_point import FixedNet, connections
 from apportion.exporting.fpga.lowering import lowered
-from apportion.exporting.fpga.netlist import Netlist
-from apportion.exporting.fpga.pipeline import pipelined
+from apportion.exporting.fpga.netlist import Netlist, pipelined
 from apportion.exporting.fpga.tools.synthesis import PlacedCircuit, placed
 from apportion.exporting.fpga.verilog_text import CONTROL_PINS, CircuitPorts, written
 

@@ -41,7 +41,7 @@ def pruned(layers: Sequence[FloatLayer], share: float) -> list[FloatLayer]:
 def fine_tuned(
     layers: Sequence[FloatLayer], calibration: Tensor, trained: TrainedNetwork, bits: int, epochs: int
 ) -> list[FloatLayer]:
-    """Return the layers with weights that were trained as the integers of so many bits that they will become, on the
+    """Return the layers with weights that were trained as the integers of ``bits`` bits that they will become, on the
     training examples of the network and by its loss, both of which there must be.
 
     Weights that are 0 stay 0. The examples come in an order of a fixed seed; the random state of torch is not touched.
@@ -110,6 +110,8 @@ def _rounded(numbers: Tensor, form: IntegerFormat) -> Tensor:
     scale = 2.0**form.exponent
     limited = numbers.clamp(form.low / scale, form.high / scale)
     with torch.no_grad():
+        # Straight-through: the rounding error is a constant for autograd, so that the gradient is that of the clamp
+        # alone, which is 0 where a number is limited.
         off = (form.of(numbers) / scale).to(numbers.dtype) - limited
     return limited + off
 

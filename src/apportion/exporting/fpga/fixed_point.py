@@ -100,13 +100,18 @@ class FixedNet:
                 return F.linear(first, weight, bias)
             return F.conv2d(first, weight, bias, *layer.arguments)
         if layer.kind == "requantise":
+            # Exact: a product with a power of two only changes the exponent of a float64, and every integer is below
+            # 2**53. floor(x + 1/2) then rounds halves up, also below 0, as the circuit does.
             scaled = first * 2.0**-layer.shift
             return torch.floor(scaled + (0.5 if layer.shift > 0 else 0)).clamp(layer.low, layer.high)
         if layer.kind == "add":
             exponents = [self.layers[n].exponent for n in layer.inputs]
+            # The common exponent is the larger one, so that no factor is below 1 and nothing is rounded.
             return torch.stack([x * 2.0 ** (layer.exponent - e) for x, e in zip(values, exponents, strict=True)]).sum(0)
         if layer.kind == "average":
             window = layer.arguments[0]
+            # The window has 2**k numbers, so that the division of the pool and this product cancel exactly in float64;
+            # the division itself is the change of the exponent.
             total: Tensor = F.avg_pool2d(first, *layer.arguments) * (window[0] * window[1])
             return total
         if layer.kind == "maximum":

@@ -264,7 +264,7 @@ class _Importer:
         count = window[0] * window[1]
         if count & (count - 1):
             _refuse(
-                node, f"an average over {count} numbers is no shift of bits", "use windows of 2, 4, 8 or 16 numbers"
+                node, f"an average over {count} numbers is not a shift of bits", "use windows of 2, 4, 8 or 16 numbers"
             )  # fmt: skip
 
     def reshape(self, node: fx.Node) -> None:
@@ -283,24 +283,13 @@ _RULES: dict[str, Callable[[_Importer, fx.Node], None]] = {
     "conv2d": _Importer.convolution,
     "batch_norm": _Importer.batch_norm,
     "relu": _Importer.relu,
-    "relu6": _Importer.clipped,
-    "hardtanh": _Importer.clipped,
-    "clamp": _Importer.clipped,
+    **dict.fromkeys(("relu6", "hardtanh", "clamp"), _Importer.clipped),
     "add": _Importer.add,
-    "avg_pool2d": _Importer.pooled,
-    "max_pool2d": _Importer.pooled,
+    **dict.fromkeys(("avg_pool2d", "max_pool2d"), _Importer.pooled),
     "adaptive_avg_pool2d": _Importer.adaptive,
     "mean": _Importer.mean,
-    "flatten": _Importer.reshape,
-    "view": _Importer.reshape,
-    "reshape": _Importer.reshape,
-    "squeeze": _Importer.reshape,
-    "unsqueeze": _Importer.reshape,
-    "unflatten": _Importer.reshape,
-    "dropout": _Importer.same,
-    "feature_dropout": _Importer.same,
-    "contiguous": _Importer.same,
-    "alias": _Importer.same,
+    **dict.fromkeys(("flatten", "view", "reshape", "squeeze", "unsqueeze", "unflatten"), _Importer.reshape),
+    **dict.fromkeys(("dropout", "feature_dropout", "contiguous", "alias"), _Importer.same),
 }
 _ONLY = (
     "linear layers, convolutions in two dimensions, batch normalisation behind them, ReLU, pooling and residual "

@@ -1,15 +1,62 @@
-"""Lowers a network in integers to a netlist of additions, limits and comparisons."""
+"""Lowers a network in integers to a netlist of additions, limits and comparisons.
+
+Products with a constant matrix as few additions of shifted numbers: alkaid's solver of the multiplication of a
+vector by a constant matrix, which shares what several outputs have in common (Sun et al., 2025, arXiv:2507.04535).
+"""
 
 from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from apportion.exporting.fpga.adder_graph import products
+from apportion.errors import ProgramMissing
 from apportion.exporting.fpga.fixed_point import FixedLayer, FixedNet
 from apportion.exporting.fpga.netlist import Netlist, Term
+
+
+def products(matrix: NDArray[np.int64], terms: Sequence[Term]) -> list[Term]:
+    """Return matrix @ terms: the terms of its rows, with the operations that they need added to the netlist."""
+    netlist = terms[0].netlist
+    moving = np.array([term.op is not None for term in terms])
+    used = np.flatnonzero(matrix.any(axis=0) & moving)
+    added = (matrix @ np.array([term.constant for term in terms], dtype=np.int64)).tolist()
+    if not used.size:
+        return [Term(netlist, None, constant=c) for c in added]
+    ranges = [replace(terms[n], constant=0).range for n in used.tolist()]
+    first, second = _solver()(
+        np.ascontiguousarray(matrix[:, used].T, dtype=np.float32),
+        qintervals=[(float(x.low), float(x.high), 1.0) for x in ranges],
+        latencies=[0.0] * len(used),
+    )
+    given = np.empty(len(used), dtype=object)
+    given[:] = [replace(terms[n], constant=0) for n in used.tolist()]
+    found = second(first(given, quantize=False), quantize=False)
+    made = [x if isinstance(x, Term) else Term(netlist, None) for x in found]
+    return [x + c for x, c in zip(made, added, strict=True)]
+
+
+def version() -> str:
+    """Return the version of alkaid."""
+    _solver()
+    found: str = importlib.metadata.version("alkaid")
+    return found
+
+
+def _solver() -> Any:
+    try:
+        from alkaid.cmvm import cmvm_solve
+    except ImportError:
+        raise ProgramMissing(
+            "the target verilog needs the package alkaid, which is not installed: pip install 'apportion[fpga]'"
+        ) from None
+    return cmvm_solve
 
 
 def lowered(net: FixedNet) -> Netlist:
@@ -86,6 +133,7 @@ def _array(terms: list[Term], shape: tuple[int, ...]) -> NDArray[np.object_]:
 
 
 def _total(terms: list[Term]) -> Term:
+    # A balanced tree: its depth, and with it the number of stages, grows with the logarithm of the window.
     while len(terms) > 1:
         terms = [terms[n] + terms[n + 1] if n + 1 < len(terms) else terms[n] for n in range(0, len(terms), 2)]
     return terms[0]
@@ -94,6 +142,7 @@ def _total(terms: list[Term]) -> Term:
 def _largest(terms: list[Term]) -> Term:
     netlist = terms[0].netlist
     numbers = [netlist.settled(term) for term in terms]
+    # A balanced tree, as above.
     while len(numbers) > 1:
         numbers = [
             netlist.larger(*numbers[n : n + 2]) if n + 1 < len(numbers) else numbers[n]

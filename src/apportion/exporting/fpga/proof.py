@@ -61,6 +61,8 @@ class _Atoms:
     def clamped(self, form: Form, shift: int, low: int, high: int) -> Form:
         """Return floor(form / 2**shift), limited; a common factor of two is divided out of it first."""
         terms, constant = form
+        # A normal form: the compiler drops low bits that only the constant has, and the network does not. Both become
+        # the same key only if the common factors are divided out here.
         while shift and all(factor % 2 == 0 for _, factor in terms):
             terms, constant, shift = tuple((n, factor // 2) for n, factor in terms), constant // 2, shift - 1
         form = (terms, constant)
@@ -159,6 +161,8 @@ def _outputs_of(circuit: VerilogCircuit, atoms: _Atoms, limits: IntegerRange) ->
         if statement.kind == "register":
             stage = statement.numbers[0]
             _must(first <= stage <= last, f"{statement.name} takes a number of another example")
+            # A register that loads at the end of a stage holds its example from the next stage on, until the next
+            # example is loaded ``beats`` cycles later.
             known[statement.name] = _Known(read[0].form, statement.width, stage + 1, stage + ports.beats)
             form = read[0].form
         else:

@@ -25,7 +25,7 @@ WIDEST = 8
 
 
 def quantized(layers: Sequence[FloatLayer], calibration: Tensor, bits: int) -> FixedNet:
-    """Return the network in integers of so many bits: its input, its weights and what passes from layer to layer.
+    """Return the network in integers of ``bits`` bits: its input, its weights and what passes from layer to layer.
 
     ``calibration``: inputs, dimension 0 the example. Raises ValueError where a sum could exceed 2**53.
     """
@@ -107,6 +107,8 @@ class _Walk:
         common = int(exponents.max())
         bias = np.zeros(len(integers)) if layer.bias is None else layer.bias.numpy()
         up = 2 ** (common - exponents)
+        # The bias is rounded at the scale of its own channel, as its products are, and then moved to the common
+        # exponent: so channels keep the precision that they have.
         added = np.floor(bias * 2.0 ** (exponents + before.exponent) + 0.5).astype(np.int64) * up
         integers = integers * up.reshape(-1, *[1] * (integers.ndim - 1))
         flat = integers.reshape(len(integers), -1)
@@ -115,6 +117,8 @@ class _Walk:
             name=layer.name, kind=layer.kind, inputs=(number,), shape=layer.shape, arguments=layer.arguments,
             exponent=common + before.exponent, weight=integers, bias=added,
         )  # fmt: skip
+        # Of each weight the worse end of its input's range is taken: no sum over fewer inputs, as at the border, leaves
+        # this range.
         low = int((np.minimum(ends.min(0), 0).sum(1) + added).min())  # 0: what padding adds
         self._append(made, _Extent(low, int((np.maximum(ends.max(0), 0).sum(1) + added).max()), narrow=False))
 
@@ -139,11 +143,13 @@ class _Walk:
 
 
 def chosen(numbers: Tensor, bits: int, *, signed: bool) -> IntegerFormat:
-    """Return the format of so many bits in which these numbers have the least squared error."""
+    """Return the format of ``bits`` bits in which these numbers have the least squared error."""
     low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     largest = float(numbers.abs().max())
     if not 0 < largest < math.inf:
         return IntegerFormat(low, high, 0)
+    # The largest exponent at which the largest number still rounds to ``high``: from there each further one halves the
+    # step and clips more.
     first = math.floor(math.log2((high + 0.5) / largest))
     tried = [IntegerFormat(low, high, first + n) for n in range(CANDIDATES)]
     errors = [float((form.of(numbers) / 2.0**form.exponent - numbers).square().sum()) for form in tried]
@@ -151,7 +157,7 @@ def chosen(numbers: Tensor, bits: int, *, signed: bool) -> IntegerFormat:
 
 
 def weights(weight: Tensor, bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the integers of so many bits of a weight, and the exponent of each output channel."""
+    """Return the integers of ``bits`` bits of a weight, and the exponent of each output channel."""
     integers, exponents = [], []
     rows = weight.detach().double()
     most = chosen(rows, bits, signed=True).exponent + WIDEST

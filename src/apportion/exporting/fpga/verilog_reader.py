@@ -72,6 +72,8 @@ class VerilogCircuit:
                 for n, value in enumerate(given):
                     total += numbers[2 * n] * (value << numbers[2 * n + 1])
                 half = 1 << (statement.width - 1)
+                # Two's complement of ``width`` bits: wrap around as the hardware does, and move the range back to -half
+                # ... half - 1.
                 values[statement.name] = ((total + half) & (2 * half - 1)) - half
             elif statement.kind == "output":
                 outputs[numbers[0]] = given[0]
@@ -95,8 +97,8 @@ class VerilogCircuit:
 
 
 def circuit_in(path: Path) -> VerilogCircuit:
-    """Return the circuit in a file. Raises ValueError for a line that is no statement of this target's, or reads a name
-    that is not declared above it, or as a number of other bits than the rest of the statement has."""
+    """Return the circuit in a file. Raises ValueError for a line that is not a statement of this target's, or reads a
+    name that is not declared above it, or as a number of other bits than the rest of the statement has."""
     ports = ports_of(path)
     lines = path.read_text().splitlines()
     begins = next(n for n, line in enumerate(lines) if line.startswith(f"module {ports.module} ("))
@@ -196,4 +198,4 @@ class _Statements:
 
 def _must(holds: bool, line: str) -> None:
     if not holds:
-        raise ValueError(f"{line!r} is no statement of the target verilog")
+        raise ValueError(f"{line!r} is not a statement of the target verilog")

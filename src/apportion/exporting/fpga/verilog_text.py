@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from apportion.exporting.fpga.netlist import IntegerRange, Netlist, Op
-from apportion.exporting.fpga.pipeline import CircuitPipeline
+from apportion.exporting.fpga.netlist import CircuitPipeline, IntegerRange, Netlist, Op
 
 MARK = "// apportion verilog "
 CONTROL_PINS = 5
@@ -152,6 +151,8 @@ class _Text:
         if ports.beats > 1:
             self._read_bits["buffer"] = (1 << total) - (1 << ports.in_width)
             shifted = f"{{in_data, buffer[{total - 1}:{ports.in_width}]}}"
+            # The circuit starts in the cycle after the last beat: valid[0] is a register, so that the buffer is
+            # complete when stage 0 reads it.
             complete = f"in_valid && !in_first && (beat == {bits}'d{last})"
             counter = [
                 f"  reg [{bits - 1}:0] beat = {bits}'d0;",
@@ -169,6 +170,8 @@ class _Text:
             "  always @(posedge clk) begin",
             f"    if (in_valid) buffer <= {shifted};",
             f"    if (rst) valid <= {stages + 1}'d0;",
+            # The shift register runs freely, independent of ``in_valid``: an example moves on by a stage every cycle.
+            # Each stage loads its registers only with its own valid bit.
             f"    else valid <= {{valid[{stages - 1}:0], {complete}}};",
             "  end",
             f"  assign out_valid = valid[{stages}];",
@@ -213,6 +216,8 @@ class _Text:
             taken = f"buffer[{low + bits - 1}:{low}]"
             text = f"$signed({taken})" if self._ports.input_low < 0 else signed_of(taken)
         elif op.kind == "larger":
+            # Verilog compares operands of different widths after extending them, and as unsigned if either of them is:
+            # both are brought to one signed width first.
             at = max(self._widths[x] for x in read)
             a, b = (self._fitted(x, at) for x in read)
             c, d = (self._fitted(x, width) for x in read)
@@ -227,6 +232,7 @@ class _Text:
             return f"wire signed [{width - 1}:0] {name}; {module} l{number} (.a({value}), .y({name}));"
         else:
             constant = op.numbers[-1]
+            # The literal of the constant has to fit as well, before its sign is applied: the sum alone may be narrower.
             width = max(width, IntegerRange(-abs(constant), abs(constant)).width if constant else 0)
             text = self._sum(read, op.numbers, width)
         self._widths[name] = width
@@ -279,6 +285,8 @@ def clamp_module(prefix: str, width: int, to: int, op: Op) -> list[str]:
         lines += [f"  wire signed [{left - 1}:0] s = $signed(a[{width - 1}:{shift}]);"]
     if width - left:
         lines += unused_bits([f"a[{width - left - 1}:0]"])
+    # An activation without a sign: it is 0 where the sign bit is set, and all ones where a bit above the limit is. That
+    # is one level of look-up tables in place of two comparators.
     if low == 0 and high == 2**bits - 1 and left > bits:
         inner = f"s[{bits - 1}:0]"
         if left > bits + 1:

@@ -55,7 +55,7 @@ class QuantizedModel:
 def quantized(model: Any, feeds: Feeds, task: CalibrationTask, *, weight_bits: int) -> QuantizedModel:
     """Quantize a model with the layers in int8 that lose no more than is allowed on the calibration examples, whose
     inputs are in ``feeds``, at most ``quantizers.AT_ONCE`` in each. Raises ValueError, with the names of layers, where
-    there is no layer to quantize, or none that may be."""
+    no layer can or may be quantized."""
     dynamic = why_dynamic(model)
     every = layers(model)
     known = [one for one in every if not one.in_float and (not dynamic or one.kind in quantizers.DYNAMIC)]
@@ -255,7 +255,7 @@ def _residual(own: Sequence[Any], targets: Any) -> float | None:
 
 
 def _first(feeds: Feeds, count: int) -> Iterator[Mapping[str, Any]]:
-    """The feeds that hold the first examples, so many of them at least where there are."""
+    """The feeds that hold the first examples, ``count`` of them at least where there are."""
     seen = 0
     for feed in feeds:
         if seen >= count:

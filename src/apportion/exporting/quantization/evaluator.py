@@ -159,6 +159,8 @@ def _quantize(self: Any, x: Any, scale: Any, zero: Any = None, *, axis: int = 1,
     zero = np.zeros(1, np.uint8) if zero is None else zero
     least, most = np.iinfo(zero.dtype).min, np.iinfo(zero.dtype).max
     steps = _tensor(x) / _along(scale, x.ndim, axis)
+    # torch rounds halves to even, as the definition of QuantizeLinear demands; the zero point is added after the
+    # rounding.
     steps = steps.round_().add_(_along(zero, x.ndim, axis).float()).clamp_(least, most)
     return (steps.to(torch.from_numpy(np.zeros(0, zero.dtype)).dtype).numpy(),)
 
@@ -185,6 +187,7 @@ def _along(values: Any, dimensions: int, axis: int) -> Tensor:
 
 
 def _integer_product(self: Any, a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> tuple[Any]:
+    # In float64, where matrix products are fast: products of 8 bits over fewer than 2**37 terms stay exact.
     left, right = (_tensor(x).double() for x in (a, b))  # whole numbers, exact below 2 ** 53
     if a_zero is not None:
         left = left - _tensor(np.atleast_1d(a_zero)).double().reshape(-1, 1)
@@ -214,6 +217,7 @@ def _dynamic_lstm(self: Any, x: Any, w: Any, r: Any, *rest: Any, **given: Any) -
         state, cell, steps = _tensor(h[at]), _tensor(c[at]), []
         for time in range(len(x)):
             gates = ahead[time] + _dynamic_product(state, r[at], held["r_scale"][at], held["r_zero"][at])
+            # ONNX orders the gates i, o, f, c, and torch i, f, g, o.
             entered, shown, kept, new = gates.chunk(4, dim=1)
             cell = kept.sigmoid() * cell + entered.sigmoid() * new.tanh()
             state = shown.sigmoid() * cell.tanh()
@@ -227,6 +231,8 @@ def _dynamic_lstm(self: Any, x: Any, w: Any, r: Any, *rest: Any, **given: Any) -
 def _dynamic_product(rows: Tensor, weight: Any, scale: Any, zero: Any) -> Tensor:
     """Rows, quantized to 8 bits by their own range, times quantized weights."""
     least, most = min(0.0, float(rows.min())), max(0.0, float(rows.max()))
+    # The range includes 0 on both sides, so that 0 is exactly representable; in float32, as the operator is defined,
+    # since a step in float64 would round some numbers to other integers.
     step = np.float32((most - least) / 255) or np.float32(1)
     offset = round(-least / float(step))
     steps = ((rows / float(step)).round() + offset).clamp(0, 255).double() - offset

@@ -17,8 +17,7 @@ from apportion.exporting.quantization import quantizers
 from apportion.exporting.quantization.choice import CalibrationTask, QuantizedModel, quantized
 from apportion.exporting.quantization.evaluator import AT_ONCE, evaluator
 from apportion.exporting.quantization.graph import compacted, halved, layers_of_nodes, with_metadata
-from apportion.exporting.quantization.processor import this_processor
-from apportion.exporting.quantization.speed import seconds_each
+from apportion.exporting.quantization.processor import seconds_each, this_processor
 from apportion.exporting.target import Compiled, Examples, Inputs, Table, TrainedNetwork, called
 
 LIMIT = 0.05
@@ -135,7 +134,7 @@ def _written(made: Any, model: Any, metadata: Mapping[str, str]) -> bytes:
 
 
 def _feeds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
-    """The inputs by the names of the graph's, so many at once as the calibration takes."""
+    """The inputs by the names of the graph's, as many at once as the calibration takes."""
     names = [value.name for value in model.graph.input]
     leaves = [x.detach().numpy() for x in pytree.tree_leaves(inputs)]
     for at in range(0, len(leaves[0]), quantizers.AT_ONCE):

@@ -8,8 +8,14 @@ everywhere.
 from __future__ import annotations
 
 import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from apportion.exporting.onnxruntime_session import session
 
 DOT_PRODUCTS = ("avx512_vnni", "avx_vnni", "avx_vnni_int8", "amx_int8", "asimddp", "i8mm")
 """The flags in /proc/cpuinfo of instructions that add products of bytes in 32 bits, on x86 and on ARM."""
@@ -62,3 +68,22 @@ def described_processor(cpuinfo: str, architecture: str, otherwise: str = "") ->
     return Processor(
         name=name, architecture=architecture, dot_products=tuple(flag for flag in DOT_PRODUCTS if flag in flags)
     )
+
+
+TIMES, SECONDS = 60, 1.0
+"""The number of times that each file computes an example, and the seconds that it has for that."""
+
+
+def seconds_each(files: Sequence[Path | bytes], feed: Mapping[str, Any], *, threads: int) -> list[float]:
+    """Return the median of the seconds that each file takes for these inputs, with ``threads`` threads."""
+    made = [session(file, threads=threads) for file in files]
+    taken: list[list[float]] = [[] for _ in made]
+    end = time.monotonic() + SECONDS * len(made)
+    for turn in range(TIMES):
+        for own, one in zip(taken, made, strict=True):
+            began = time.perf_counter()
+            one.run(None, feed)
+            own.append(time.perf_counter() - began)
+        if turn and time.monotonic() > end:
+            break
+    return [statistics.median(own[1:]) for own in taken]

@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.dialects.adaptation import adapted
+from apportion.exporting.spiking.dialects.adaptation import adapted, too_early, without_zeros
 from apportion.exporting.spiking.dialects.dialect import DIALECTS, Dialect, dialect
-from apportion.exporting.spiking.dialects.execution_order import too_early, without_zeros
 from apportion.exporting.spiking.graph import (
     Convolution,
     CurrentSource,
@@ -124,7 +123,7 @@ def _of_integers(path: Path, graph: SpikingGraph, metadata: Mapping[str, Any]) -
     """Return the graph with the levels and the units of a quantised net, which its file says."""
     if not {"levels", "input_step", "output_step"} <= set(metadata):
         raise ValueError(
-            f"{path.name} does not say the levels and the units of integers: it is no file of exact neurons"
+            f"{path.name} does not say the levels and the units of integers: it is not a file of exact neurons"
         )
     changed = (replace(node, levels=int(metadata["levels"])) for node in graph.neurons)
     units = (float(metadata["input_step"]), float(metadata["output_step"]))
@@ -249,7 +248,7 @@ def _check_kind(name: str, kind: str, spoken: Dialect) -> None:
             f"with dialect={spoken.name!r}"
         )
     if kind not in _KINDS:
-        raise ValueError(f"{name} ({kind}) is no node of a spiking graph, which has {', '.join(_KINDS)}")
+        raise ValueError(f"{name} ({kind}) is not a node of a spiking graph, which has {', '.join(_KINDS)}")
 
 
 def _read(name: str, node: Any, before: set[Shape], spoken: Dialect) -> Node:

@@ -15,15 +15,15 @@ which bounds the number of steps: L times the length of the longest way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.calibration.rounding import rounded
+from apportion.exporting.spiking.calibration.calibrate import EXAMPLES, Calibrated, ScaleSearch, percentiles
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, with_weight
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, computed, summed
 from apportion.exporting.spiking.graph import (
     Convolution,
     CurrentSource,
@@ -34,6 +34,45 @@ from apportion.exporting.spiking.graph import (
     SpikingGraph,
 )
 from apportion.exporting.spiking.simulator import synapse
+
+
+@torch.no_grad()
+def rounded(net: RateNet, x: Tensor, *, levels: int) -> Calibrated:
+    """Find for each channel the scale, the activation of the highest level, whose rounded activations are nearest to
+    those of the net, and correct the biases; ``x``: calibration examples."""
+    x = x[:EXAMPLES]
+    wanted, starts = computed(net, x), percentiles(net, x)
+    found: list[Tensor] = []
+    scales: list[Tensor] = []
+    stages = []
+    for number, stage in enumerate(net.stages):
+        z = summed(stage, lambda source: x if source == INPUT else found[source])
+        if number == len(net.stages) - 1:
+            stages.append(replace(stage, bias=stage.bias + (wanted[number] - z).mean(0)))
+            break
+        layer = _RoundedLayer(wanted=wanted[number], z=z, levels=levels)
+        scale, correction = layer.best(starts[number])
+        found.append(layer.rates(scale, correction))
+        stages.append(replace(stage, bias=stage.bias + correction))
+        scales.append(scale)
+    return Calibrated(net=replace(net, stages=tuple(stages)), scales=tuple(scales))
+
+
+@dataclass(eq=False, kw_only=True)
+class _RoundedLayer(ScaleSearch):
+    """A layer whose activations are rounded."""
+
+    z: Tensor
+    levels: int
+
+    def rates(self, scale: Tensor, correction: Tensor) -> Tensor:
+        """The rounded activations."""
+        shape = (-1, *[1] * (self.z.ndim - 2))
+        step = (scale / self.levels).reshape(shape)
+        # The same rounding, half up and limited, as that of the neurons, so that the search optimizes what will be
+        # computed.
+        return ((self.z + correction.reshape(shape)) / step + 0.5).floor_().clamp_(0, self.levels).mul_(step)
+
 
 WEIGHT_LIMIT = 127
 """The largest weight of a trained path."""
@@ -50,7 +89,7 @@ def integers(graph: SpikingGraph, x: Tensor) -> Tensor:
 def quantized(net: RateNet, x: Tensor, *, levels: int) -> SpikingGraph:
     """Quantise a float32 net by calibration examples: a graph of ``signed`` neurons whose weights, biases and
     thresholds are integers, which takes ``integers`` and has ``units``. Raises ValueError where two linear layers
-    follow each other, for whose sum there is no integer of 8 bits."""
+    follow each other, whose sum cannot be rounded to integers of 8 bits."""
     found = rounded(net, x, levels=levels)
     scales = [scale.double() / levels for scale in found.scales]
     net = found.net.to(torch.float64)
@@ -71,6 +110,8 @@ def quantized(net: RateNet, x: Tensor, *, levels: int) -> SpikingGraph:
         current="first_step",
         units=(input_step, float(units[graph.readout.name][0])),
     )
+    # Every sum and membrane is an integer below 2**23: float32 has a mantissa of 24 bits and is exact in any order of
+    # addition. Otherwise float64 is, up to 2**53.
     return made.to(torch.float32 if _largest(made) < 2**23 else torch.float64)
 
 
@@ -89,6 +130,8 @@ def quantized_outputs(graph: SpikingGraph, x: Tensor) -> Tensor:
             total = total.flatten(1)
         elif isinstance(node, Neurons):
             threshold = node.threshold.reshape(-1, *[1] * (len(node.shape) - 1))
+            # In int64 and by floor, since the quotient of two float64 could be rounded up to the next integer just
+            # below a multiple of the threshold.
             whole = torch.div(total.long(), threshold.long(), rounding_mode="floor")
             total = whole.clamp(0, node.levels).double()
         values[node.name] = total
@@ -135,6 +178,8 @@ def _integer(graph: SpikingGraph, node: Node, units: dict[str, Tensor]) -> Node:
     unit = units[to.name]
     bias = (node.bias / unit).round()
     if isinstance(to, Neurons) and graph.into(to.name)[0] is node:
+        # Half a threshold rounds the level to the nearest instead of cutting it off. It is added on one of the paths
+        # only: the others flow into the same sum.
         bias = bias + torch.floor((1 / unit).round().clamp(min=1) / 2)
     return replace(node, weight=(node.weight / unit.reshape(-1, *[1] * (node.weight.ndim - 1))).round(), bias=bias)
 

@@ -1,4 +1,14 @@
-"""What a spiking net costs beside the net itself: spikes, synaptic operations, joules by published figures."""
+"""What a spiking net costs beside the net itself: spikes, synaptic operations, joules by published figures.
+
+What chips are said to take for a synaptic operation, and what a multiplication takes in ordinary hardware.
+
+The figures are published ones, each from a design of another year and process, measured with another network: they tell
+orders of magnitude. They hold the operation and its memory, not the chip at rest nor the input and output.
+
+The neuromorphic chips that the README of NIR names, with the program that takes files to each of them.
+
+The loader of a chip's own program has read no file here: the programs that read them are simulators, ours or others'.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +21,63 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from apportion.exporting.spiking.chips import LOADERS, SIMULATED
-from apportion.exporting.spiking.energy import CHIPS, FLOAT_ADD, FLOAT_MAC, INT8_MAC, INT_ADD, MAC_SOURCE, Chip
 from apportion.exporting.spiking.graph import SpikingGraph
 from apportion.exporting.spiking.simulator import Simulated, fan_out
 from apportion.exporting.target import Table
+
+SIMULATED = "simulated"
+"""What the table states of a chip whose own loader has not read the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChipLoader:
+    """A chip, and the program by which NIR files come to it."""
+
+    chip: str
+    loader: str
+    """The program that takes NIR files for it."""
+    dialect: str
+    """The dialect that comes nearest to its neurons."""
+
+
+LOADERS = (
+    ChipLoader(
+        chip="Speck (SynSense)", loader="sinabs with its driver, sinabs-dynapcnn", dialect="sinabs",
+    ),
+    ChipLoader(
+        chip="Xylo (SynSense)", loader="rockpool", dialect="nir",
+    ),
+    ChipLoader(
+        chip="Loihi 2 (Intel)", loader="lava-dl", dialect="nir",
+    ),
+    ChipLoader(
+        chip="SpiNNaker2 (SpiNNcloud)", loader="py-spinnaker2", dialect="nir",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A neuromorphic chip."""
+
+    name: str
+    joules: float
+    """For a synaptic operation, in joules."""
+    source: str
+
+
+CHIPS = (
+    Chip(name="Loihi (14 nm)", joules=23.6e-12, source="Davies et al., IEEE Micro 38(1), 2018"),
+    Chip(name="TrueNorth (28 nm)", joules=26e-12, source="Merolla et al., Science 345, 2014"),
+    Chip(name="ODIN (28 nm)", joules=12.7e-12, source="Frenkel et al., IEEE TBioCAS 13(1), 2019"),
+    Chip(name="SpiNNaker2 (22 nm)", joules=10e-12, source="Höppner et al., arXiv 2103.08392, 2021"),
+    Chip(name="SENECA (22 nm)", joules=2.8e-12, source="Tang et al., Frontiers in Neuroscience 17, 2023"),
+)
+FLOAT_MAC, FLOAT_ADD = 4.6e-12, 0.9e-12
+"""A multiplication and an addition of float32 in 45 nm, in joules: 3.7 and 0.9 pJ; and the addition alone."""
+INT8_MAC, INT_ADD = 0.3e-12, 0.1e-12
+"""A multiplication of int8 and an addition of int32 in 45 nm, in joules: 0.2 and 0.1 pJ; and the addition alone."""
+MAC_SOURCE = "Horowitz, ISSCC 2014"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +88,7 @@ class SpikingCost:
     layers: tuple[tuple[str, int, float, float], ...]
     """(layer, neurons, spikes, synaptic operations)."""
     input_macs: int
-    """Multiplications of the inputs' current, which flows into the first layer and is no spikes."""
+    """Multiplications of the inputs' current, which flows into the first layer and does not consist of spikes."""
     macs: int
     """Multiplications and additions of the net itself."""
     timesteps: int

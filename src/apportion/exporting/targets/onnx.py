@@ -8,6 +8,12 @@ inputs of any size in the dimensions in which the examples vary.
 It wins wherever a model is to run without Python or torch, and on CPUs at small batches: one program instead of a
 Python call a layer. It loses where the forward pass decides by the numbers in a tensor: torch.export follows one way
 only, and refuses it.
+
+``nn.RNN`` as the operator RNN of ONNX, for sequences of any length: torch.export would unroll its loop for the
+length of the sample, as it does not with LSTM and GRU.
+
+The sizes of inputs that an ONNX file takes: any in the dimensions in which the examples vary, and one in the others,
+which is stated where the network takes more.
 """
 
 from __future__ import annotations
@@ -16,24 +22,179 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from apportion.core.torch_private import pytree
 from apportion.errors import NotVerified
 from apportion.exporting.blamed_layer import CHOOSE, ONE_WAY, blamed_layer, decides, first_cause, first_line, named
-from apportion.exporting.onnx_rnn import rnn_operators
-from apportion.exporting.onnx_sizes import free_dimensions, hold_bounds, refusal, sizes_sentence
+from apportion.exporting.examples import fixed_although_free
 from apportion.exporting.onnxruntime_session import BF16, WEIGHTS, run_bits, runtime, session
 from apportion.exporting.quantization.files import write_float16, write_int8
-from apportion.exporting.target import Compiled, Inputs, Reading, Target, TrainedNetwork
-from apportion.exporting.tensor_names import input_names, output_names
-from apportion.exporting.weights_digest import weights_digest
+from apportion.exporting.target import (
+    Compiled,
+    Inputs,
+    Reading,
+    Target,
+    TrainedNetwork,
+    VaryingDimension,
+    input_names,
+    output_names,
+    weights_digest,
+)
+
+_UNBOUNDED = 2
+"""The least size at which torch.export traces a dimension: a lower bound up to it says nothing of the network."""
+
+
+def free_dimensions(sample: Inputs, varying: Sequence[VaryingDimension]) -> Any:
+    """Return the dimensions that are free, as torch.export takes them: that of the examples, and those that vary."""
+    leaves, shape = pytree.tree_flatten(sample)
+    free = [{0: torch.export.Dim.DYNAMIC} if isinstance(x, torch.Tensor) and x.ndim else None for x in leaves]
+    for one in varying:
+        dims = free[one.leaf]
+        assert dims is not None
+        dims[one.dim] = torch.export.Dim.DYNAMIC
+    return pytree.tree_unflatten(free, shape)
+
+
+def refusal(module: nn.Module, varying: Sequence[VaryingDimension], error: BaseException) -> str:
+    """Return why a network cannot be exported for inputs of several sizes, and what to do instead."""
+    cause = first_cause(error)
+    lines = [line.strip(" -\t") for line in str(cause).splitlines()]
+    why = next((line for line in lines if "static shape" in line or "specialized" in line), first_line(cause))
+    return (
+        f"{named(module, blamed_layer(module, error))} cannot be exported to ONNX for inputs that differ in "
+        f"{', '.join(map(str, varying))}: it fixes the size ({why}); compute the layer by operations that do not loop "
+        "or decide over that size in Python, or pad all examples to one size"
+    )
+
+
+def hold_bounds(module: nn.Module, program: Any, trained: TrainedNetwork) -> None:
+    """Raise ValueError where the program that was exported is that of other sizes than the examples have, since the
+    network decides by a size."""
+    for one, (low, high) in _bounds(program, trained):
+        outside = [size for size in one.sizes if size < low or (high is not None and size > high)]
+        if outside:
+            raise ValueError(
+                f"{type(module).__name__} cannot be exported to ONNX for inputs that differ in {one}: it decides by "
+                f"that size, so that a file would be right for {_range(low, high)} alone, and the examples have "
+                f"{outside[0]}; compute the same for every size, or pad all examples to one size"
+            )
+
+
+def sizes_sentence(program: Any, trained: TrainedNetwork, described: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is to be known of the sizes that a file takes: which the network takes besides, and how to free
+    them; empty where there is nothing. ``described``: the inputs of the file, with their names and shapes."""
+    sentences = []
+    for one, (low, high) in _bounds(program, trained):
+        if low > _UNBOUNDED or high is not None:
+            sentences.append(
+                f"Dimension {one.dim} of {described[one.leaf]['name']} may be of {_range(low, high)}: the network "
+                "computes something else beyond, or nothing."
+            )
+    fixed = fixed_although_free(trained.module, trained.sample, trained.varying)
+    if fixed:
+        found = ", ".join(f"{one.size} in dimension {one.dim} of {described[one.leaf]['name']}" for one in fixed)
+        sentences.append(
+            f"The file takes inputs of one size alone ({found}), as all examples have it, though the network computes "
+            "others: to leave it free, give inputs of another size, apportion.export(..., check=[inputs]), or data "
+            "that vary."
+        )
+    return " ".join(sentences)
+
+
+def _bounds(program: Any, trained: TrainedNetwork) -> Iterator[tuple[VaryingDimension, tuple[int, int | None]]]:
+    """The least and the largest size of each dimension that varies; None: the largest is not limited."""
+    names = list(program.graph_signature.user_inputs)
+    values = {node.name: node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"}
+    for one in trained.varying:
+        value = values[names[one.leaf]]
+        size = value.shape[one.dim]
+        if isinstance(size, int):
+            yield one, (size, size)
+            continue
+        limits = program.range_constraints.get(size.node.expr)
+        if limits is None:
+            continue
+        high = int(limits.upper) if limits.upper.is_Integer and int(limits.upper) < 2**31 else None
+        yield one, (int(limits.lower), high)
+
+
+def _range(low: int, high: int | None) -> str:
+    if high is None:
+        return f"{low} or more"
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+_ACTIVATIONS = {"tanh": "Tanh", "relu": "Relu"}
+
+
+@contextmanager
+def rnn_operators(network: nn.Module) -> Iterator[None]:
+    """Hold each ``nn.RNN`` of a network as an operator of ONNX, which computes nothing by itself: for the time of an
+    export."""
+    found = [module for module in network.modules() if type(module) is nn.RNN]
+    try:
+        for module in found:
+            forward: Callable[..., Any] = partial(_as_operators, module)
+            object.__setattr__(module, "forward", forward)
+        yield
+    finally:
+        for module in found:
+            object.__delattr__(module, "forward")
+
+
+def _as_operators(rnn: nn.RNN, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """input: (batch, time, inputs) or (time, batch, inputs), as ``batch_first`` says, or (time, inputs). hx: (layers *
+    directions, batch, hidden), or without the batch, as the input is. Raises TypeError where the input is packed."""
+    if not isinstance(input, Tensor):
+        raise TypeError(
+            f"it takes a {type(input).__name__}, whose lengths a file cannot hold, and not the padded tensor and a mask"
+        )
+    if input.ndim == 2:  # one sequence alone: the operator has a dimension for several
+        several, start = input.unsqueeze(0 if rnn.batch_first else 1), None if hx is None else hx.unsqueeze(1)
+        outputs, state = _as_operators(rnn, several, start)
+        return outputs.squeeze(0 if rnn.batch_first else 1), state.squeeze(1)
+    directions = 2 if rnn.bidirectional else 1
+    found = input.transpose(0, 1) if rnn.batch_first else input
+    last = []
+    for layer in range(rnn.num_layers):
+        start = None if hx is None else hx[layer * directions : (layer + 1) * directions]
+        found, state = _layer(rnn, layer, directions, found, start)
+        last.append(state)
+    return (found.transpose(0, 1) if rnn.batch_first else found), torch.cat(last)
+
+
+def _layer(rnn: nn.RNN, layer: int, directions: int, x: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    names = [f"l{layer}{suffix}" for suffix in ("", "_reverse")[:directions]]
+
+    def stacked(kind: str) -> Tensor:
+        return torch.stack([getattr(rnn, f"{kind}_{name}") for name in names])
+
+    bias = torch.cat([stacked("bias_ih"), stacked("bias_hh")], 1) if rnn.bias else None
+    time, batch = x.shape[:2]
+    shapes = [(time, directions, batch, rnn.hidden_size), (directions, batch, rnn.hidden_size)]
+    outputs, state = torch.onnx.ops.symbolic_multi_out(
+        "RNN",
+        (x, stacked("weight_ih"), stacked("weight_hh"), bias, None, start),
+        attrs={
+            "activations": [_ACTIVATIONS[rnn.nonlinearity]] * directions,
+            "direction": "bidirectional" if directions == 2 else "forward",
+            "hidden_size": rnn.hidden_size,
+        },
+        dtypes=(x.dtype, x.dtype),
+        shapes=shapes,
+    )
+    return outputs.transpose(1, 2).flatten(2), state
+
 
 MOST_BYTES = 2**31 - 2**20
 """The largest size in bytes of weights inside of the file: a protobuf message is smaller than 2 GiB."""

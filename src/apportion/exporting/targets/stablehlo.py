@@ -27,7 +27,7 @@ from apportion.exporting.target import Compiled, Examples, Inputs, Reading, Tabl
 from apportion.exporting.tpu import cost, lowering, training_check
 from apportion.exporting.tpu.archive import FORWARD, STEP, Archive
 from apportion.exporting.tpu.jax_packages import jax_package, versions
-from apportion.exporting.tpu.traced import for_training, traced_loss, traced_network
+from apportion.exporting.tpu.lowering import for_training, traced_loss, traced_network
 from apportion.exporting.tpu.training_check import LEARNING_RATE
 
 PLATFORMS = ("tpu", "cpu", "cuda", "rocm")
@@ -259,7 +259,7 @@ def _fed(inputs: Inputs, names: Sequence[str]) -> list[Any]:
 
 
 def _in_pieces(run: Any, weights: Mapping[str, Any], given: Sequence[Any], rows: int) -> list[Any]:
-    """Run a program that takes so many examples on another number of them: the last piece is filled up."""
+    """Run a program that takes a fixed number of examples on another number of them: the last piece is filled up."""
     count, pieces = len(given[0]), []
     for at in range(0, count, rows):
         places = np.minimum(np.arange(at, at + rows), count - 1)

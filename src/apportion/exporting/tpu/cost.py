@@ -1,6 +1,6 @@
 """What a program costs, as XLA says once it has compiled it: for the CPU here, for a TPU in a process of its own.
 
-libtpu compiles for a TPU without one: it is told of a topology, such as ``v5e:2x2``, and compiles for one chip of it.
+libtpu compiles for a TPU without one: it takes a topology, such as ``v5e:2x2``, and compiles for one chip of it.
 It may end its process where it does not like the machine, hence the other process, which this module is the program
 of::
 
@@ -57,7 +57,7 @@ class CompiledProgram:
 
 
 def on_cpu(archive: Archive, batch: int) -> dict[str, CompiledProgram]:
-    """Compile each program for this machine's CPU, for so many examples."""
+    """Compile each program for this machine's CPU, for this number of examples."""
     return {name: _compiled(exported, batch, None) for name, exported in archive.programs.items()}
 
 

@@ -22,7 +22,7 @@ def jax_package() -> Any:
     if first:
         if "JAX_PLATFORMS" not in os.environ:  # with libtpu installed, the search for a TPU would take a minute
             jax.config.update("jax_platforms", "cpu")
-        # A program says where in the source each operation comes from: paths of this machine are nobody's business.
+        # A program says where in the source each operation comes from: paths of this machine do not belong there.
         jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
     return jax
 

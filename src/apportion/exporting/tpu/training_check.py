@@ -54,9 +54,9 @@ class StepDifference:
 def checked(
     archive: Archive, step: Callable[..., Any], network: nn.Module, loss: Callable[[Any, Any], Any], examples: Examples
 ) -> StepDifference:
-    """Run the training step of a file beside torch on these examples. ``step``: it, compiled for the CPU and so many.
-    ``network``: in training mode; it is left as it is. Raises NotVerified where a tensor differs by more than the
-    limit."""
+    """Run the training step of a file beside torch on these examples. ``step``: the step, compiled for the CPU and
+    this number of examples. ``network``: in training mode; it is left as it is. Raises NotVerified where a tensor
+    differs by more than the limit."""
     batch = [*leaves_of(examples.inputs, "inputs"), *leaves_of(examples.targets, "targets")]
     value, gradients, weights = step(dict(archive.weights), np.float32(LEARNING_RATE), *batch)
     found = _joined(np.asarray(value), _arrays(gradients), _arrays(weights))

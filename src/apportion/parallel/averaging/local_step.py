@@ -14,19 +14,19 @@ from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.python_state.leaves import refuse_other_extra_state
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.averaging.contribution import Contribution, Outer, ReplicaTensors
-from apportion.parallel.averaging.open.coordinator import OpenRounds, Refuse
-from apportion.parallel.averaging.open.exchange import OpenExchange
+from apportion.parallel.averaging.coordinator import OpenRounds, Refuse
+from apportion.parallel.averaging.exchange import OpenExchange
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange
 from apportion.parallel.averaging.shared import SharedAverage, can_share
 from apportion.parallel.averaging.together import Together
 from apportion.parallel.replica.forward_state import moved
 from apportion.parallel.replica.replica import called
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         self._world, self.rank = world, world.rank
         place = (0, 1) if isinstance(self._exchange, OpenExchange) else (world.rank, world.size)  # it is dealt numbers
         self.data_shard = DataShard(*place, whole_batches=True)
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
+        self._replica.set_rank(world.rank)
+        self.source.set_rank(world.rank)
 
     @property
     def done(self) -> int:
@@ -310,7 +310,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         if not exchange.begun:
             raise StateLost("a worker was lost before the first round: there is nothing to go on from")
         self._sit(world)
-        exchange.sit(world)
+        exchange.join(world)
 
     def committed(self) -> State | None:
         with self._turning:

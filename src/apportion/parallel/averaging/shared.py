@@ -5,16 +5,16 @@ others, and no death loses the average.
 
     word c            version c % 2 is the last average
     version 0, 1      weights, slots | which contributions it holds | which batches it deals to whom
-    a seat each       its batches | its contribution, written by itself
+    a slot each       its batches | its contribution, written by itself
 
 A replica that has arrived and finds that all the others have too, or that the rest are late, takes the lock, computes
 the next version from the contributions that are there, and turns the word. A replica that dies in the middle leaves the
 last average, whole, and the contributions; the lock passes on.
 
 A contribution is a change, so it may be added to any later average, and it is added to one: each version says up to
-which contribution of each seat it holds them. A seat's slot is written again once an average holds what is in it.
-Batches belong to a seat from when it takes them to when it has given what it learnt from them: the next process on that
-seat does them again.
+which contribution of each slot it holds them. A slot's slot is written again once an average holds what is in it.
+Batches belong to a slot from when it takes them to when it has given what it learnt from them: the next process on that
+slot does them again.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write,
 SLEEP_SECONDS = 0.01
 """The seconds between two looks at what may have ended the wait."""
 LINE = 3 * CACHE_LINE
-"""The bytes of a seat's own words and numbers."""
+"""The bytes of a slot's own words and numbers."""
 _WORDS = 12
 _COMMIT, _READY, _LOCK, _HEAD = 0, 4, 64, 64 + LOCK_BYTES
 _WRITTEN, _ARRIVED, _ASSIGNED, _SOURCE, _TOOK, _FIRST, _STRIDE, _MANY = range(8)
-"""Words of a seat: contributions written; the average it waits for; ``_WRITTEN`` when it was given its batches (while
+"""Words of a slot: contributions written; the average it waits for; ``_WRITTEN`` when it was given its batches (while
 they are equal, it has them still to do); the version that handed them out; the last such version whose average it has
 taken; and the batches: first, stride and number."""
 _BEGAN, _SECONDS, _EXAMPLES = range(3)
-"""Numbers of a seat: when it began its round; the seconds that the last one took; the examples that its contribution is
+"""Numbers of a slot: when it began its round; the seconds that the last one took; the examples that its contribution is
 from."""
 _DONE, _DEALT, _TURNED = range(3)
 """Words of a version: batches handed out before it; handed out by now; when it was made (a floating number)."""
 _MERGED, _FRESH, _ROW_FIRST, _ROW_STRIDE, _ROW_MANY = range(5)
-"""Words of a version for each seat: the contributions in it; whether batches were given to the seat in this
+"""Words of a version for each slot: the contributions in it; whether batches were given to the slot in this
 version (1) or before (0); and the batches: first, stride and number, ``_NONE`` where it has to ask."""
 _NONE = -1
 _LEFT = 1 << 40
-"""The value of ``_ARRIVED`` for a seat that waits for nothing any more."""
+"""The value of ``_ARRIVED`` for a slot that waits for nothing any more."""
 
 
 def can_share(world: World) -> bool:
     """Return whether a supervisor holds memory for all replicas."""
-    return world.channel is not None and world.seats > 1 and world.local_size == world.size and sys.platform == "linux"
+    return world.channel is not None and world.slots > 1 and world.local_size == world.size and sys.platform == "linux"
 
 
 @final
@@ -67,36 +67,36 @@ class SharedAverage(Exchange):
     """An exchange among the replicas of one host."""
 
     def __init__(self, frame: ReplicaTensors, world: World, *, every: int, total: int) -> None:
-        seats, nbytes = world.seats, frame.nbytes
-        meta = 8 * 8 + 8 * 5 * seats
-        begin = _HEAD + LINE * seats + 2 * meta
+        slots, nbytes = world.slots, frame.nbytes
+        meta = 8 * 8 + 8 * 5 * slots
+        begin = _HEAD + LINE * slots + 2 * meta
         tensors = round_up(begin)
-        memory = world.shared(f"local_sgd/{nbytes}", tensors + (2 + seats) * nbytes)
+        memory = world.shared(f"local_sgd/{nbytes}", tensors + (2 + slots) * nbytes)
         self._memory, self._frame, self._every, self._total = memory, frame, every, total
         self._version = Word.from_buffer(memory, _COMMIT)
         self._commit, self._ready = CommitWord(self._version), CommitWord(Word.from_buffer(memory, _READY))
-        lines = np.frombuffer(memory, np.int64, LINE // 8 * seats, _HEAD).reshape(seats, -1)
+        lines = np.frombuffer(memory, np.int64, LINE // 8 * slots, _HEAD).reshape(slots, -1)
         self._words, self._numbers = lines[:, :_WORDS], lines.view(np.float64)[:, _WORDS:]
-        versions = np.frombuffer(memory, np.int64, 2 * meta // 8, _HEAD + LINE * seats).reshape(2, -1)
-        self._heads, self._rows = versions[:, :8], versions[:, 8:].reshape(2, 5, seats)
+        versions = np.frombuffer(memory, np.int64, 2 * meta // 8, _HEAD + LINE * slots).reshape(2, -1)
+        self._heads, self._rows = versions[:, :8], versions[:, 8:].reshape(2, 5, slots)
         self._times = versions.view(np.float64)[:, _TURNED]
-        places = [frame.parts(memory, tensors + i * nbytes) for i in range(2 + seats)]
+        places = [frame.parts(memory, tensors + i * nbytes) for i in range(2 + slots)]
         self._averages, self._slots = places[:2], places[2:]
         self._lock: Lock | None = None
         self._waited = 0.0
-        self.sit(world)
+        self.join(world)
         if world.under_way:
-            self._words[self._seat, _ARRIVED] = 0  # it was another process's
-            self._numbers[self._seat, _SECONDS] = 0.0
+            self._words[self._slot, _ARRIVED] = 0  # it was another process's
+            self._numbers[self._slot, _SECONDS] = 0.0
 
-    def sit(self, world: World) -> None:
+    def join(self, world: World) -> None:
         """Take this process's place among the others."""
-        self._world, self._seat, self._group = world, world.seat, world.group()
-        self._table = world.members.seated() if world.members is not None else list(range(world.size))
+        self._world, self._slot, self._group = world, world.slot, world.group()
+        self._table = world.members.slots_by_rank() if world.members is not None else list(range(world.size))
 
     def _own_word(self, number: int) -> CommitWord:
-        """Return one of the words of this process's own seat, which the others read."""
-        return CommitWord(ctypes.c_int64.from_buffer(self._memory, _HEAD + LINE * self._seat + 8 * number))
+        """Return one of the words of this process's own slot, which the others read."""
+        return CommitWord(ctypes.c_int64.from_buffer(self._memory, _HEAD + LINE * self._slot + 8 * number))
 
     @property
     def begun(self) -> bool:
@@ -126,13 +126,13 @@ class SharedAverage(Exchange):
         self._group.barrier()
 
     def _deal(self, version: int, done: int, present: list[int]) -> None:
-        """Hand out the next batches to the seats that are present, in the order of their ranks; the others ask when
+        """Hand out the next batches to the slots that are present, in the order of their ranks; the others ask when
         they come."""
         head, rows = self._heads[version % 2], self._rows[version % 2]
         rows[_ROW_MANY], rows[_FRESH] = _NONE, 0
-        for index, seat in enumerate(present):
+        for index, slot in enumerate(present):
             given = dealt(done, index, len(present), self._every, self._total)
-            rows[_FRESH:, seat] = 1, given.first, given.stride, given.many
+            rows[_FRESH:, slot] = 1, given.first, given.stride, given.many
         head[_DONE] = done
         head[_DEALT] = min(self._total, done + self._every * len(present))
 
@@ -152,7 +152,7 @@ class SharedAverage(Exchange):
 
     def _repair(self) -> None:
         """Repair the counts after the lock's holder died. The commit word says which version is whole; but batches of
-        that version may have been given to a seat and not yet counted as handed out."""
+        that version may have been given to a slot and not yet counted as handed out."""
         head = self._heads[self._commit.read() % 2]
         for line in self._words:
             if line[_ASSIGNED] == line[_WRITTEN] and line[_FIRST] == head[_DEALT]:
@@ -161,21 +161,21 @@ class SharedAverage(Exchange):
     # A round
 
     def take(self, into: Contribution) -> AveragingRound:
-        line = self._words[self._seat]
+        line = self._words[self._slot]
         with self._locked() as version:
             if line[_ASSIGNED] != line[_WRITTEN]:
                 self._assign(version)
             line[_TOOK] = line[_SOURCE]
             copy_parts(self._averages[version % 2], into)
             done = int(self._heads[version % 2, _DONE])
-        self._numbers[self._seat, _BEGAN] = time.monotonic()
+        self._numbers[self._slot, _BEGAN] = time.monotonic()
         return AveragingRound(done, int(line[_FIRST]), int(line[_STRIDE]), int(line[_MANY]))
 
     def _assign(self, version: int) -> None:
-        """Give the seat the batches of this version; where it has had them, or none were meant for it, the next that
+        """Give the slot the batches of this version; where it has had them, or none were meant for it, the next that
         are not handed out."""
-        line, rows, head = self._words[self._seat], self._rows[version % 2], self._heads[version % 2]
-        first, stride, many = rows[_ROW_FIRST:, self._seat]
+        line, rows, head = self._words[self._slot], self._rows[version % 2], self._heads[version % 2]
+        first, stride, many = rows[_ROW_FIRST:, self._slot]
         asks = many == _NONE or line[_TOOK] == version
         if asks:
             first, stride = int(head[_DEALT]), 1
@@ -186,22 +186,22 @@ class SharedAverage(Exchange):
             head[_DEALT] = first + many
 
     def meet(self, write: Write) -> None:
-        line, numbers = self._words[self._seat], self._numbers[self._seat]
+        line, numbers = self._words[self._slot], self._numbers[self._slot]
         while True:
             with self._locked() as version:
-                is_full = bool(line[_WRITTEN] > self._rows[version % 2, _MERGED, self._seat])
+                is_full = bool(line[_WRITTEN] > self._rows[version % 2, _MERGED, self._slot])
             if not is_full:
                 if line[_ASSIGNED] != line[_WRITTEN]:
                     return
                 numbers[_SECONDS] = max(1e-9, time.monotonic() - numbers[_BEGAN])
-                numbers[_EXAMPLES] = write(self._slots[self._seat])
+                numbers[_EXAMPLES] = write(self._slots[self._slot])
                 self._own_word(_WRITTEN).publish(int(line[_WRITTEN]) + 1)
             # Full: of what was just written, or of what the process that sat here before has left.
             self._own_word(_ARRIVED).publish(version + 1)
             self._wait(version)
 
     def leave(self) -> None:
-        self._words[self._seat, _ARRIVED] = _LEFT
+        self._words[self._slot, _ARRIVED] = _LEFT
 
     def stop(self) -> bool:
         with self._locked() as version:
@@ -245,8 +245,8 @@ class SharedAverage(Exchange):
             return not missing
         rounds = [float(s) for s in self._numbers[self._table, _SECONDS] if s]
         now, turned = time.monotonic(), float(self._times[version % 2])
-        took = [now - max(turned, float(self._numbers[seat, _BEGAN])) for seat in missing]
-        known = all(self._numbers[seat, _SECONDS] for seat in missing)  # a first round has no measure
+        took = [now - max(turned, float(self._numbers[slot, _BEGAN])) for slot in missing]
+        known = all(self._numbers[slot, _SECONDS] for slot in missing)  # a first round has no measure
         return known and all(is_late(seconds, rounds) for seconds in took)
 
     def _lead(self, version: int) -> None:
@@ -261,14 +261,14 @@ class SharedAverage(Exchange):
         written, merged = self._words[:, _WRITTEN].copy(), self._rows[live, _MERGED]
         full = np.flatnonzero(written > merged).tolist()
         fence()
-        given = [(float(self._numbers[seat, _EXAMPLES]), self._slots[seat]) for seat in full]
+        given = [(float(self._numbers[slot, _EXAMPLES]), self._slots[slot]) for slot in full]
         total = sum(weight for weight, _ in given)
         average(self._frame, self._averages[live], self._averages[new], given, total)
         unseen = [s for s in self._table if self._words[s, _TOOK] < version and self._rows[live, _ROW_MANY, s] != _NONE]
         present = [s for s in self._table if self._words[s, _ARRIVED] == version + 1 and s not in unseen]
         self._deal(version + 1, int(self._heads[live, _DEALT]), present)
-        for seat in unseen:  # what was dealt to it is still its own
-            self._rows[new, _ROW_FIRST:, seat] = self._rows[live, _ROW_FIRST:, seat]
+        for slot in unseen:  # what was dealt to it is still its own
+            self._rows[new, _ROW_FIRST:, slot] = self._rows[live, _ROW_FIRST:, slot]
         self._rows[new, _MERGED] = merged
         self._rows[new, _MERGED, full] = written[full]
         self._times[new] = time.monotonic()

@@ -7,7 +7,7 @@ same rows are given again with half of them replaced by the others: a number tha
 both, and the first layer that gives such a number without being given one is named. Statistics of the batch that
 ``nn.BatchNorm`` and its functions take are left out: they can be had of the whole batch, or are refused by name.
 
-Where this cannot be told (the forward takes no few rows, computes in half precision, is chaotic) nothing is refused.
+Where this is not clear (the forward takes no few rows, computes in half precision, is chaotic) nothing is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from apportion.core import tree
 from apportion.core.data.rows import rows_of
-from apportion.core.loss_terms import terms_of
-from apportion.core.model_loss import resolved
-from apportion.core.sampling.rng import fork_rng, gpus_in_use
+from apportion.core.loss_terms import resolved, terms_of
+from apportion.core.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.row_probe import Called, Copied, Part, Ran
 from apportion.parallel.batch_coupling.sync_batch_functions import by_class, own_forwards
@@ -82,7 +81,7 @@ def _look(model: nn.Module, workload: Workload, rows: Rows, strategy: str, *, ju
 
 
 def _looked(model: nn.Module, workload: Workload, rows: Rows, *, judges: bool) -> tuple[Copied | None, str | None]:
-    """The copy that was looked at, if there could be one, and what is wrong with the network, if that can be told."""
+    """The copy that was looked at, if there could be one, and what is wrong with the network, if that is clear."""
     copied = None
     for double in (True, False):  # where it wants float32, that is what it gets
         try:
@@ -113,7 +112,7 @@ class _Looked:
         self.copied.forward(self._rows[0])
 
     def problem(self) -> str | None:
-        """The thing that ties the rows together, as the beginning of a sentence; None: nothing that can be told."""
+        """The thing that ties the rows together, as the beginning of a sentence; None: nothing that is clear."""
         if self._many < 2:
             return None
         if self._workload.update is not None:
@@ -287,11 +286,11 @@ class _Looked:
                 bent = bent or float((a - factor * b).abs().max()) > self._bound() * largest
         if max(apart) <= self._bound():
             return False, None
-        told = (
+        text = (
             "the loss couples the rows of a batch: it is not the mean of the losses of its parts, each with the terms "
             "that count says; give count=None, so that it sees all outputs"
         )
-        return True, told if bent else None
+        return True, text if bent else None
 
     def _loss_gradients(self, outputs: Any, targets: Any) -> tuple[Tensor, list[Tensor]]:
         leaf = tree.map_tensors(lambda t: t.detach().clone().requires_grad_(t.is_floating_point()), outputs)
@@ -347,7 +346,7 @@ def _same(found: Tensor | None, expected: Tensor | None, bound: float) -> bool:
 
 def _depend_on_both(runs: Sequence[list[Tensor]], bound: float, *, scalars: bool) -> bool | None:
     """Return whether a number in the tensors of three runs changes with either half of the rows; None where it cannot
-    be told, as their shapes differ."""
+    be found out, as their shapes differ."""
     plain, first, second = runs
     if not [t.shape for t in plain] == [t.shape for t in first] == [t.shape for t in second]:
         return None

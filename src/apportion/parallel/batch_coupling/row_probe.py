@@ -18,11 +18,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from apportion.core import tree
-from apportion.core.sampling.rng import seed_everything
+from apportion.core.rng import seed_everything
 from apportion.core.torch_private import DropoutBase
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.sync_batch_functions import normalisation
-from apportion.parallel.ops.running_statistics import RunningStatistics
+from apportion.parallel.ops.sync_batch_norm import RunningStatistics
 from apportion.parallel.tracing.side_effects import Before, draws
 
 SMALL = 20_000_000
@@ -134,8 +134,8 @@ class Copied:
                 losses, weights = [self._loss(outputs, targets).reshape(()) * 1.0], [1.0]
                 losses[0].backward()
                 self._take_gradients()
-        told = [loss.detach() * w for loss, w in zip(losses, [w for w in weights if w], strict=True)]
-        return self._ended(Ran(torch.stack(told).sum() if told else None, outputs, {}, {}, drew))
+        weighted = [loss.detach() * w for loss, w in zip(losses, [w for w in weights if w], strict=True)]
+        return self._ended(Ran(torch.stack(weighted).sum() if weighted else None, outputs, {}, {}, drew))
 
     def _buffers_now(self) -> dict[str, Tensor]:
         """The buffers now, but for the counters of normalisations, which count a batch once, whatever the rows, and for

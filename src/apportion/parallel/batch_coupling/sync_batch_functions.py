@@ -18,8 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.sync_batch_norm import Normalize
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, Normalize
 
 _FUNCTIONAL = "x running_mean running_var weight bias training momentum eps"
 _TORCH = "x weight bias running_mean running_var training momentum eps cudnn_enabled"
@@ -139,9 +138,9 @@ def _instance_norm(asked: Normalisation, who: NonEmptyRanks) -> Tensor:
     with torch.no_grad():
         variances, means = torch.var_mean(x, dim=list(range(2, x.dim())))
         rows = x.new_tensor([float(len(x)) if who.present else 0.0], dtype=torch.float64)
-        told = torch.cat([means.double().mean(0) * rows, variances.double().mean(0) * rows, rows])
-        who.group.all_reduce(told).wait()
-        mean, variance = (told[:-1] / told[-1]).chunk(2)
+        sums = torch.cat([means.double().mean(0) * rows, variances.double().mean(0) * rows, rows])
+        who.group.all_reduce(sums).wait()
+        mean, variance = (sums[:-1] / sums[-1]).chunk(2)
         for running, now in ((asked.running_mean, mean), (asked.running_var, variance)):
             if running is not None:
                 running.mul_(1 - asked.momentum).add_(now.to(running.dtype), alpha=asked.momentum)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from apportion.comm.group import Group, collective
 from apportion.comm.network.host_exchange import HostSum
+from apportion.core.strategy import State
 from apportion.core.value import Value, parse
 
 METHODS = "apportion.parallel.compression.methods"
@@ -44,3 +49,62 @@ def compression(given: Compression | str | None) -> Compression | None:
     if found is not None and not isinstance(found, Compression):
         raise ValueError(f'compress={given!r} must be a compression, such as "fp16", "int8" or "power_sgd(rank=4)"')
     return found
+
+
+# What compressed sums have left out so far, as a part of a training's state.
+#
+# It belongs to a host, and to the slices that its ranks have: a run that goes on with the same ranks on as many hosts
+# has the bits of one that was never stopped. One that goes on with others begins with nothing left out, and says so.
+
+SETTING, PREFIX = "compress", "compress"
+"""The name of what the settings of a state say, and what the names of its tensors begin with."""
+
+
+class KeptErrors:
+    """The errors that some sums keep. ``hosts``: the number of every rank's host, by rank."""
+
+    def __init__(self, compress: Compression, hosts: Sequence[int], group: Group) -> None:
+        self._compress, self._hosts, self._group = compress, list(hosts), group
+        self._first = self._hosts.index(self._hosts[group.rank])
+        """The first rank of this rank's host."""
+
+    @collective
+    def add_to(self, state: State, sums: Sequence[HostSum], numbers: Sequence[int]) -> State:
+        """Return the state with what all ranks keep. ``numbers``: of how many numbers each sum is. Called by all of
+        them."""
+        slots: dict[str, Tensor] = {}
+        for number, between in enumerate(sums):
+            for name, tensor in between.kept().items():
+                is_told = not between.same_on_host or self._first == self._group.rank
+                each = self._group.all_gather_rows(tensor if is_told else tensor[:0])
+                slots |= {self._name(rank, number, name): own for rank, own in enumerate(each) if len(own)}
+        settings = {**state.settings, SETTING: self._said(numbers)}
+        return replace(state, optimizer={**state.optimizer, **slots}, settings=settings)
+
+    def load(self, state: State, sums: Sequence[HostSum], numbers: Sequence[int]) -> None:
+        """Go on from what a state has of this rank. ``numbers``: of how many numbers each sum is."""
+        earlier, now = state.settings.get(SETTING), self._said(numbers)
+        if earlier != now and state.step and self._group.rank == 0:
+            before = (
+                f"compress={earlier['method']} on hosts {earlier['hosts']}"
+                if earlier
+                else "no compression between hosts"
+            )
+            after = f"compress={self._compress} on hosts {self._hosts}"
+            if earlier and before == after:
+                after += f", whose sums are of {numbers} numbers and not of {earlier.get('numbers')}"
+            warnings.warn(
+                f"the state was saved with {before}, and goes on with {after}: what has been left out of the gradients "
+                "so far begins at zero",
+                stacklevel=2,
+            )
+        for number, between in enumerate(sums):
+            begin = self._name(self._first if between.same_on_host else self._group.rank, number, "")
+            kept = {name.removeprefix(begin): t for name, t in state.optimizer.items() if name.startswith(begin)}
+            between.keep(kept if earlier == now else {})
+
+    def _said(self, numbers: Sequence[int]) -> dict[str, Any]:
+        return {"method": str(self._compress), "hosts": self._hosts, "numbers": list(numbers)}
+
+    def _name(self, rank: int, number: int, name: str) -> str:
+        return f"{PREFIX}/{rank}/{number}/{name}"

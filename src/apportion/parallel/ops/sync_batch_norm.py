@@ -9,17 +9,81 @@ for computing sample variances", 1979.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from apportion.comm.group import Group
+from apportion.comm.group import Group, collective
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.running_statistics import RunningStatistics
+
+
+@dataclass
+class NonEmptyRanks:
+    """The group of ranks over which statistics are taken, and whether this rank takes part with its rows."""
+
+    group: Group
+    present: bool = True
+    """Tells whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
+
+    def __deepcopy__(self, memo: Any) -> NonEmptyRanks:
+        """Whoever copies a model gets no layers that ask the other ranks, not even where there are none just now."""
+        raise TypeError("a group of ranks is not copied with a model: make another model")
+
+
+LEAST_VARIANCE = 1e-8
+
+
+@final
+class RunningStatistics(nn.Module):
+    """The mean and the deviation of each of ``size`` numbers over all that was taken in so far."""
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("total", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("squares", torch.zeros(size, dtype=torch.float64))
+        self.whole: NonEmptyRanks | None = None
+        """The ranks that each have a share of what is taken in; None: this process has all of it."""
+
+    @collective
+    @torch.no_grad()
+    def take(self, values: Tensor) -> None:
+        """Take in rows of numbers, (n, size); called by all ranks of ``whole``."""
+        values = values.to(torch.float64)
+        found = torch.cat([values.new_tensor([len(values)]), values.sum(0), values.square().sum(0)])
+        if self.whole is not None:
+            found = found if self.whole.present else torch.zeros_like(found)
+            found = self.whole.group.all_gather(found).view(-1, len(found)).sum(0)
+        size = len(self.total)
+        self.count.add_(found[:1])
+        self.total.add_(found[1 : 1 + size])
+        self.squares.add_(found[1 + size :])
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of each number; 0 before anything was taken in. (size,), float64."""
+        return self.total / self.count.clamp_min(1.0)
+
+    @property
+    def deviation(self) -> Tensor:
+        """The standard deviation of each number; 1 before anything was taken in. (size,), float64."""
+        variance = self.squares / self.count.clamp_min(1.0) - self.mean.square()
+        return torch.where(self.count > 0, variance.clamp_min(LEAST_VARIANCE).sqrt(), 1.0)
+
+    @property
+    def scale(self) -> Tensor:
+        """The root of the mean square of each number; 1 before anything was taken in. (size,), float64."""
+        return torch.where(
+            self.count > 0, (self.squares / self.count.clamp_min(1.0)).clamp_min(LEAST_VARIANCE).sqrt(), 1.0
+        )
 
 
 def use_whole_batch(model: nn.Module, attendance: NonEmptyRanks) -> list[str]:

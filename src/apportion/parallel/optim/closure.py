@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from apportion.core.sampling.rng import fork_rng
+from apportion.core.rng import fork_rng
 from apportion.core.torch_private import remove_step_hooks, version_of
 
 TRIED_NUMBERS = 4_000_000

@@ -1,9 +1,9 @@
 """The queue that hands out batches to workers: each batch is handed out once, and comes back where its worker dies
 before its gradient is pushed.
 
-A seat's line says how many batches it has taken and how many of them are in the weights; a batch that it takes is
+A worker's line says how many batches it has taken and how many of them are in the weights; a batch that it takes is
 written into its log before the next one is handed out. Everything is changed under one lock that survives its holder's
-death, or by the seat alone.
+death, or by the worker alone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ LOOK_SECONDS = 0.01
 
 @final
 class BatchQueue:
-    """One seat's view of the queue of batches. ``check()`` raises where waiting has become pointless."""
+    """One worker's view of the queue of batches. ``check()`` raises where waiting has become pointless."""
 
-    def __init__(self, memory: StoreMemory, seat: int, check: Callable[[], None]) -> None:
-        self._memory, self._seat, self._check = memory, seat, check
-        self._line = memory.lines[seat]
+    def __init__(self, memory: StoreMemory, worker: int, check: Callable[[], None]) -> None:
+        self._memory, self._worker, self._check = memory, worker, check
+        self._line = memory.lines[worker]
         self._taken = self._line.word("taken")
         self._turn = CommitWord(memory.turn)
         self._capacity = memory.extent.capacity
         self.waited = 0.0
         self.waiting: Callable[[], Any] = lambda: None
-        """Returns one word of memory that is 1 while this seat waits for others, so that a supervisor can find the
+        """Returns one word of memory that is 1 while this worker waits for others, so that a supervisor can find the
         worker that is late; None where nothing watches."""
 
     # Batches
@@ -49,6 +49,8 @@ class BatchQueue:
             if ticket >= total:
                 self._line.ended = 1
                 return None
+            # The batch is in the log before it leaves the queue. A death in between leaves it in both, which _repair()
+            # sees; the other order could leave it in neither, and the batch would be lost.
             self.open(ticket)
             if back:
                 m.head.returned = back - 1
@@ -57,38 +59,39 @@ class BatchQueue:
             return ticket
 
     def open(self, ticket: int) -> None:
-        """Write down that this seat has taken a batch."""
+        """Write down that this worker has taken a batch."""
         line = self._line
-        entry = self._memory.log.entries[self._seat, line.taken % self._capacity]
+        entry = self._memory.log.entries[self._worker, line.taken % self._capacity]
         entry[TICKET], entry[PUSH] = ticket, line.pushes + 1
+        # The entry is written before the count that makes it valid: a process that dies in between has taken nothing.
         self._taken.publish(line.taken + 1)
         line.ended = 0
 
     def note(self, pulled: Sequence[int] | None) -> None:
         """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that
         the batch before it left."""
-        entry = self._memory.log.entries[self._seat, (self._line.taken - 1) % self._capacity]
+        entry = self._memory.log.entries[self._worker, (self._line.taken - 1) % self._capacity]
         if pulled is None:
             entry[VERSIONS] = -1
         else:
             entry[VERSIONS:] = pulled
 
     def count(self) -> None:
-        """Count the batches that this seat has taken as being in the weights, where the seat has put them there
+        """Count the batches that this worker has taken as being in the weights, where the worker has put them there
         itself."""
         line = self._line
         line.entries = line.taken
         line.pushes += 1
 
     def leave(self) -> None:
-        """Declare that this seat takes no more batches for now, so that no worker waits for it."""
+        """Declare that this worker takes no more batches for now, so that no worker waits for it."""
         self._line.ended = 1
         self.tell()
 
-    def opened(self, seat: int) -> list[int]:
-        """Return the batches that a seat has taken and not pushed."""
-        m, line = self._memory, self._memory.lines[seat]
-        return [int(m.log.entries[seat, entry % self._capacity, TICKET]) for entry in range(line.entries, line.taken)]
+    def opened(self, worker: int) -> list[int]:
+        """Return the batches that a worker has taken and not pushed."""
+        m, line = self._memory, self._memory.lines[worker]
+        return [int(m.log.entries[worker, entry % self._capacity, TICKET]) for entry in range(line.entries, line.taken)]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -112,33 +115,38 @@ class BatchQueue:
             return self.standing()[1]
 
     def _all_opened(self) -> set[int]:
-        return {ticket for seat in range(self._memory.extent.seats) for ticket in self.opened(seat)}
+        return {ticket for worker in range(self._memory.extent.workers) for ticket in self.opened(worker)}
 
     # After a death
 
-    def give_back(self, seat: int) -> None:
-        """Put the batches that a seat has taken and not pushed back into the queue."""
-        m, line = self._memory, self._memory.lines[seat]
+    def give_back(self, worker: int) -> None:
+        """Put the batches that a worker has taken and not pushed back into the queue."""
+        m, line = self._memory, self._memory.lines[worker]
         with self.held():
-            back, tickets = m.head.returned, self.opened(seat)
+            back, tickets = m.head.returned, self.opened(worker)
             m.returned[back : back + len(tickets)] = tickets
             m.head.returned = back + len(tickets)
+            # The batches are in the queue before the worker's count forgets them. A death in between leaves them in
+            # both, and the heir of the lock removes from the queue what a worker has.
             line.word("taken").publish(line.entries)
             line.ended = 1
-        self.tell()  # who was too far ahead of this seat may go on
+        self.tell()  # a worker that was too far ahead of this one may go on
 
     def _lock(self) -> None:
+        # A lock whose holder is dead is handed to the next process, marked as orphaned: what it guards may be half
+        # changed.
         failed = self._memory.deal.wait(self._check)
         if failed and self._memory.deal.is_orphan(failed):
             self._repair()
 
     def _repair(self) -> None:
-        """Repair the queue after a worker died while it took a batch: a batch that a seat has taken is not to be handed
-        out again."""
+        """Repair the queue after a worker died while it took a batch: a batch that a worker has taken is not to be
+        handed out again."""
         m, taken = self._memory, self._all_opened()
         left = [t for t in m.returned[: m.head.returned].tolist() if t not in taken]
         m.returned[: len(left)] = left
         m.head.returned = len(left)
+        # The dead worker may have written its log and not the head: the batch that it took is not handed out twice.
         m.head.dealt = max([m.head.dealt, *(t + 1 for t in taken)])
         m.deal.adopt()
 
@@ -155,6 +163,8 @@ class BatchQueue:
             waiting[0] = 1
         try:
             while True:
+                # The word is read before the condition. A change in between has changed the word, and sleep_on()
+                # returns at once: no wake-up is lost. The timeout only bounds how late a death is noticed.
                 seen = turn.value
                 if until():
                     break
@@ -178,24 +188,24 @@ class BatchQueue:
         self._turn.publish((turn.value + 1) & 0x7FFFFFFF)
         wake(turn)
 
-    def ahead(self, seats: Sequence[int]) -> int:
-        """Return by how many pushes this seat is ahead of the slowest of those that still take batches."""
+    def ahead(self, workers: Sequence[int]) -> int:
+        """Return by how many pushes this worker is ahead of the slowest of those that still take batches."""
         lines = self._memory.lines
-        going = [lines[seat].pushes for seat in seats if not lines[seat].ended]
+        going = [lines[worker].pushes for worker in workers if not lines[worker].ended]
         return self._line.pushes - min(going, default=self._line.pushes)
 
     def begin_rounds(self) -> None:
-        """Write down, in ordered mode, that this seat has pulled for no round yet."""
+        """Write down, in ordered mode, that this worker has pulled for no round yet."""
         self._line.round = 0
 
     def enter_round(self, number: int) -> None:
-        """Write down, in ordered mode, that this seat has pulled the weights that the round beginning with this batch
+        """Write down, in ordered mode, that this worker has pulled the weights that the round beginning with this batch
         is computed on."""
         self._line.round = number + 1
         self.tell()
 
-    def all_entered(self, seats: Sequence[int]) -> bool:
-        """Return whether all of these seats have pulled for the round that this one is in. A push before that would
+    def all_entered(self, workers: Sequence[int]) -> bool:
+        """Return whether all of these workers have pulled for the round that this one is in. A push before that would
         change the weights that they pull."""
         own = self._line.round
-        return all(self._memory.lines[seat].round >= own for seat in seats)
+        return all(self._memory.lines[worker].round >= own for worker in workers)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch, Whole
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
@@ -57,7 +57,7 @@ class GroupsStep(Step, Recoverable):
         must_be_one_host("parameter_server of groups", across)
         extent = extent_of(worker, across, lock_free=rhythm.mode == "hogwild")
         memory = across.shared(across.another("store"), StoreRegions(extent).nbytes)
-        self._store = store = Store(extent, memory, seat=across.rank, check=world.check)
+        self._store = store = Store(extent, memory, worker=across.rank, check=world.check)
         store.settle(lambda: store.put(worker.initial(), done=0), first=across.rank == 0)
         worker.move(store.weights)
         self._gradients = worker.layout.views(store.gradient)
@@ -144,14 +144,14 @@ class GroupsStep(Step, Recoverable):
 
     def _update_in_turn(self) -> Mapping[str, Tensor]:
         turn = self._turn()
-        told = self._store.memory.told[turn]
+        report = self._store.memory.reports[turn]
         if turn == self._place.replica:
             assert self._own is not None
-            told.loss = float(self._own[0])
-            told.staleness = float(self._push(self._done))
+            report.loss = float(self._own[0])
+            report.staleness = float(self._push(self._done))
         self._place.across.group().barrier()
         self._done += 1
-        return {"loss": torch.tensor(told.loss), "staleness": torch.tensor(turn, dtype=torch.float64)}
+        return {"loss": torch.tensor(report.loss), "staleness": torch.tensor(turn, dtype=torch.float64)}
 
     # The whole
 
@@ -166,7 +166,7 @@ class GroupsStep(Step, Recoverable):
         everyone = self._world.group()
         everyone.barrier()  # everyone has pushed
         own = self._worker.state(self._done, self._store.read())
-        everyone.barrier()  # nobody goes on while another still reads
+        everyone.barrier()  # no rank goes on while another still reads
         return self._inner.gathered(own)
 
     def load_state_dict(self, state: State) -> None:

@@ -27,8 +27,7 @@ from apportion.comm.network.rank_listener import RankListener
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.comm.world import World
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.memory.records import ServerRecord
-from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
+from apportion.parallel.parameter_store.memory.store_spec import ServerRecord, StoreSpec
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.push import StagedPush
 from apportion.parallel.parameter_store.shard_range import Range
@@ -49,33 +48,33 @@ def _address(place: int) -> Address:
 
 @final
 class Sessions:
-    """A worker's connections, one with each server. ``seats``: the servers' seats."""
+    """A worker's connections, one with each server. ``slots``: the servers' slots."""
 
-    def __init__(self, store: Store, world: World, seats: Sequence[int]) -> None:
+    def __init__(self, store: Store, world: World, slots: Sequence[int]) -> None:
         memory, self._store = store.memory, store
         self._deal, self._members = store.deal, world.members
-        self._ranges = [Range(memory.extent, number) for number in range(len(seats))]
+        self._ranges = [Range(memory.extent, number) for number in range(len(slots))]
         self._links: list[ShardLink] = []
-        for number, seat in enumerate(seats):
-            self._links.append(self._connect(memory.servers[number], number, seat, world.seat))
+        for number, slot in enumerate(slots):
+            self._links.append(self._connect(memory.servers[number], number, slot, world.slot))
 
-    def _connect(self, server: ServerRecord, number: int, seat: int, own: int) -> ShardLink:
+    def _connect(self, server: ServerRecord, number: int, slot: int, own: int) -> ShardLink:
         """Connect to a server. Each try is short: a server may die before it has answered, and another one take its
         place."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
-            self._deal.wait(lambda: self._listens(server, seat), lambda: f"parameter server {number} to listen")
-            doors = RankDoors(own, None, {seat: _address(server.place)}, _OPEN, _NAME)
+            self._deal.wait(lambda: self._listens(server, slot), lambda: f"parameter server {number} to listen")
+            doors = RankDoors(own, None, {slot: _address(server.place)}, _OPEN, _NAME)
             try:
-                return ShardLink(doors.dial(seat, DIAL_SECONDS), f"parameter server {number}")
+                return ShardLink(doors.dial(slot, DIAL_SECONDS), f"parameter server {number}")
             except PeerLost:
                 if time.monotonic() > deadline:
                     raise
                 self._deal.look()
 
-    def _listens(self, server: ServerRecord, seat: int) -> bool:
-        """Return whether the process that holds the seat now, not one before it, has published where it listens."""
-        return server.pid == self._members.pid(seat) if self._members is not None else server.pid > 0
+    def _listens(self, server: ServerRecord, slot: int) -> bool:
+        """Return whether the process that holds the slot now, not one before it, has published where it listens."""
+        return server.pid == self._members.pid(slot) if self._members is not None else server.pid > 0
 
     def apply(self, push: StagedPush) -> list[int] | None:
         """Have the servers apply a push. Where it pulls, the shards that each server reports as updated are copied out
@@ -100,6 +99,9 @@ class Sessions:
             yield
         except PeerLost:
             if self._members is not None:
+                # The server may have died, or only its connection: it may still write to the shards. Only the
+                # supervisor knows that a process has ended, and ends this wait by a change of the world, which check()
+                # raises.
                 self._deal.wait(lambda: False, lambda: "the supervisor to see that a parameter server is lost")
             raise
 
@@ -112,7 +114,7 @@ class Sessions:
 
 @final
 class StoreServer:
-    """One server: a thread for each worker that talks to it. ``store(seat)``: that seat's view of the memory."""
+    """One server: a thread for each worker that talks to it. ``store(slot)``: that slot's view of the memory."""
 
     def __init__(self, extent: StoreSpec, number: int, store: Callable[[int], Store]) -> None:
         self._range, self._store = Range(extent, number), store
@@ -126,25 +128,27 @@ class StoreServer:
         """The exception that a thread has died of."""
         self._doors.open(self._begin)
 
-    def _begin(self, seat: int, sock: socket.socket) -> None:
-        before = self._threads.get(seat)
-        given = (seat, ShardLink(sock, f"the worker on seat {seat}"), before)
-        self._threads[seat] = threading.Thread(target=self._talk, args=given, name=f"worker {seat}", daemon=True)
-        self._threads[seat].start()
+    def _begin(self, slot: int, sock: socket.socket) -> None:
+        before = self._threads.get(slot)
+        given = (slot, ShardLink(sock, f"worker {slot}"), before)
+        self._threads[slot] = threading.Thread(target=self._talk, args=given, name=f"worker {slot}", daemon=True)
+        self._threads[slot].start()
 
-    def _talk(self, seat: int, link: ShardLink, before: threading.Thread | None) -> None:
+    def _talk(self, slot: int, link: ShardLink, before: threading.Thread | None) -> None:
         """Talk with one worker, until it is gone. No other thread writes into that worker's place in memory: the
-        connection of the process that had the seat before has ended by then."""
+        connection of the process that had the slot before has ended by then."""
         try:
+            # The connection of the process before is closed by its death, so its thread ends. Were both threads to run,
+            # two processes would write the drafts of one worker.
             if before is not None:
                 before.join()
-            if seat not in self._stores:
-                self._stores[seat] = self._store(seat)
+            if slot not in self._stores:
+                self._stores[slot] = self._store(slot)
             while True:
                 kind, number, *_ = link.hear()
                 if kind != TELL:
-                    raise PeerLost(f"{link.name} sent message {kind}, which is no question")
-                self._answer(link, self._stores[seat], number)
+                    raise PeerLost(f"{link.name} sent message {kind}, which is not a valid request")
+                self._answer(link, self._stores[slot], number)
         except PeerLost:
             pass
         except BaseException as error:
@@ -153,9 +157,11 @@ class StoreServer:
             link.release()
 
     def _answer(self, link: ShardLink, store: Store, number: int) -> None:
-        push = store.under_way(store.seat)
+        # The message carries a number alone. The push is read from shared memory, where the worker wrote all of it
+        # before it sent the number, and where it outlives the worker.
+        push = store.under_way(store.worker)
         if push is None or push.number != number:
-            raise PeerLost("its push was ended by others: it is dead")
+            raise PeerLost("its push was completed by another process: the worker counts as dead")
         for first, last in self._range.chunks():
             store.apply(push, list(range(first, last)))
             link.say(TELL)

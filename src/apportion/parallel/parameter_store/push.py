@@ -4,7 +4,7 @@
 
     lock a few free shards
       drafts = weights - lr * gradient, slots of version v+1     where nobody looks yet
-      "these drafts are good"                                    from here on whoever inherits the lock copies them
+      "these drafts are good"                                    from here on the heir of the lock copies them
       weights = drafts
       version v+1; release
 
@@ -33,9 +33,9 @@ SPIN_SECONDS = 0.00005
 
 @dataclass(frozen=True)
 class StagedPush:
-    """A seat's push under way."""
+    """A worker's push under way."""
 
-    seat: int
+    worker: int
     number: int
     hyper: Sequence[Sequence[float]]
     """The hyperparameters of each parameter group."""
@@ -60,12 +60,12 @@ class _ShardStretch(NamedTuple):
 
 @final
 class ShardApplier:
-    """One process's access to the shards, in its own name or for the worker of a seat. ``server``: the number of the
+    """One process's access to the shards, in its own name or for a worker. ``server``: the number of the
     server that this is. ``check()`` raises where waiting has become pointless."""
 
-    def __init__(self, memory: StoreMemory, seat: int, server: int | None, check: Callable[[], None]) -> None:
-        self.memory, self.seat, self._check = memory, seat, check
-        self._hands = seat + memory.extent.seats * (0 if server is None else 1 + server)
+    def __init__(self, memory: StoreMemory, worker: int, server: int | None, check: Callable[[], None]) -> None:
+        self.memory, self.worker, self._check = memory, worker, check
+        self._hands = worker + memory.extent.workers * (0 if server is None else 1 + server)
         self.layout, self.rule = memory.extent.layout, memory.extent.layout.rule
         self.waited = 0.0
         """The seconds spent waiting for shards."""
@@ -96,16 +96,18 @@ class ShardApplier:
 
     def _apply_free(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
         """Apply a push to all shards at once, without locks. A process that dies in between counts as having made the
-        push: there is no way to tell how far it came, and the push is not made twice."""
-        m, row, shards = self.memory, self.memory.log.row(push.seat, push.number), self.layout.shards
+        push: it cannot be found out how far it came, and the push is not made twice."""
+        m, row, shards = self.memory, self.memory.log.row(push.worker, push.number), self.layout.shards
         if not left:
             return
+        # The versions are counted before the arithmetic: a process that dies in between counts as having pushed, and
+        # the gradient is never applied twice. Two workers that count at once may lose a count, as hogwild allows.
         for shard in left:
             version = m.shards.versions[shard].value + 1
             m.log.made[row + shard] = m.shards.versions[shard].value = version
         self.update(push, 0, shards, 0)
         if push.pull:
-            m.seats.own[self.seat].copy_(m.shards.weights)
+            m.workers.own[self.worker].copy_(m.shards.weights)
         if m.extent.buffers:
             self._update_buffers(push, 0, buffers)
 
@@ -134,22 +136,33 @@ class ShardApplier:
         """Apply a push to consecutive shards beginning with ``first``, whose versions are ``seen`` and whose locks are
         held; the locks are released."""
         m, draft, versions = self.memory, self._draft, self.memory.shards.versions
-        made, row, copy = m.log.made, m.log.row(push.seat, push.number) + first, seen[0] & 1
+        made, row, copy = m.log.made, m.log.row(push.worker, push.number) + first, seen[0] & 1
         if first == self.layout.shards:
             self._update_buffers(push, copy, buffers)
             made[row] = seen[0] + 1
         else:
             stretch = self.update(push, first, len(seen), copy)
+            # The log names the versions before the shards have them. An entry above its shard's version is therefore an
+            # update that did not happen, and the heir of the lock deletes it.
             for at, version in enumerate(seen, row):
                 made[at] = version + 1
+            # The record is withdrawn before its other fields change, and published after them: another process that
+            # reads a place reads fields that belong together.
             self._place.withdraw()  # drafts of who was here before
-            draft.seat, draft.number, draft.first, draft.shards = push.seat, push.number, first, len(seen)
+            draft.worker, draft.number, draft.first, draft.shards = push.worker, push.number, first, len(seen)
             self._place.publish(OWN if self._into_own(push) else SCRATCH)
+            # The weights are written over only once the drafts are declared good, in memory and not just in a store
+            # buffer. From here on a death leaves torn weights, which the heir of the lock repairs from the drafts.
             fence()
             stretch.weights.copy_(stretch.drafts)
+        # The weights come before the version: the version says that the shard is whole. Each version is one word, so
+        # that a run that is cut off in the middle leaves some shards with the push and others without, and none in
+        # between.
         fence()
         for shard, version in enumerate(seen, first):
             versions[shard].value = version + 1
+        # The drafts stay until every version is written, and go before the locks do: without a lock the drafts of an
+        # old version would be copied over a newer one.
         fence()
         self._place.withdraw()
         for shard in range(first, first + len(seen)):
@@ -163,9 +176,12 @@ class ShardApplier:
         seen = [versions[first].value]
         shards = left[at + 1 : at + self._run]
         for shard, next_one in zip(shards, range(first + 1, self.layout.shards), strict=False):
+            # Only a lock that is free is taken here. To wait for one while others are held could deadlock with a worker
+            # that takes its shards in another order.
             if shard != next_one or not self._try(shard):
                 break
             version = versions[shard].value
+            # The parity of the version tells which copy of the slots is live.
             if (version ^ seen[0]) & 1 or (push.unsure and self.has(shard, push)):
                 self._release[shard]()
                 break
@@ -175,7 +191,7 @@ class ShardApplier:
     def has(self, shard: int, push: StagedPush) -> bool:
         """Return whether a shard has that push already. Called with its lock held, or while no process can push it."""
         m = self.memory
-        return 0 < m.log.made[m.log.row(push.seat, push.number) + shard] <= m.shards.versions[shard].value
+        return 0 < m.log.made[m.log.row(push.worker, push.number) + shard] <= m.shards.versions[shard].value
 
     # Locks
 
@@ -225,9 +241,11 @@ class ShardApplier:
         for hands, draft in enumerate(m.drafts):
             if draft.place and draft.first <= shard < draft.first + draft.shards:
                 self._copy_drafts(hands, shard)
-        for seat, line in enumerate(m.lines):
+        # An entry of the log above the shard's version is of an update that the dead process had not completed. It goes
+        # before the lock is released, or has() would take the next update of another worker for it.
+        for worker, line in enumerate(m.lines):
             if line.pushing:
-                at = m.log.row(seat, line.pushing) + shard
+                at = m.log.row(worker, line.pushing) + shard
                 if m.log.made[at] > m.shards.versions[shard].value:
                     m.log.made[at] = 0
         self._locks[shard].adopt()
@@ -236,18 +254,20 @@ class ShardApplier:
     def _copy_drafts(self, hands: int, shard: int) -> None:
         """Copy one process's drafts into a shard, unless the shard has them, or they belong to a push that is over."""
         m, draft = self.memory, self.memory.drafts[hands]
-        version, pusher, number = m.shards.versions[shard], draft.seat, draft.number
+        version, pusher, number = m.shards.versions[shard], draft.worker, draft.number
+        # A draft may outlive its push: its worker has begun another one, or this shard has it already. Version and log
+        # decide, so that a draft is copied once, whichever process inherits first.
         if m.lines[pusher].pushing != number or m.log.made[m.log.row(pusher, number) + shard] != version.value + 1:
             return
         start, a, b = (self.layout.bounds[at] for at in (draft.first, shard, shard + 1))
-        drafts = m.seats.own[pusher, a:b] if draft.place == OWN else m.seats.scratch[hands, a - start : b - start]
+        drafts = m.workers.own[pusher, a:b] if draft.place == OWN else m.workers.scratch[hands, a - start : b - start]
         m.shards.weights[a:b].copy_(drafts)
         CommitWord(version).publish(version.value + 1)
 
-    def resolve(self, seat: int) -> None:
-        """Make sure that the drafts left by the processes that applied that seat's pushes are no longer needed. The
+    def resolve(self, worker: int) -> None:
+        """Make sure that the drafts left by the processes that applied that worker's pushes are no longer needed. The
         record stays: it may belong to a server that lives."""
-        for draft in self.memory.drafts[seat :: self.memory.extent.seats]:
+        for draft in self.memory.drafts[worker :: self.memory.extent.workers]:
             if draft.place:
                 for shard in range(draft.first, draft.first + draft.shards):
                     self.take(shard)
@@ -256,16 +276,16 @@ class ShardApplier:
     # Arithmetic
 
     def _into_own(self, push: StagedPush) -> bool:
-        return push.pull and push.seat == self.seat
+        return push.pull and push.worker == self.worker
 
     def update(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
         """Compute the update of consecutive shards whose live slots are in this copy: drafts of their weights, and the
         slots in the other copy. Without locks the drafts are the weights."""
         key = self._into_own(push), copy, first, many
-        stretch = self._stretches.get(key) if push.seat == self.seat else None
+        stretch = self._stretches.get(key) if push.worker == self.worker else None
         if stretch is None:
             stretch = self._stretch(push, first, many, copy)
-            if push.seat == self.seat:
+            if push.worker == self.worker:
                 self._stretches[key] = stretch
         shards, m = range(first, first + many), self.memory.shards
         whole = push.used is None and self.layout.many_groups == 1
@@ -283,9 +303,11 @@ class ShardApplier:
         weights, other = m.shards.weights[a:b], m.shards.copies - 1 - copy
         drafts = weights
         if m.shards.copies == 2:
-            drafts = m.seats.own[self.seat, a:b] if self._into_own(push) else m.seats.scratch[self._hands, : b - a]
+            drafts = (
+                m.workers.own[self.worker, a:b] if self._into_own(push) else m.workers.scratch[self._hands, : b - a]
+            )
         old, new = ([*m.shards.slots[which, :, a:b].unbind(0)] for which in (copy, other))
-        return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.seats.gradients[push.seat, a:b])
+        return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.workers.gradients[push.worker, a:b])
 
     def _update_pieces(self, push: StagedPush, stretch: _ShardStretch, shards: range, copy: int) -> None:
         """Update the shards piece by piece, which takes account of groups, counts, and parameters without a
@@ -310,6 +332,6 @@ class ShardApplier:
 
     def _update_buffers(self, push: StagedPush, copy: int, buffers: Tensor) -> None:
         m, other = self.memory, self.memory.shards.copies - 1 - copy
-        m.shards.buffers[other] = m.shards.buffers[copy] + m.seats.changes[push.seat]
+        m.shards.buffers[other] = m.shards.buffers[copy] + m.workers.changes[push.worker]
         if push.pull:
             buffers.copy_(m.shards.buffers[other])

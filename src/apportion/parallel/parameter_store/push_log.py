@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from apportion.parallel.parameter_store.memory.arrays import Array
+from apportion.parallel.parameter_store.memory.store_memory import Array
 from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS
 from apportion.parallel.parameter_store.store import Store
 
@@ -23,7 +23,7 @@ class Pushed:
     """One push: its batches in order, each with the versions that its gradient was computed on (None: on what the one
     before had left), and the version that it has made of each shard."""
 
-    seat: int
+    worker: int
     number: int
     batches: tuple[tuple[int, tuple[int, ...] | None], ...]
     made: tuple[int, ...]
@@ -36,48 +36,48 @@ class PushLog:
     first: int
     """The number of updates behind the weights that the log begins with."""
     entries: tuple[Array, ...]
-    """The log of each seat, (batches, 2 + shards): batch, number of the push, versions of the shards."""
+    """The log of each worker, (batches, 2 + shards): batch, number of the push, versions of the shards."""
     made: tuple[Array, ...]
-    """The version of each shard that each push of a seat has made, (pushes, shards), one array a seat."""
+    """The version of each shard that each push of a worker has made, (pushes, shards), one array a worker."""
 
     @classmethod
     def of(cls, store: Store) -> PushLog:
         """Read the log out of a store, while no worker pushes. ValueError where its beginning was overwritten."""
         m, entries, made = store.memory, [], []
-        for seat, line in enumerate(m.lines):
+        for worker, line in enumerate(m.lines):
             many, capacity = max(line.entries, line.pushes), store.extent.capacity
             if many >= capacity:
                 raise ValueError(f"the log has room for {capacity} pushes of a worker, and there were {many}")
-            entries.append(m.log.entries[seat, : line.entries].copy())
-            made.append(m.log.made_rows[seat, 1 : line.pushes + 1].copy())
+            entries.append(m.log.entries[worker, : line.entries].copy())
+            made.append(m.log.made_rows[worker, 1 : line.pushes + 1].copy())
         return cls(m.head.base, tuple(entries), tuple(made))
 
     def pushes(self) -> Iterator[Pushed]:
-        """Yield the pushes seat by seat. ValueError where a push has no batches, or no versions."""
-        for seat, (entries, made) in enumerate(zip(self.entries, self.made, strict=True)):
+        """Yield the pushes worker by worker. ValueError where a push has no batches, or no versions."""
+        for worker, (entries, made) in enumerate(zip(self.entries, self.made, strict=True)):
             batches: dict[int, list[tuple[int, tuple[int, ...] | None]]] = {}
             for row in entries:
                 versions = None if row[VERSIONS] < 0 else tuple(row[VERSIONS:].tolist())
                 batches.setdefault(int(row[PUSH]), []).append((int(row[TICKET]), versions))
             if sorted(batches) != list(range(1, len(made) + 1)):
                 raise ValueError(
-                    f"the log is not whole: seat {seat} made {len(made)} pushes, and has batches of others"
+                    f"the log is not whole: worker {worker} made {len(made)} pushes, and has batches of others"
                 )
             for number, of in batches.items():
-                yield Pushed(seat, number, tuple(of), tuple(made[number - 1].tolist()))
+                yield Pushed(worker, number, tuple(of), tuple(made[number - 1].tolist()))
 
     def save(self, path: str | Path) -> None:
         """Write the log as a safetensors file."""
         tensors: dict[str, Any] = {}
         for name, arrays in (("entries", self.entries), ("made", self.made)):
-            tensors |= {f"{name}/{seat}": torch.from_numpy(array) for seat, array in enumerate(arrays)}
+            tensors |= {f"{name}/{worker}": torch.from_numpy(array) for worker, array in enumerate(arrays)}
         save_file(tensors, path, {"first": str(self.first), "seats": str(len(self.entries))})
 
     @classmethod
     def load(cls, path: str | Path) -> PushLog:
         """Read the log from a file that ``save`` wrote."""
         with safe_open(path, "np") as file:
-            told: Mapping[str, str] = file.metadata()
-            seats = range(int(told["seats"]))
-            parts = [tuple(np.asarray(file.get_tensor(f"{name}/{s}")) for s in seats) for name in ("entries", "made")]
-        return cls(int(told["first"]), *parts)
+            metadata: Mapping[str, str] = file.metadata()
+            workers = range(int(metadata["seats"]))
+            parts = [tuple(np.asarray(file.get_tensor(f"{name}/{s}")) for s in workers) for name in ("entries", "made")]
+        return cls(int(metadata["first"]), *parts)

@@ -4,14 +4,14 @@ they add up to."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
 
 from apportion.core.data.batch import Batch
+from apportion.parallel.parameter_store.push_store import PushStore
 from apportion.parallel.parameter_store.worker_model import StoreWorker
 
 Mode = Literal["sharded", "hogwild", "ordered"]
@@ -26,36 +26,6 @@ class PushPullSchedule:
     push_every: int = 1
     pull_every: int = 1
     max_staleness: int | None = None
-
-
-class PushQueue(Protocol):
-    """What is told of batches as a worker computes them."""
-
-    def note(self, pulled: Sequence[int] | None) -> None:
-        """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that
-        the batch before it left."""
-
-    def tell(self) -> None:
-        """Wake every process that waits, so that it looks again."""
-
-
-class PushStore(Protocol):
-    """A store as a worker pushes to it and pulls from it, wherever its shards lie."""
-
-    gradient: Tensor
-    change: Tensor
-    buffers: Tensor
-    pulled: Sequence[int]
-
-    @property
-    def deal(self) -> PushQueue:
-        """The queue of batches."""
-
-    def pull(self) -> None:
-        """Copy the last version of every shard to where the worker computes."""
-
-    def push(self, hyper: Sequence[Sequence[float]], *, used: Sequence[bool] | None = None, pull: bool = True) -> float:
-        """Update every shard with ``gradient``; returns the staleness."""
 
 
 @final

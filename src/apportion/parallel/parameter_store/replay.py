@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.rng import seed_everything
+from apportion.core.rng import seed_everything
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.push_log import Pushed, PushLog
@@ -110,7 +110,7 @@ class _Shard:
     """A shard's last version, and older ones on which a batch has yet to be computed."""
 
     order: list[tuple[int, int]]
-    """The (seat, number) of the push that made version 1, 2, ..."""
+    """The (worker, number) of the push that made version 1, 2, ..."""
     version: int = 0
     kept: dict[int, Tensor] = field(default_factory=dict)
     needed: Counter[int] = field(default_factory=Counter)
@@ -148,7 +148,7 @@ class _Replay:
         self._waiting: dict[int, list[Pushed]] = {}
         dealt: Counter[int] = Counter()
         for pushed in log.pushes():
-            self._waiting.setdefault(pushed.seat, []).append(pushed)
+            self._waiting.setdefault(pushed.worker, []).append(pushed)
             dealt.update(batch for batch, _ in pushed.batches)
         if twice := [batch for batch, many in dealt.items() if many > 1]:
             raise ValueError(f"the log is not one run's: batch {twice[0]} was pushed more than once")
@@ -161,7 +161,7 @@ class _Replay:
         order = sorted(pushes, key=lambda p: p.made[number])
         if [p.made[number] for p in order] != list(range(1, len(order) + 1)):
             raise ValueError(f"the log is not whole: shard {number} has updates that no push in it has made")
-        shard = _Shard([(p.seat, p.number) for p in order])
+        shard = _Shard([(p.worker, p.number) for p in order])
         shard.kept[0] = self._values(number).clone()
         for pushed in pushes:
             shard.needed.update(versions[number] for _, versions in pushed.batches if versions is not None)
@@ -181,7 +181,7 @@ class _Replay:
                 moved |= self._apply_next(number)
             self._forget()
             if not moved:
-                raise ValueError("the log is not whole: a gradient was computed on weights that nobody has made")
+                raise ValueError("the log is not whole: a gradient was computed on weights that no push has made")
         return self._worker.state(self._done, self._now)
 
     def _compute_next(self) -> bool:
@@ -189,7 +189,7 @@ class _Replay:
         for waiting in self._waiting.values():
             while waiting and self._can_compute(waiting[0]):
                 pushed = waiting.pop(0)
-                self._computed[pushed.seat, pushed.number] = self._compute(pushed)
+                self._computed[pushed.worker, pushed.number] = self._compute(pushed)
                 self._done += len(pushed.batches)
                 moved = True
         return moved
@@ -207,17 +207,17 @@ class _Replay:
             if versions is not None:
                 self._pull(versions)
             else:
-                weights, buffers = self._local[pushed.seat]
+                weights, buffers = self._local[pushed.worker]
                 worker.weights.copy_(weights)
                 worker.set_buffers(buffers)
-            worker.source.act_as(pushed.seat)
+            worker.source.act_as(pushed.worker)
             taken = worker.source.at(batch, WHOLE)
             _, had = worker.compute(taken, views, change, first=at == 0, alone=self._alone)
             used = [a or b for a, b in zip(used, had, strict=True)]
             self._now.touched[used] = True
             if self._alone:
                 buffers = worker.model.read_buffers(torch.empty_like(change))
-                self._local[pushed.seat] = worker.weights.clone(), buffers
+                self._local[pushed.worker] = worker.weights.clone(), buffers
         return _Computed(pushed, gradient, change, used, worker.hyper.at(pushed.batches[-1][0]))
 
     def _pull(self, versions: Sequence[int]) -> None:

@@ -24,7 +24,7 @@ from apportion.parallel.parameter_store.worker_step import SNAPSHOT_SECONDS
 
 @final
 class ServerStep(Step, Recoverable):
-    """One server, on one of the last seats; it answers from the beginning to the end."""
+    """One server, on one of the last slots; it answers from the beginning to the end."""
 
     lockstep = False
 
@@ -33,13 +33,13 @@ class ServerStep(Step, Recoverable):
         self.device, self.rank, self._world = world.device, world.rank, world
         self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
         self.source, self.data_shard = worker.source, None
-        self._workers = range(world.seats - servers)
+        self._workers = range(world.slots - servers)
         extent = extent_of(worker, world, servers=servers)
         memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
-        self._store = Store(extent, memory, seat=world.seat, check=self._check)
-        number = world.seat - len(self._workers)
+        self._store = Store(extent, memory, worker=world.slot, check=self._check)
+        number = world.slot - len(self._workers)
         self._server = StoreServer(
-            extent, number, lambda seat: _of_seat(Store(extent, memory, seat=seat, server=number))
+            extent, number, lambda slot: _of_worker(Store(extent, memory, worker=slot, server=number))
         )
         here = self._store.memory.servers[number]
         pid = here.word("pid")
@@ -59,14 +59,16 @@ class ServerStep(Step, Recoverable):
         return self._store.done
 
     def serve(self) -> None:
-        seated = self._world.members.seated() if self._world.members is not None else list(range(self._world.size))
-        working = [seat for seat in seated if seat in self._workers]
+        taken = (
+            self._world.members.slots_by_rank() if self._world.members is not None else list(range(self._world.size))
+        )
+        working = [slot for slot in taken if slot in self._workers]
         if not working:
             raise StateLost("every worker is lost, and parameter servers take no batches")
         self._settled()
         lines = self._store.memory.lines
         # Workers take as long as they like: what they wait for has deadlines of its own.
-        while not all(lines[seat].ended for seat in working):
+        while not all(lines[slot].ended for slot in working):
             self._store.deal.look()
             if self._server.error is not None:
                 raise self._server.error
@@ -108,8 +110,8 @@ class ServerStep(Step, Recoverable):
         self._server.close()
 
 
-def _of_seat(store: Store) -> Store:
-    """Prepare a seat's store for the thread that calls. The worker of the seat is connected, so the store is filled in,
+def _of_worker(store: Store) -> Store:
+    """Prepare a slot's store for the thread that calls. The worker of the slot is connected, so the store is filled in,
     or soon will be."""
     torch.set_num_threads(1)  # each thread has its own number: there is one for each worker already
     store.settle(lambda: None, first=False)

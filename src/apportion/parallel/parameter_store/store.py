@@ -19,33 +19,20 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from apportion.comm.sync import sleep_on
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.batch_queue import LOOK_SECONDS, BatchQueue
-from apportion.parallel.parameter_store.memory.arrays import Array
-from apportion.parallel.parameter_store.memory.store_memory import StoreMemory
+from apportion.parallel.parameter_store.memory.store_memory import Array, StoreMemory
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.push import ShardApplier, StagedPush
+from apportion.parallel.parameter_store.push_store import Contents as Contents
+from apportion.parallel.parameter_store.push_store import PushStore
 
 ALL_USED = 2
 READY_SECONDS = 120.0
 STILL_SECONDS = 0.0002
 """The seconds between two looks at whether a push that was begun has come to its end."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Everything that a store holds at one moment."""
-
-    data: list[Tensor]
-    """Flat vectors: the weights, and each of the rule's slots."""
-    counts: list[Array]
-    """The number of updates behind each piece of a shard, one array a shard, where the rule keeps it."""
-    touched: Array
-    """Flags that say which parameters have had an update."""
-    buffers: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,8 +56,8 @@ class Servers(Protocol):
         """Close all connections to the servers."""
 
 
-class Store:
-    """One worker's view of the store, from its seat; or a ``server``'s, which does what that worker asks. ``check()``
+class Store(PushStore):
+    """One worker's view of the store, as that worker; or a ``server``'s, which does what that worker asks. ``check()``
     raises where waiting has become pointless."""
 
     def __init__(
@@ -78,28 +65,28 @@ class Store:
         extent: StoreSpec,
         memory: memoryview,
         *,
-        seat: int = 0,
+        worker: int = 0,
         server: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.extent, self.layout, self.rule = extent, extent.layout, extent.layout.rule
-        self.seat, self._check = seat, check
+        self.worker, self._check = worker, check
         self.memory = m = StoreMemory(extent, memory)
-        self.deal = BatchQueue(m, seat, check)
-        self._line = m.lines[seat]
-        self.gradient = m.seats.gradients[seat]
+        self.deal: BatchQueue = BatchQueue(m, worker, check)
+        self._line = m.lines[worker]
+        self.gradient = m.workers.gradients[worker]
         """The gradient that the next push brings: flat, filled by the caller."""
-        self.change = m.seats.changes[seat]
+        self.change = m.workers.changes[worker]
         """The change of each buffer that the next push brings: flat, filled by the caller."""
-        self.weights = m.seats.own[seat]
+        self.weights = m.workers.own[worker]
         """The weights that were pulled, as a flat vector."""
         self.buffers = torch.zeros(extent.buffers, dtype=torch.float64)
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
         """The servers that apply pushes; None: this process does it itself."""
-        self.applying = ShardApplier(m, seat, server, check)
-        first = seat * self.layout.shards // extent.seats
+        self.applying = ShardApplier(m, worker, server, check)
+        first = worker * self.layout.shards // extent.workers
         every = list(range(self.layout.shards))
         self._tour = [*every[first:], *every[:first], *range(self.layout.shards, extent.shards)]
         self._hyper: Sequence[Sequence[float]] | None = None
@@ -116,6 +103,7 @@ class Store:
         PeerLost where it takes too long."""
         m = self.memory
         if first and not m.ready.read():
+            # The locks come before the word `ready`: another process maps them once it reads that word, and not before.
             m.make_locks()
             self.applying.open()
             start()
@@ -133,9 +121,10 @@ class Store:
         if not self.applying.opened:
             self.applying.open()
 
-    def put(self, contents: Contents, *, done: int) -> None:
-        """Replace what the store holds by these contents, which have ``done`` updates behind them. Called while no
-        worker pushes."""
+    def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
+        """Replace what the store holds by these contents, which have ``done`` updates behind them. The batches
+        ``unpushed`` were handed out before and are not in the contents: they come first. Called while no worker
+        pushes."""
         m = self.memory
         for shard in range(self.extent.shards):
             copy = m.shards.live(shard)
@@ -148,13 +137,7 @@ class Store:
                 m.shards.buffers[copy] = contents.buffers
         m.shards.touched[:] = contents.touched
         m.head.base = done - self._pushed()
-        m.head.dealt = done
-        m.head.returned = 0
-
-    def resume(self, unpushed: Sequence[int]) -> None:
-        """Put back batches that were handed out in an earlier run and are not in the weights: they come first."""
-        m = self.memory
-        m.head.dealt = m.head.base + self._pushed() + len(unpushed)
+        m.head.dealt = done + len(unpushed)
         m.returned[: len(unpushed)] = unpushed
         m.head.returned = len(unpushed)
 
@@ -170,7 +153,7 @@ class Store:
 
     @property
     def pushes(self) -> int:
-        """The number of pushes made by all seats."""
+        """The number of pushes made by all workers."""
         return sum(line.pushes for line in self.memory.lines)
 
     def pull(self) -> None:
@@ -207,51 +190,55 @@ class Store:
         """Update every shard with ``gradient`` (and the buffers with ``change``), by these hyperparameters of each
         group; ``used``: which parameters have a gradient (None: all). ``pull``: the updated weights are pulled on the
         way. Returns the staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
-        push, found = self._begin(hyper, used, pull), None
+        push, found = self._begin_push(hyper, used, pull), None
         if self.servers is not None:
             found = self.servers.apply(push)
         else:
             self.apply(push, list(self._tour))
-        self._end(self.seat)
-        shards, row = self.memory.extent.shards, self.memory.log.row(self.seat, push.number)
+        self._end(self.worker)
+        shards, row = self.memory.extent.shards, self.memory.log.row(self.worker, push.number)
         made = self.memory.log.made[row : row + shards]
         stale = sum(made) - sum(self.pulled) - shards
         if pull:
             self.pulled = made if found is None else found
         return stale / shards
 
-    def _begin(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
+    def _begin_push(self, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None, pull: bool) -> StagedPush:
         """Write down in memory everything that the push is made of: from here on it gets into all shards, even where a
         process dies."""
         m, line = self.memory, self._line
         if hyper is not self._hyper:
             self._hyper = hyper
-            for row, values in zip(m.seats.hyper[self.seat], hyper, strict=True):
+            for row, values in zip(m.workers.hyper[self.worker], hyper, strict=True):
                 row[:] = values
         self._mark_used(used)
         number = line.pushes + 1
-        m.log.made_rows[self.seat, number % m.log.capacity] = 0
+        m.log.made_rows[self.worker, number % m.log.capacity] = 0
         line.entries_then = line.taken
+        # Everything that the push is made of lies in memory before this word says that there is one. It is written
+        # under the lock of the queue, which a snapshot holds: so no push begins while a snapshot reads.
         with self.deal.held():  # a snapshot ends first
             line.pushing = number
         # With servers, one that was asked before another was lost may still be at it.
-        return StagedPush(self.seat, number, hyper, used, pull, unsure=self.extent.servers > 0)
+        return StagedPush(self.worker, number, hyper, used, pull, unsure=self.extent.servers > 0)
 
     def _mark_used(self, used: Sequence[bool] | None) -> None:
         m = self.memory
         if used is None:
-            m.seats.used[self.seat, 0] = ALL_USED
+            m.workers.used[self.worker, 0] = ALL_USED
             m.shards.touched[:] = 1
         else:
-            m.seats.used[self.seat] = used
+            m.workers.used[self.worker] = used
             m.shards.touched[np.asarray(used, dtype=bool)] = 1
 
-    def _end(self, seat: int) -> None:
-        """Record that every shard has the push that the seat had begun."""
-        line = self.memory.lines[seat]
+    def _end(self, worker: int) -> None:
+        """Record that every shard has the push that the worker had begun."""
+        line = self.memory.lines[worker]
+        # The word `pushing` is cleared last. A process that dies before leaves a push that another one finds in every
+        # shard and ends again, which sets the same two numbers to the same values.
         line.entries = line.entries_then
         line.pushes = line.pushing
-        self.memory.pushing[seat].publish(0)
+        self.memory.pushing[worker].publish(0)
 
     def apply(self, push: StagedPush, left: list[int]) -> None:
         """Apply a push to these shards."""
@@ -264,31 +251,33 @@ class Store:
 
     # After a death
 
-    def finish(self, seat: int) -> None:
-        """End what the process on that seat had begun and cannot end: its push gets into the rest of the shards; the
+    def finish(self, worker: int) -> None:
+        """End what the process of that worker had begun and cannot end: its push gets into the rest of the shards; the
         batches that it had taken and not pushed go back into the queue."""
-        self.finish_push(seat)
-        self.deal.give_back(seat)
+        self.finish_push(worker)
+        self.deal.give_back(worker)
 
-    def finish_push(self, seat: int) -> bool:
-        """End the push that the process on that seat had begun; returns whether there was one."""
-        self.applying.resolve(seat)
-        push = self.under_way(seat)
+    def finish_push(self, worker: int) -> bool:
+        """End the push that the process of that worker had begun; returns whether there was one."""
+        self.applying.resolve(worker)
+        push = self.under_way(worker)
         if push is None:
             return False
-        if seat == self.seat:
+        if worker == self.worker:
             self._hyper = None
+        # The heir asks each shard whether it has the push, by its log and version. The same push may be ended by a
+        # server that is still alive, so apply() asks again under each lock (`unsure`).
         self.apply(push, [shard for shard in self._tour if not self.applying.has(shard, push)])
-        self._end(seat)
+        self._end(worker)
         return True
 
-    def under_way(self, seat: int, *, pull: bool = False) -> StagedPush | None:
-        """Return the push that a seat has begun, as it is written down; None where there is none."""
-        m, number = self.memory, self.memory.lines[seat].pushing
+    def under_way(self, worker: int, *, pull: bool = False) -> StagedPush | None:
+        """Return the push that a worker has begun, as it is written down; None where there is none."""
+        m, number = self.memory, self.memory.lines[worker].pushing
         if not number:
             return None
-        used = None if m.seats.used[seat, 0] == ALL_USED else [bool(u) for u in m.seats.used[seat]]
-        return StagedPush(seat, number, m.seats.hyper[seat].tolist(), used, pull, unsure=True)
+        used = None if m.workers.used[worker, 0] == ALL_USED else [bool(u) for u in m.workers.used[worker]]
+        return StagedPush(worker, number, m.workers.hyper[worker].tolist(), used, pull, unsure=True)
 
     # The whole
 
@@ -301,9 +290,11 @@ class Store:
     def snapshot(self, check: Callable[[], None], seconds: float) -> Snapshot:
         """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed.
         ``check()`` raises where waiting has become pointless; PeerLost is raised where a push that was begun does not
-        come to its end within so many seconds."""
+        come to its end within ``seconds``."""
         deadline = time.monotonic() + seconds
         with self.deal.held():
+            # The lock of the queue is held, so that no push begins; those under way end without that lock. So the wait
+            # is bounded by the longest push, unless its process is dead or stopped.
             while not self.still:
                 check()
                 if time.monotonic() > deadline:

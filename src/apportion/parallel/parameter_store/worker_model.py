@@ -19,13 +19,13 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.python_state.leaves import refuse_other_extra_state
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.flat_model import FlatModel, HyperTable
-from apportion.parallel.parameter_store.memory.arrays import Array
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
+from apportion.parallel.parameter_store.memory.store_memory import Array
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.store import Contents
 from apportion.parallel.partition.partitioned_step import SplitStep
@@ -257,7 +257,7 @@ def extent_of(worker: StoreWorker, world: World, *, lock_free: bool = False, ser
     """Return the specification of the store that this world shares."""
     return StoreSpec(
         layout=worker.layout,
-        seats=world.seats,
+        workers=world.slots,
         buffers=worker.buffer_numbers,
         lock_free=lock_free,
         batches=worker.source.total,

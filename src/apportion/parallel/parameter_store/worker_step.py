@@ -2,46 +2,118 @@
 
 from __future__ import annotations
 
-import threading
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import final
 
+import torch
 from torch import Tensor
 
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.strategy import Held, Recoverable, State, Step
+from apportion.core.strategy import Held, Recoverable, State
 from apportion.core.workload import Workload
 from apportion.errors import PeerLost
+from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
+from apportion.parallel.parameter_store.protocol import Sessions
 from apportion.parallel.parameter_store.push_log import PushLog
-from apportion.parallel.parameter_store.push_pull import PushPull, PushPullSchedule
-from apportion.parallel.parameter_store.store import Snapshot
-from apportion.parallel.parameter_store.store_membership import StoreMembership
-from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
+from apportion.parallel.parameter_store.push_pull_step import OrderedRounds, PushPullStep
+from apportion.parallel.parameter_store.store import Snapshot, Store
+from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker, extent_of
+
+
+@final
+class StoreMembership:
+    """The store of a world, and this worker's place in it. ``servers``: that many of the last slots hold the shards.
+    ``lockstep``: all workers make the same steps together."""
+
+    def __init__(self, worker: StoreWorker, world: World, *, lock_free: bool, servers: int, lockstep: bool) -> None:
+        self._worker, self._lockstep = worker, lockstep
+        extent = extent_of(worker, world, lock_free=lock_free, servers=servers)
+        memory = world.shared(world.another("store"), StoreRegions(extent).nbytes)
+        self.store = Store(extent, memory, worker=world.slot, check=self.check)
+        self._servers = range(world.slots - servers, world.slots)
+        self.workers: list[int] = []
+        """The slots of the workers, in the order of their ranks."""
+        self._survivor = self._was_in = False
+        self._sit(world)
+
+    def check(self) -> None:
+        """Raise where the world has changed."""
+        self.world.check()
+
+    def _sit(self, world: World) -> None:
+        self.world = world
+        self.store.deal.waiting = lambda: world.group().waiting if world.members is not None else None
+        self.entered = False
+        """Tells whether the worker is in the store of this world."""
+        self.disconnect()
+
+    def rejoin(self, world: World) -> None:
+        """Take a place in another world. Nothing is waited for here: what the dead have begun is ended by who comes
+        next, on its way in."""
+        self._sit(world)
+        self._survivor = self._was_in
+
+    def enter(self, forget: Callable[[], None], meet: Callable[[], None]) -> None:
+        """Prepare the store before anything is asked of it: it is filled in, and no dead process has left anything half
+        done. ``forget()`` is called where what this worker had begun is over; ``meet()`` before the first batch."""
+        store, world = self.store, self.world
+        store.settle(lambda: store.put(self._worker.initial(), done=0), first=world.rank == 0)
+        taken = world.members.slots_by_rank() if world.members is not None else list(range(world.size))
+        self.workers = [slot for slot in taken if slot not in self._servers]
+        if world.under_way:
+            self._see_to(set(range(world.slots)) - set(taken) if world.rank == 0 else set(), forget)
+        # Not before: what lies there may have been needed to end what the last process on this slot had begun.
+        self._worker.move(store.weights)
+        self._connect(all(slot in taken for slot in self._servers))
+        meet()
+        self.entered = self._was_in = True
+
+    def _connect(self, complete: bool) -> None:
+        """Connect to the servers; where one is lost for good, workers do its work, in the same memory."""
+        store = self.store
+        store.servers = None
+        if complete and len(self._servers):
+            store.servers = Sessions(store, self.world, self._servers)
+
+    def disconnect(self) -> None:
+        """Close the connections to the servers."""
+        if self.store.servers is not None:
+            self.store.servers.close()
+            self.store.servers = None
+
+    def _see_to(self, empty: set[int], forget: Callable[[], None]) -> None:
+        """End, after a death, what was begun on the slots that no process has, and on one's own."""
+        store = self.store
+        if self._survivor and not self._lockstep:
+            if store.finish_push(self.world.slot):
+                forget()
+        else:
+            store.finish(self.world.slot)
+            forget()
+        for slot in sorted(empty):
+            store.finish(slot)
+
 
 SNAPSHOT_SECONDS, COMMITTED_SECONDS = 120.0, 1.0
 """The seconds for which a checkpoint, and one of a run that ends, waits for a moment between two pushes."""
 
 
-class StoreStep(Step, Recoverable):
-    """The training step of one worker, which pulls, computes and pushes batch by batch."""
+class StoreStep(PushPullStep, Recoverable):
+    """The step of a worker whose store lies in memory of its host."""
 
     def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, *, servers: int = 0) -> None:
-        self._worker = worker = StoreWorker(workload, world.device)
-        self.device, self.rank = world.device, world.rank
-        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
-        self.source, self.data_shard = worker.source, WHOLE
-        self.source.act_as(world.seat)
+        worker = StoreWorker(workload, world.device)
+        self._set_model(worker, world)
+        self.source.act_as(world.slot)
         self._member = StoreMembership(
             worker, world, lock_free=schedule.mode == "hogwild", servers=servers, lockstep=self.lockstep
         )
-        self.store = self._member.store
-        self._cycle = PushPull(self.store, worker, schedule)
-        self._taken: Batch | None = None
-        """The batch that was handed out to this worker, and whose step is not done."""
-        self._lock = threading.Lock()
+        self.store: Store = self._member.store
+        self._set_cycle(schedule)
 
     @property
     def python(self) -> PythonState:
@@ -55,33 +127,10 @@ class StoreStep(Step, Recoverable):
         if not self._member.entered:
             self._member.enter(self._forget, self._meet)
 
-    def _forget(self) -> None:
-        """Reset the step: no batch is taken, and no gradient waits to be pushed."""
-        self._taken = None
-        self._cycle.reset()
-
     def _meet(self) -> None:
         """Prepare for the first batch in a world."""
 
-    def take(self) -> Batch | None:
-        self._enter()
-        if self._taken is None:
-            self._taken = self._next()
-        return self._taken
-
-    @abstractmethod
-    def _next(self) -> Batch | None:
-        """Return the next batch of this worker; None where no more are left."""
-
     # The whole
-
-    def predict(self, batch: Batch) -> Any | None:
-        self._enter()
-        if batch.start:  # one pass over the set is of one state of the weights
-            self._cycle.pull()
-            if self.lockstep:  # others may push before the round is over: the next one pulls for itself
-                self._cycle.fresh = False
-        return self._worker.replica.predict(batch) if len(batch) else None
 
     def _state_of(self, found: Snapshot) -> State:
         with self._lock:
@@ -93,8 +142,8 @@ class StoreStep(Step, Recoverable):
         self._enter()
         start = self._worker.load(state)
         if self.rank == 0:
-            self.store.put(start, done=state.step)
-            self.store.resume(() if self.lockstep else state.settings.get("unpushed", ()))
+            unpushed = () if self.lockstep else state.settings.get("unpushed", ())
+            self.store.put(start, done=state.step, unpushed=unpushed)
         self._member.world.group().barrier()
         self._forget()
 
@@ -104,9 +153,6 @@ class StoreStep(Step, Recoverable):
 
     def held(self) -> Held:
         return Held(self.store.nbytes, self.store.weights.nbytes + self.store.buffers.nbytes)
-
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._cycle.seconds}
 
     def leave(self) -> None:
         self.store.deal.leave()
@@ -139,7 +185,7 @@ class DownpourStep(StoreStep):
         deal, most = self.store.deal, self._max_staleness
         if most is not None:
             deal.wait(
-                lambda: deal.ahead(self._member.seats) <= most, lambda: "the slowest to come within max_staleness"
+                lambda: deal.ahead(self._member.workers) <= most, lambda: "the slowest to come within max_staleness"
             )
         ticket = deal.take(self.source.total)
         if ticket is not None:
@@ -174,8 +220,67 @@ class DownpourStep(StoreStep):
         try:
             found = store.snapshot(lambda: None, COMMITTED_SECONDS)  # in the middle of an update: its end is near
         except PeerLost:
-            # Whoever was in the middle of a push is dead: its batch is dealt again, though some shards have it.
+            # A worker that was in the middle of a push is dead: its batch is handed out again, though some shards have
+            # it.
             with store.deal.held():
                 done, unpushed = store.deal.standing()
             found = Snapshot(done, unpushed, store.read())
         return self._state_of(found)
+
+
+@final
+class OrderedStep(OrderedRounds, StoreStep):
+    """The step of a worker in ordered mode: every rank takes part in every batch, and only its owner has rows of it."""
+
+    def _meet(self) -> None:
+        group = self._member.world.group()
+        self.store.deal.begin_rounds()
+        group.barrier()
+        self._base = self._number = self.store.done
+        group.barrier()
+
+    @property
+    def done(self) -> int:
+        # This rank's own count: another may have made the next update by now.
+        return self._number if self._member.entered else self.store.done
+
+    @property
+    def _workers(self) -> Sequence[int]:
+        return range(self._member.world.size)
+
+    def _meet_round(self, number: int) -> None:
+        self.store.deal.enter_round(number)
+
+    def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
+        store, workers = self.store, self._member.workers
+        report = store.memory.reports[workers[self._owner(number)]]
+        if own:
+            assert self._own is not None
+            store.deal.wait(lambda: store.deal.all_entered(workers), lambda: "every rank to pull")
+            report.loss, report.staleness = float(self._own), float(self._owner(number))
+            self._cycle.push(number)
+            self._own = None
+        else:
+            store.deal.wait(lambda: store.done > number, lambda: f"rank {self._owner(number)} to push batch {number}")
+        self._number = number + 1
+        return {"loss": torch.tensor(report.loss), "staleness": torch.tensor(report.staleness, dtype=torch.float64)}
+
+    def state_dict(self) -> State:
+        self._enter()
+        with self._lock:
+            state = self._worker.state(self.done, self.store.read())
+        self._member.world.group().barrier()  # no rank goes on while another still reads
+        return state
+
+    def committed(self) -> State | None:
+        if not self._member.entered:
+            return None
+        try:
+            found = self.store.snapshot(lambda: None, COMMITTED_SECONDS)  # in the middle of an update: its end is near
+        except PeerLost:
+            return None
+        return self._state_of(replace(found, unpushed=[]))
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._base = self._number = state.step

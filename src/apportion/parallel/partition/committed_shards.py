@@ -2,8 +2,8 @@
 
 ::
 
-    seat 0   version 0: generation 2, step 7   version 1: generation 2, step 8
-    seat 1   version 0: generation 2, step 7   version 1: being written          step 7 is whole
+    slot 0   version 0: generation 2, step 7   version 1: generation 2, step 8
+    slot 1   version 0: generation 2, step 7   version 1: being written          step 7 is whole
 
 A rank writes its part after each update, over the older of its two versions, which is first marked as not there. It
 writes all of it, since nothing tells what an update has left as it was (torch counts the changes of a tensor, but not
@@ -41,12 +41,12 @@ the number of ranks of that, its bytes; and the number of words."""
 
 @dataclass(frozen=True)
 class Version:
-    """A version of one seat's part that is complete in memory."""
+    """A version of one slot's part that is complete in memory."""
 
     holder: int
     """The first rank of the host in whose memory it is."""
-    seat: int
     slot: int
+    version: int
     step: int
     generation: int
     replica: int
@@ -76,69 +76,73 @@ class CommittedShards:
     def __init__(self, world: World, within: World | None = None, replica: int = 0) -> None:
         self._world, self._within, self._replica = world, within or world, replica
         self._holder = world.rank - world.local_rank
-        self._heads = [self._words(seat) for seat in range(world.seats)]
+        self._heads = [self._words(slot) for slot in range(world.slots)]
         self._steps = [
-            [CommitWord(ctypes.c_int64.from_buffer(head, 8 * (slot * _WORDS + _STEP))) for slot in range(2)]
+            [CommitWord(ctypes.c_int64.from_buffer(head, 8 * (version * _WORDS + _STEP))) for version in range(2)]
             for head in self._heads
         ]
-        self._slot = 0
-        """The number of this seat's version that is to stay."""
+        self._version = 0
+        """The number of this slot's version that is to stay."""
         self._packed: StateLayout | None = None
         self._views: dict[int, list[Tensor]] = {}
-        """Views of the tensors in memory, by version, for those of this seat's versions whose layout is already
+        """Views of the tensors in memory, by version, for those of this slot's versions whose layout is already
         written."""
 
-    def _words(self, seat: int) -> Any:
-        return (ctypes.c_int64 * (2 * _WORDS)).from_buffer(self._world.shared(f"parts/{seat}", _HEAD_BYTES))
+    def _words(self, slot: int) -> Any:
+        return (ctypes.c_int64 * (2 * _WORDS)).from_buffer(self._world.shared(f"parts/{slot}", _HEAD_BYTES))
 
     def write(self, state: State, pieces: Mapping[str, Any]) -> None:
         """Write this rank's part of the state; the version before it stays."""
-        world, within, slot = self._world, self._within, 1 - self._slot
-        head, at, step = self._heads[world.seat], slot * _WORDS, self._steps[world.seat][slot]
+        world, within, version = self._world, self._within, 1 - self._version
+        head, at, step = self._heads[world.slot], version * _WORDS, self._steps[world.slot][version]
+        # The version counts as absent while it is written: a rank that dies in the middle leaves its other version,
+        # which is whole, and no reader sees a mixture of two steps.
         step.withdraw()
-        nbytes = self._pack(slot, state, pieces)
+        nbytes = self._pack(version, state, pieces)
         head[at + _GENERATION : at + _WORDS] = [
             world.generation, self._replica, within.rank, within.size, nbytes,
         ]  # fmt: skip
+        # The step is written after the tensors and the other words. Zero means absent, hence one more than the step.
         step.publish(state.step + 1)
-        self._slot = slot
+        self._version = version
 
-    def _pack(self, slot: int, state: State, pieces: Mapping[str, Any]) -> int:
+    def _pack(self, version: int, state: State, pieces: Mapping[str, Any]) -> int:
         """Write the state into memory and return its bytes. The layout is written only where it has changed since the
         last update: this process alone writes here."""
         packed = self._packed
         if packed is None or not packed.is_of(state, pieces):
             packed, self._views = StateLayout(state, pieces), {}
             self._packed = packed
-        memory = self._memory(self._world.seat, slot, packed.nbytes)
-        if slot not in self._views:
-            self._views[slot] = packed.begin(memory)
-        packed.write(memory, self._views[slot], state)
+        memory = self._memory(self._world.slot, version, packed.nbytes)
+        if version not in self._views:
+            self._views[version] = packed.begin(memory)
+        packed.write(memory, self._views[version], state)
         return packed.nbytes
 
     def versions(self) -> list[Version]:
-        """Return the versions that are there, of all seats of this host."""
+        """Return the versions that are there, of all slots of this host."""
         found = []
-        for seat, head in enumerate(self._heads):
-            for slot in range(2):
-                if step := self._steps[seat][slot].read():
-                    rest = head[slot * _WORDS + _GENERATION : (slot + 1) * _WORDS]
-                    found.append(Version(self._holder, seat, slot, step - 1, *rest))
+        for slot, head in enumerate(self._heads):
+            for version in range(2):
+                if step := self._steps[slot][version].read():
+                    rest = head[version * _WORDS + _GENERATION : (version + 1) * _WORDS]
+                    found.append(Version(self._holder, slot, version, step - 1, *rest))
         return found
 
     @collective
     def latest(self) -> list[tuple[State, Any]]:
         """Return copies of the parts of one replica after the latest update that all of its ranks have written, each
-        with its pieces; StateLost: there is none. This seat's next version is written over one that is not among them.
+        with its pieces; StateLost: there is none. This slot's next version is written over one that is not among them.
         Called by all ranks: none writes while another still reads."""
         found = whole(self._versions_everywhere())
         if found is None:
             raise StateLost("no update had been kept by all ranks")
         parts = []
         for v in found:
-            if (v.holder, v.seat) == (self._holder, self._world.seat):
-                self._slot = v.slot
+            if (v.holder, v.slot) == (self._holder, self._world.slot):
+                self._version = v.version
             parts.append(unpacked(self._part(v)))
+        # No rank returns, and writes its next version over an old one, before every rank has copied what it needs.
         self._world.group().barrier()
         return parts
 
@@ -147,8 +151,8 @@ class CommittedShards:
         here, world = self.versions(), self._world
         if world.local_size == world.size:
             return here
-        told = gather_messages([astuple(v) for v in here] if world.rank == self._holder else [], world.group())
-        return [Version(*numbers) for versions in told for numbers in versions]
+        gathered = gather_messages([astuple(v) for v in here] if world.rank == self._holder else [], world.group())
+        return [Version(*numbers) for versions in gathered for numbers in versions]
 
     @collective
     def _part(self, version: Version) -> memoryview:
@@ -156,13 +160,13 @@ class CommittedShards:
         v, world = version, self._world
         here = v.holder == self._holder
         if world.local_size == world.size:
-            return self._memory(v.seat, v.slot, v.nbytes)
-        memory = self._memory(v.seat, v.slot, v.nbytes) if here else memoryview(bytearray(v.nbytes))
+            return self._memory(v.slot, v.version, v.nbytes)
+        memory = self._memory(v.slot, v.version, v.nbytes) if here else memoryview(bytearray(v.nbytes))
         data = torch.frombuffer(memory, dtype=torch.uint8)
         if here and world.rank != v.holder:  # it is there already, and is not to be written
             data = data.clone()
         world.group().broadcast(data, source=v.holder)
         return memory
 
-    def _memory(self, seat: int, slot: int, nbytes: int) -> memoryview:
-        return self._world.shared(f"parts/{seat}/{slot}/{nbytes}", nbytes)
+    def _memory(self, slot: int, version: int, nbytes: int) -> memoryview:
+        return self._world.shared(f"parts/{slot}/{version}/{nbytes}", nbytes)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from apportion.core.fingerprint import fingerprint
 from apportion.core.python_state.leaves import refuse_other_extra_state
-from apportion.core.sampling.sampler import Sampler
+from apportion.core.sampler import Sampler
 from apportion.core.workload import Workload
 from apportion.parallel.partition.tensor_shards import TensorShard
 
@@ -51,15 +51,15 @@ class FullModel:
     def pieces(self, model: nn.Module, given: Mapping[str, TensorShard]) -> dict[str, Any]:
         """Return a part's pieces as JSON, by the plain names that parameters go by first; a tensor without a piece is
         whole."""
-        told: dict[str, Any] = {}
+        gathered: dict[str, Any] = {}
         for key, tensor in model.state_dict().items():
             assert key in self.first, f"{key} is not a tensor of the plain model"
             piece, name = given.get(key) or TensorShard(tuple(tensor.shape)), self.first[key]
             assert piece.shape == self.shapes[key], f"{key} is {self.shapes[key]}, not {piece.shape}"
             assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"
-            if key in given or name not in told:
-                told[name] = piece.plain()
-        return told
+            if key in given or name not in gathered:
+                gathered[name] = piece.plain()
+        return gathered
 
     def move(self, owner: str, optimizer: Optimizer, model: nn.Module, pieces: Mapping[str, TensorShard]) -> None:
         """Give an optimizer that was made for the plain model the part's parameters instead; the groups stay, also

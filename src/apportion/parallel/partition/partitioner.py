@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,21 +26,61 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.modes import refuse_making
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
+from apportion.parallel.optim.elementwise import BY_PARAMETER, ELEMENTWISE
+from apportion.parallel.optim.step_hooks import refuse_step_hooks
 from apportion.parallel.partition import equivalence
-from apportion.parallel.partition.autograd_use import asked, refuse_gradients_of_gradients
+from apportion.parallel.partition.equivalence import asked, refuse_gradients_of_gradients
 from apportion.parallel.partition.full_model import FullModel
 from apportion.parallel.partition.part import MakePart, Part
-from apportion.parallel.partition.supported import refuse_optimizers
 from apportion.parallel.partition.tensor_shards import ShardLayout, TensorShard
-from apportion.parallel.replica.gradient_hooks import GradientHooks
+from apportion.parallel.replica.gradient_buckets import GradientHooks
 from apportion.parallel.replica.initial_model import fresh_model, refuse_tied_by_memory
 from apportion.parallel.replica.replica import Replica, called
 from apportion.parallel.tracing.network import settle
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.process import give_back
+
+
+def refuse_workload(workload: Workload) -> None:
+    """Raise ValueError where a workload asks for what no part can give."""
+    for given, why in (
+        (workload.compile, "compile=True would compile a network that waits for other ranks: use compile=False, or"),
+        (
+            workload.precision == "float16",
+            'precision="float16" scales the loss by what whole gradients overflow at: use "bfloat16", or',
+        ),
+    ):
+        if given:
+            raise ValueError(f"{why} data_parallel")
+
+
+def refuse_optimizers(
+    optimizers: Mapping[str, Optimizer], searching: Collection[str], layout: ShardLayout, ranks: int
+) -> None:
+    """Raise ValueError where an optimizer needs to see what other ranks hold. ``searching``: names of those that
+    evaluate the loss themselves."""
+    holders = layout.holders.values()
+    cut = any(piece.index is not None for held in holders for _, piece in held)
+    spread = cut or any(len(held) < ranks for held in holders)
+    known = ELEMENTWISE if cut else BY_PARAMETER
+    for name, optimizer in optimizers.items():
+        kind = type(optimizer)
+        if name in searching:
+            raise ValueError(
+                f"{kind.__name__} evaluates the loss several times an update: use map_reduce or single_device"
+            )
+        if spread and kind not in known:
+            raise ValueError(
+                f"{kind.__name__} is not known to update each {'weight' if cut else 'parameter'} by itself, and no "
+                f"rank has all of them: use one of {', '.join(k.__name__ for k in known)}, or data_parallel"
+            )
+        if spread:
+            refuse_step_hooks(
+                optimizer, f"on each rank it would see a part of the {'weights' if cut else 'parameters'}"
+            )
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,14 @@ from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import LabelTerms, examples
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
-from apportion.parallel.ops.sync_batch_norm import use_whole_batch
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
 from apportion.parallel.partition.committed_shards import CommittedShards
 from apportion.parallel.partition.partitioned_step import SplitStep
 from apportion.parallel.partition.replica_groups import ReplicaGroup, how_many, how_many_are_left, whole_network
@@ -116,8 +115,8 @@ class ReplicatedStep(Step, Recoverable):
             refuse_renormalising(self.model, "each replica would rescale what its own examples look up")
             self._use_whole_batch()
         # Ranks that draw the same numbers within a replica go on doing so; those of other replicas draw others.
-        inner.replica.sit(inner.replica.rank + place.replica * place.within.size)
-        self.source.sit(place.replica)
+        inner.replica.set_rank(inner.replica.rank + place.replica * place.within.size)
+        self.source.set_rank(place.replica)
         inner.python.shares = place.replicas
         inner.rows = shard.rows(self._workload.batch_size)
         inner.joined = self._joined
@@ -184,10 +183,10 @@ class ReplicatedStep(Step, Recoverable):
     @torch.no_grad()
     def _joined(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
-        told = self._sums(loss if self._told else None, self._told)
+        total = self._sums(loss if self._told else None, self._told)
         if self._committed is not None:  # nobody is two updates ahead of another
             self._world.group().barrier()
-        return None if loss is None else told
+        return None if loss is None else total
 
     def update(self) -> Mapping[str, Tensor]:
         values = self._inner.update()

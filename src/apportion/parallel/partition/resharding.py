@@ -13,7 +13,7 @@ from torch import Tensor
 from apportion.comm.group import Group, collective
 from apportion.comm.objects import broadcast_tensors, gather_messages
 from apportion.core.json_data import from_plain, to_plain
-from apportion.core.python_state.joined_records import joined
+from apportion.core.python_state.records import joined
 from apportion.core.strategy import State
 from apportion.errors import StateLost
 from apportion.parallel.partition.full_model import FullModel
@@ -48,7 +48,7 @@ class Resharder:
         found = {part: self._joined(self._layout, received(tensors)) for part, tensors in mine.items()}
         slots = gather_messages(own.settings.get("slots"), group, device=device)
         turns = (own.buffers if rank == self._rank else None for rank in range(group.size))
-        told = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(turns)]
+        gathered = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(turns)]
         records = gather_messages(own.settings.get("python", {}), group, device=device)
         python = (own.python if rank == self._rank else None for rank in range(group.size))
         values = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(python)]
@@ -57,7 +57,7 @@ class Resharder:
             own,
             **self._named(found),
             settings={**_with_slots(own.settings, slots), "python": record},
-            buffers=dict(ChainMap(*told)),
+            buffers=dict(ChainMap(*gathered)),
             python=tensors,
         )
 
@@ -141,10 +141,10 @@ def _held(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {key: t for key, t in tensors.items() if t is not None}
 
 
-def _with_slots(settings: Mapping[str, Any], told: Sequence[Any]) -> dict[str, Any]:
+def _with_slots(settings: Mapping[str, Any], gathered: Sequence[Any]) -> dict[str, Any]:
     """Return the settings together with what the ranks' optimizers keep beside tensors, by optimizer and parameter."""
     merged: dict[str, dict[str, Any]] = {}
-    for owners in (from_plain(part) for part in told if part):
+    for owners in (from_plain(part) for part in gathered if part):
         for owner, slots in owners.items():
             merged[owner] = {**slots, **merged.get(owner, {})}
     return dict(settings) | ({"slots": to_plain(merged, "optimizer")} if merged else {})

@@ -81,9 +81,9 @@ class TensorShard:
         return [list(self.shape), index, self.partial]
 
     @classmethod
-    def from_plain(cls, told: list[Any]) -> TensorShard:
+    def from_plain(cls, plain: list[Any]) -> TensorShard:
         """Return the shard that ``plain`` gave as JSON."""
-        shape, index, partial = told
+        shape, index, partial = plain
         held = None if index is None else tuple(range(*p[1:]) if p[0] == _RUN else p[1:] for p in index)
         return cls(tuple(shape), held, partial)
 
@@ -119,10 +119,10 @@ class ShardLayout:
     holders: Mapping[str, Holders]
 
     @classmethod
-    def of(cls, told: Iterable[Mapping[str, list[Any]]]) -> ShardLayout:
+    def of(cls, plain: Iterable[Mapping[str, list[Any]]]) -> ShardLayout:
         """Build the layout from what each rank tells, in rank order: its pieces by name, as JSON."""
         holders: dict[str, list[tuple[int, TensorShard]]] = {}
-        for rank, pieces in enumerate(told):
+        for rank, pieces in enumerate(plain):
             for name, piece in pieces.items():
                 holders.setdefault(name, []).append((rank, TensorShard.from_plain(piece)))
         return cls(holders)

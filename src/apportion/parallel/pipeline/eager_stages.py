@@ -17,17 +17,17 @@ from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
 from apportion.core.modes import evaluating
 from apportion.core.strategy import RecordedCuts
+from apportion.core.torch_private import buffers_of, modules_of, parameters_of
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.partition.equivalence import copied, same_outputs
+from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.pipeline.cut_points import RUNS, Places, changing_buffers, names_of, place_of
 from apportion.parallel.pipeline.eager_forward import OtherWay, OwnForward, Recorded
-from apportion.parallel.pipeline.eager_parameters import held
 from apportion.parallel.pipeline.meta_shapes import CannotRun
 from apportion.parallel.pipeline.microbatch import StageLinks
 from apportion.parallel.pipeline.single_stage import checkpointed
-from apportion.parallel.pipeline.stage_part import StagePart
-from apportion.parallel.pipeline.staging import Staging
+from apportion.parallel.pipeline.staging import StagePart, Staging
 from apportion.parallel.pipeline.whole_batch import normalises, refuse_coupled
 from apportion.parallel.replica.initial_model import memory_of
 from apportion.parallel.tracing.network import undisturbed
@@ -260,3 +260,59 @@ def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: An
             "place to what another stage uses, or it changes with every call; give cuts= elsewhere, or use "
             "data_parallel"
         )
+
+
+# The parameters and buffers that a stage which runs the network's own forward holds.
+
+
+def held(
+    model: nn.Module, records: Sequence[Recorded], bounds: Sequence[int], rank: int
+) -> tuple[nn.Module, Mapping[str, TensorShard]]:
+    """A module with the parameters and buffers that a stage uses, under the plain names, and the shards of those
+    parameters that several stages use, of whose gradient each has one term. The parameters that the stage does not hold
+    have no numbers in the network from now on."""
+    uses = [_used(model, records, begin, end) for begin, end in itertools.pairwise(bounds)]
+    everything = set[int]().union(*uses)
+    own = uses[rank] | ({id(t) for t in model.parameters()} - everything if rank == 0 else set())
+    called = {id(b) for record in records for module in record.modules for b in module.buffers()}
+    own |= {id(b) for b in model.buffers() if id(b) not in called}
+    holder, pieces = nn.Module(), dict[str, TensorShard]()
+    persistent = set(model.state_dict())
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, p in parameters_of(module).items():
+            if p is not None and id(p) in own:
+                where = f"{path}.{name}".lstrip(".")
+                _owner(holder, path).register_parameter(name, p)
+                if sum(id(p) in use for use in uses) > 1:
+                    pieces[where] = TensorShard(tuple(p.shape), partial=True)
+        for name, b in buffers_of(module).items():
+            if b is not None and id(b) in own:
+                keeps = f"{path}.{name}".lstrip(".") in persistent
+                _owner(holder, path).register_buffer(name, b, persistent=keeps)
+    empty: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in parameters_of(module).items():
+            if p is not None and id(p) not in own:
+                meta = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                parameters_of(module)[name] = empty.setdefault(id(p), meta)
+    return holder, pieces
+
+
+def _owner(holder: nn.Module, path: str) -> nn.Module:
+    for step in filter(None, path.split(".")):
+        if step not in modules_of(holder):
+            holder.add_module(step, nn.Module())
+        holder = holder.get_submodule(step)
+    return holder
+
+
+def _used(model: nn.Module, records: Sequence[Recorded], begin: int, end: int) -> set[int]:
+    """The parameters and buffers that the calls of a stage, and the functions between these, use."""
+    found: set[int] = set()
+    for record in records:
+        for module in record.modules[begin:end]:
+            found |= {id(t) for t in (*module.parameters(), *module.buffers())}
+        for p, places in record.parameters.items():
+            if any(begin <= max(0, place - 1) < end for place in places):
+                found.add(p)
+    return found

@@ -14,7 +14,7 @@ from apportion.comm.group import Alone
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
-from apportion.core.sampling.rng import RngState, plain_rng_from
+from apportion.core.rng import RngState, plain_rng_from
 from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.part import Part
 from apportion.parallel.partition.tensor_shards import TensorShard

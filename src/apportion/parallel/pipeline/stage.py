@@ -29,7 +29,7 @@ from apportion.core.data.rows import rows_of
 from apportion.core.modes import evaluating
 from apportion.core.workload import Workload
 from apportion.parallel.ops.factored_linear import Products, plain_layers
-from apportion.parallel.partition.autograd_use import asked, refuse_untraceable
+from apportion.parallel.partition.equivalence import asked, refuse_untraceable
 from apportion.parallel.partition.part import Part
 from apportion.parallel.pipeline.cut_points import (
     Places,
@@ -51,8 +51,7 @@ from apportion.parallel.pipeline.stage_graph import (
     terms,
     trained_alone,
 )
-from apportion.parallel.pipeline.stage_part import StagePart
-from apportion.parallel.pipeline.staging import Staging
+from apportion.parallel.pipeline.staging import StagePart, Staging
 from apportion.parallel.pipeline.whole_batch import (
     BatchRows,
     needs_whole_batch,

@@ -47,8 +47,8 @@ class StageSender:
         leaves, spec = pytree.tree_flatten(values)
         plain = [_described(leaf) for leaf in leaves]
         works: list[tuple[Work, Tensor]] = []
-        told = json.dumps(plain)  # 1 is not True there, and 0.0 not -0.0
-        if self._last == (spec, told):
+        text = json.dumps(plain)  # 1 is not True there, and 0.0 not -0.0
+        if self._last == (spec, text):
             self._post(torch.zeros(1, dtype=torch.int64), works)
         else:
             data = json.dumps([pytree.treespec_dumps(spec), plain]).encode()
@@ -56,7 +56,7 @@ class StageSender:
             for nbytes in self._asked:
                 self._post(torch.zeros(nbytes, dtype=torch.uint8), works)
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), works)
-            self._last = spec, told
+            self._last = spec, text
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         for tensor in tensors:
             self._post(bytes_of(tensor.resolve_conj().resolve_neg().contiguous()), works)
@@ -97,8 +97,8 @@ class StageReceiver:
         if length := int(first.come()):
             for tensor in tensors:
                 tensor.come()  # nothing: it was asked for before anyone knew
-            told = self._ask(torch.uint8, [length]).come()
-            spec, plain = json.loads(told.cpu().numpy().tobytes())
+            text = self._ask(torch.uint8, [length]).come()
+            spec, plain = json.loads(text.cpu().numpy().tobytes())
             self._last = pytree.treespec_loads(spec), plain
         assert self._last is not None, "the first message is described"
         spec, plain = self._last

@@ -134,12 +134,12 @@ class WavefrontPart(Part):
     def _told_shape(self, x: Tensor | None) -> list[int]:
         """Time, rows and the length of a chunk, which the first rank knows."""
         known = [0, 0, 0] if x is None else [*x.shape[:2], self._chunk or self._length(*x.shape[:2])]
-        told = torch.tensor(known, dtype=torch.int64)
+        known_rows = torch.tensor(known, dtype=torch.int64)
         if self._rank > 0:
-            self._group.receive(told, self._rank - 1).wait()
+            self._group.receive(known_rows, self._rank - 1).wait()
         if self._rank + 1 < self._ranks:
-            self._sent.append(self._group.send(told, self._rank + 1))
-        return [int(number) for number in told]
+            self._sent.append(self._group.send(known_rows, self._rank + 1))
+        return [int(number) for number in known_rows]
 
     def _length(self, time: int, rows: int) -> int:
         short = all(isinstance(own, LSTMLayer) for own in self._layers.values())

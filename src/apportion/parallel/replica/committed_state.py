@@ -99,23 +99,23 @@ class StateLayout:
 
     def write(self, memory: memoryview, views: Sequence[Tensor], state: State) -> None:
         """Write the rest of a state: its tensors, its step and its settings."""
-        told = _told(state)
-        _lengths(memory)[1] = len(told)
-        memory[self._end : self._end + len(told)] = told
+        rest_bytes = _told(state)
+        _lengths(memory)[1] = len(rest_bytes)
+        memory[self._end : self._end + len(rest_bytes)] = rest_bytes
         for view, tensor in zip(views, (t for part in _PARTS for t in getattr(state, part).values()), strict=True):
             view.copy_(tensor)
 
 
 def unpacked(memory: memoryview) -> tuple[State, Any]:
     """A copy of the state that lies in this memory, and what is beside it."""
-    length, told = _lengths(memory)
+    length, rest_bytes = _lengths(memory)
     head = json.loads(bytes(memory[_LENGTHS_BYTES : _LENGTHS_BYTES + length]))
     begin = end = round_up(_LENGTHS_BYTES + length)
     found: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
     for part, name, dtype, shape, at in head["tensors"]:
         tensor = found[part][name] = TensorRegion(at, getattr(torch, dtype), tuple(shape)).of(memory, begin).clone()
         end = begin + at + round_up(tensor.nbytes)
-    rest = json.loads(bytes(memory[end : end + told]))
+    rest = json.loads(bytes(memory[end : end + rest_bytes]))
     return State(step=rest["step"], settings=rest["settings"], **found), head["beside"]
 
 

@@ -299,24 +299,24 @@ class ForwardState:
 
     # In memory that outlives this process
 
-    def write(self, into: list[Tensor], told: Any) -> None:
-        """Write what is there now. ``told`` says for each place whether it was written: a tensor that is as it was
+    def write(self, into: list[Tensor], codes: Any) -> None:
+        """Write what is there now. ``codes`` says for each place whether it was written: a tensor that is as it was
         built is not, nor is one that has another shape by now."""
         self.look()
         now = [p.owner[p.key] for p in self.places]
         for i, place in enumerate(self.places):
             if place.parameter and not place.moves:
-                told[i] = AS_BUILT
+                codes[i] = AS_BUILT
             else:
-                told[i] = HERE if now[i].shape == into[i].shape and now[i].dtype == into[i].dtype else ELSEWHERE
-        pairs = [(a, b.detach()) for a, b, how in zip(into, now, told.tolist(), strict=True) if how == HERE]
+                codes[i] = HERE if now[i].shape == into[i].shape and now[i].dtype == into[i].dtype else ELSEWHERE
+        pairs = [(a, b.detach()) for a, b, how in zip(into, now, codes.tolist(), strict=True) if how == HERE]
         if pairs:
             foreach_copy([kept for kept, _ in pairs], [own for _, own in pairs])
 
     @torch.no_grad()
-    def read(self, kept: list[Tensor], told: Any) -> None:
+    def read(self, kept: list[Tensor], codes: Any) -> None:
         """Go on from what was written. StateLost where a tensor is not there, but was in the memory of some process."""
-        for place, value, how in zip(self.places, kept, told.tolist(), strict=True):
+        for place, value, how in zip(self.places, kept, codes.tolist(), strict=True):
             if how == HERE:
                 place.put(value)
             elif how == ELSEWHERE or (place.built is not None and digest(place.tensor) != place.built):

@@ -5,7 +5,7 @@ The gathering of weights and the summing of gradients go through our own groups:
 between hosts; on GPUs through the process group, as FSDP does by itself. A shard is a run of rows: ``torch.chunk``
 along dimension 0.
 
-The networks and optimizers that cannot be trained so are refused by name in ``shardable.py``.
+The networks and optimizers that cannot be trained so are refused by name.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from apportion.comm.group import Group, collective
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 
 EVERY_STEPS = 8
 """The number of steps between two looks at every rank's speed."""

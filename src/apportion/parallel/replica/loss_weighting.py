@@ -62,7 +62,7 @@ class LossShare:
             zeros = [(t * 0.0).sum() for t in tree.tensors(outputs) if t.is_floating_point()]
             return torch.stack(zeros).sum(), 0.0
 
-    def told(self) -> float:
+    def reported_factor(self) -> float:
         """The factor of a rank's weighted loss in the loss that is reported: where all ranks have one loss, each adds
         its part of it."""
         return 1.0 / self._group.size if self._workload.count is None else 1.0

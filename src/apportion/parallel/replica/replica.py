@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,49 @@ from apportion.core.data.batch import Batch
 from apportion.core.modes import evaluating, evaluating_as_written, made_by_modes
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import mix
+from apportion.core.python_state.search import Search
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import mix
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.core.workload_rules import checked_loss, refuse_without_gradient
-from apportion.parallel.optim.replica_optimizers import ReplicaOptimizers
-from apportion.parallel.optim.trained_parameters import TrainedParameters
+from apportion.parallel.optim.replica_optimizers import ReplicaOptimizers, TrainedParameters
 from apportion.parallel.replica.carried_state import Carry
 from apportion.parallel.replica.forward_state import ForwardState
 from apportion.parallel.replica.initial_model import fresh_model
-from apportion.parallel.replica.trained_loss import refuse_trained_loss
+
+
+def refuse_trained_loss(loss: Callable[..., Any] | None, model: nn.Module) -> None:
+    """Raise ValueError where the loss keeps tensors that ask for a gradient and are not the model's: an optimizer is
+    made of the model's parameters, so that they would stay as they are without a word."""
+    if loss is None:
+        return
+    own = {id(p) for p in model.parameters()}
+    for name, tensor in _trained(loss):
+        if id(tensor) not in own:
+            raise ValueError(
+                f"loss= keeps {name} of shape {tuple(tensor.shape)}, which asks for a gradient, and the optimizer has "
+                "the parameters of the model alone: if it is to be trained, make it a part of the model, whose forward "
+                "returns what the loss needs of it; if not, call requires_grad_(False) on it"
+            )
+
+
+def _trained(loss: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a loss can reach and that ask for a gradient, by name."""
+    search = Search()
+    search.visit("loss", loss)
+    for value in list(search.seen.values()):
+        if isinstance(value, nn.Module):
+            yield from ((f"{type(value).__name__}.{n}", p) for n, p in value.named_parameters() if p.requires_grad)
+    for value in list(search.seen.values()):
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            yield "a parameter" if isinstance(value, nn.Parameter) else "a tensor", value
+    for scope in search.scopes:
+        for key in scope.names():
+            value = scope.mapping.get(key)
+            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+                yield scope.name.partition(".")[2] + f".{key}" if "." in scope.name else key, value
+
 
 SETTLE_SECONDS = 2.0
 """The seconds that a request for the state in the middle of an update waits for the update to end."""
@@ -261,7 +293,7 @@ class Replica:
         step."""
         self._rng.decide(step)
 
-    def sit(self, rank: int) -> None:
+    def set_rank(self, rank: int) -> None:
         """Give this process another rank."""
         self.rank = self._rng.rank = rank
 

@@ -84,9 +84,9 @@ def broadcast_state(
     if group.size == 1:
         return state
     head = None if state is None else {"step": state.step, "settings": state.settings}
-    told = broadcast_message(head, group, source=source, device=device)
-    if told is None:
+    received = broadcast_message(head, group, source=source, device=device)
+    if received is None:
         return None
     own = dict[str, Any](vars(state)) if state is not None else {}
     parts = {part: broadcast_tensors(own.get(part), group, source=source, device=device) for part in PARTS}
-    return State(step=told["step"], settings=told["settings"], **parts)
+    return State(step=received["step"], settings=received["settings"], **parts)

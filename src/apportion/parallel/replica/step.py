@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +13,12 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.parts.deal import share_of
-from apportion.core.parts.lengths import learn_lengths
+from apportion.core.parts import learn_lengths, share_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
-from apportion.core.sampling.rng import seed_everything
-from apportion.core.sampling.sampler import DataShard
-from apportion.core.strategy import State, Step
+from apportion.core.rng import seed_everything
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Workload
 from apportion.parallel.optim.closure import Closure
 from apportion.parallel.replica.loss_weighting import LossShare
@@ -93,7 +93,7 @@ class ReplicaStep(Step):
         self._own_rows, own = len(batch), batch if len(batch) else batch.borrowed()
         loss, weight = self._share.weighted_loss(own, own=len(batch) > 0, total=self._share.total(own))
         self._replica.backward(loss, weight)
-        self._loss = loss.detach() * (weight * self._share.told())
+        self._loss = loss.detach() * (weight * self._share.reported_factor())
         return loss.detach() if len(batch) and weight else None
 
     def update(self) -> Mapping[str, Tensor]:
@@ -165,5 +165,62 @@ class ReplicaStep(Step):
         self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
         self.data_shard = self._deal(world)
-        self._replica.sit(world.rank)
-        self.source.sit(world.rank)
+        self._replica.set_rank(world.rank)
+        self.source.set_rank(world.rank)
+
+
+# The step of one device: the specification that exact strategies are held to.
+
+
+class OneDeviceStep(ReplicaStep):
+    """The whole batch, forward, backward and update, in this process."""
+
+    repeats = True
+
+    def __init__(self, workload: Workload, device: torch.device, rank: int = 0, *, alone: bool = False) -> None:
+        """Build the step. ``alone``: this is the only rank, so that no other has to know of a weight that thaws."""
+        super().__init__(workload, World(rank=rank, device=device))
+        if alone:
+            self._replica.trained.may_thaw()
+
+    def backward(self, batch: Batch) -> Tensor:
+        replica = self._replica
+        replica.reseed(batch.step)
+        with replica.autocast():
+            loss = replica.loss(replica.outputs(batch), batch.targets)
+        replica.backward(loss, 1.0)
+        self._loss, self._batch = loss.detach(), batch
+        return self._loss
+
+    def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
+        self._replica.gradient(loss, 1.0, optimizer)
+        self._replica.apply(optimizer)
+        return loss.detach()
+
+    def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
+        if self._workload.update is None:
+            self.backward(batch)
+            return self.update()
+        self._replica.reseed(batch.step)
+        with self._replica.autocast():
+            values = self._workload.update(self, batch)
+        self._replica.commit()
+        return {name: value.detach() for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceState(State):
+    """The state after a step of one device, with what else a step of any strategy must have in common with it."""
+
+    values: Mapping[str, Tensor]
+    """The named values that the step has returned."""
+    maker: OneDeviceStep
+    """The step that is at this state: what it predicts, and whether it goes on from a state that is loaded."""
+
+
+def reference(workload: Workload) -> Iterator[State]:
+    """The state after each step of one device on the CPU: what every exact strategy must compute."""
+    step = OneDeviceStep(workload, torch.device("cpu"), alone=True)
+    for batch in batches(step):
+        values = step(batch)
+        yield ReferenceState(**vars(step.state_dict()), values=values, maker=step)

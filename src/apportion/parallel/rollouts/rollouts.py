@@ -10,17 +10,17 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampling.sampler import Index
+from apportion.core.sampler import Index
 from apportion.parallel.rollouts.acting import Acting
-from apportion.parallel.rollouts.actor import Actor, Rollout
+from apportion.parallel.rollouts.actor import Act, Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments
-from apportion.parallel.rollouts.finite import check_finite
 from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import policy_of
-from apportion.parallel.rollouts.unrolled import Played
+from apportion.parallel.rollouts.unrolled import Played, Unrolled
 
 Array = NDArray[Any]
 _TARGETS = "actions", "rewards", "ended", "cut", "counts"
@@ -49,7 +49,7 @@ class Rollouts(ActedDataset):
         self._actors: dict[tuple[int, int], Actor] = {}
         self._made: dict[tuple[int, int], tuple[int, Rollout]] = {}
         self._acting = Acting()
-        self._told = _Tally()
+        self._tally = _Tally()
         self._example: Rollout | None = None
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class Rollouts(ActedDataset):
                 rollout = actor.play(act, self.steps, step)
                 check_finite(rollout, actor.name, self.network, act)
                 self._made[key] = step, rollout
-                self._told.take(rollout)
+                self._tally.take(rollout)
             played.append(self._made[key][1])
         return _inputs(played), _targets(played)
 
@@ -140,12 +140,12 @@ class Rollouts(ActedDataset):
         assert self._example is not None
         return self._example.observations[0].repeat(self.environments, axis=0), self._example.observed
 
-    def told(self) -> Mapping[str, Any]:
-        return self._told.flush()
+    def rollout_facts(self) -> Mapping[str, Any]:
+        return self._tally.flush()
 
 
 class _Tally:
-    """What is to be told of the rollouts since it was last asked."""
+    """What is to be reported of the rollouts since it was last asked."""
 
     def __init__(self) -> None:
         self._frames, self._since = 0, time.perf_counter()
@@ -167,7 +167,7 @@ class _Tally:
     def flush(self) -> dict[str, Any]:
         now = time.perf_counter()
         self._frames += self._new
-        told = {
+        facts = {
             "frames": self._frames,
             "frames_per_second": self._new / max(now - self._since, 1e-9),
             "environment": self._moving / max(1, self._rollouts),
@@ -178,7 +178,7 @@ class _Tally:
         }
         self._since = now
         self._begin()
-        return told
+        return facts
 
 
 def _widened(rollout: Rollout, width: int) -> Rollout:
@@ -232,3 +232,56 @@ def _arrays(played: list[Rollout], name: str) -> Array:
     arrays = [getattr(rollout, name) for rollout in played]
     found: Array = arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
     return found
+
+
+# Numbers of an environment that nothing can be learnt from: a reward, or an observation, that is nan or infinite.
+
+
+def check_finite(rollout: Rollout, name: str, network: nn.Module, act: Act) -> None:
+    """Raise ValueError for a rollout with a reward that is not finite in float32, or an observation that is not, and
+    from which the network makes numbers that are not finite. ``name``: what the environment is called."""
+    if not (finite := _finite(rollout.rewards)).all():
+        t, k = np.argwhere(~finite)[0]
+        raise ValueError(
+            f"{name}.step() returned a reward of {rollout.rewards[t, k]} (environment {k}, step {t} of a rollout): a "
+            "reward must be finite in float32, or the loss is not"
+        )
+    for part in _parts(rollout.observations):
+        if part.dtype.kind == "f" and not (finite := _finite(part)).all():
+            at = tuple(np.argwhere(~finite)[0])
+            _check_taken(rollout, name, at[:2], rollout.observations[at[0]], part[at], network, act)
+    for part in _parts(rollout.last):
+        if part.dtype.kind == "f" and not (finite := _finite(part)).all():
+            at = tuple(np.argwhere(~finite)[0])
+            t, k = np.argwhere(rollout.last_at == at[0])[0]
+            observations = rollout.observations[t].copy()
+            observations[k] = rollout.last[at[0]]
+            _check_taken(rollout, name, (t, k), observations, part[at], network, act)
+
+
+def _finite(values: Array) -> Array:
+    """True where a value is finite in the type in which the loss is computed at least."""
+    with np.errstate(over="ignore"):
+        return np.isfinite(values.astype(np.float32, copy=False))
+
+
+def _parts(observations: Array) -> list[Array]:
+    names = observations.dtype.names
+    return [observations] if names is None else [observations[name] for name in names]
+
+
+def _check_taken(  # noqa: PLR0913 (the place, the value and the way to try it)
+    rollout: Rollout, name: str, at: tuple[Any, ...], observations: Array, value: Any, network: nn.Module, act: Act
+) -> None:
+    """Raise ValueError where the network does not give finite numbers of these observations (K, ...), of which one has
+    this value. Running statistics have no mean of such."""
+    t, k = at
+    if not (isinstance(network, Unrolled) and network.observation_statistics is not None):
+        numbers, _ = act(observations, rollout.state, rollout.begins[t])
+        if np.isfinite(numbers).all():
+            return
+    raise ValueError(
+        f"{name} returned an observation with {value} (environment {k}, step {t} of a rollout), from which the "
+        "network makes numbers that are not finite: have the environment bound its observations, or the "
+        "network replace such numbers (torch.nan_to_num)"
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
-from apportion.parallel.ops.running_statistics import RunningStatistics
+from apportion.parallel.ops.sync_batch_norm import RunningStatistics
 
 MOST_DEVIATIONS = 10.0
 """Observations that are normalised are clipped to so many standard deviations, as most implementations do."""

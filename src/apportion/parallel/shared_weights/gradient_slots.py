@@ -1,7 +1,7 @@
 """The gradient of each rank in shared memory: what a backward pass writes where all ranks see it.
 
-A layer that is factored leaves the rows of its inputs and of its output gradients, from which whoever owns a part of
-its weight makes that part's gradient; every other parameter leaves its gradient as it is.
+A layer that is factored leaves the rows of its inputs and of its output gradients, from which the rank that owns a
+part of its weight makes that part's gradient; every other parameter leaves its gradient as it is.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class GradientSlots:
         self._memory, self._replica = memory, replica
         (self._optimizer,) = replica.optimizers.values()
         self.gradients = [
-            [tensor(f"gradient/{seat}/{r}") for r in range(len(layout.regions))] for seat in range(layout.seats)
+            [tensor(f"gradient/{worker}/{r}") for r in range(len(layout.regions))] for worker in range(layout.workers)
         ]
         self.inputs = [tensor(f"inputs/{k}").view(-1, layer.inputs) for k, layer in enumerate(layout.layers)]
         self.outputs = [tensor(f"outputs/{k}").view(-1, layer.outputs) for k, layer in enumerate(layout.layers)]
-        self.rows = tensor("rows").view(layout.seats, len(layout.layers), 3).numpy()
+        self.rows = tensor("rows").view(layout.workers, len(layout.layers), 3).numpy()
         self._layer_of = {layer.parameter: k for k, layer in enumerate(layout.layers)}
         self._own: list[Tensor] = []
         self._rank = 0

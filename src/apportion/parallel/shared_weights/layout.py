@@ -71,7 +71,7 @@ class SharedLayout:
     rows: int
     """The rows of a global batch, for which a factored layer has room."""
     parameters: int
-    seats: int
+    workers: int
     carried: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
     """The shape and type of each leaf of the recurrent state of all lanes."""
     frozen: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
@@ -88,18 +88,18 @@ class SharedLayout:
         for version in range(self.versions):
             for k, (shape, dtype) in enumerate(self.frozen):
                 self._add(f"frozen/{version}/{k}", dtype, shape.numel())
-        for seat in range(self.seats):
+        for worker in range(self.workers):
             for r, region in enumerate(self.regions):
-                self._add(f"gradient/{seat}/{r}", region.dtype, region.length)
+                self._add(f"gradient/{worker}/{r}", region.dtype, region.length)
         for k, layer in enumerate(self.layers):
             self._add(f"inputs/{k}", layer.dtype, self.rows * layer.inputs)
             self._add(f"outputs/{k}", layer.dtype, self.rows * layer.outputs)
 
     def _add_kept(self) -> None:
         self._add("head", torch.int64, 8)
-        self._add("line", torch.float64, 8 * self.seats)
-        self._add("used", torch.uint8, self.parameters * self.seats)
-        self._add("rows", torch.int64, 3 * len(self.layers) * self.seats)
+        self._add("line", torch.float64, 8 * self.workers)
+        self._add("used", torch.uint8, self.parameters * self.workers)
+        self._add("rows", torch.int64, 3 * len(self.layers) * self.workers)
         for version in range(self.versions):
             self._add(f"counts/{version}", torch.int64, self.parameters)
             for r, region in enumerate(self.regions):
@@ -107,7 +107,7 @@ class SharedLayout:
                     self._add(f"{part}/{version}/{r}", region.dtype, region.length)
             for b, (shape, dtype) in enumerate(self.buffers):
                 self._add(f"buffer/{version}/{b}", dtype, shape.numel())
-            self._add(f"told/{version}", torch.uint8, len(self.buffers) + len(self.frozen))
+            self._add(f"reported/{version}", torch.uint8, len(self.buffers) + len(self.frozen))
             for k, (shape, dtype) in enumerate(self.carried):
                 self._add(f"carried/{version}/{k}", dtype, shape.numel())
 

@@ -42,7 +42,7 @@ class SlicePart:
 
 @final
 class RankSlice:
-    """The slice of one rank of so many. ``keeps_gradient``: the gradients of all pieces are there at the same time."""
+    """The slice of one rank. ``keeps_gradient``: the gradients of all pieces are there at the same time."""
 
     def __init__(
         self, memory: WeightsMemory, slots: GradientSlots, rank: int, size: int, *, keeps_gradient: bool

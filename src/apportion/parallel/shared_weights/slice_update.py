@@ -14,9 +14,8 @@ from apportion.comm.group import Group
 from apportion.parallel.optim.elementwise import FlatPiece
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.shared_weights.gradient_slots import DENSE, GradientSlots
-from apportion.parallel.shared_weights.rank_lines import RankLines
 from apportion.parallel.shared_weights.rank_slice import RankSlice, SlicePart
-from apportion.parallel.shared_weights.weights_memory import WeightsMemory
+from apportion.parallel.shared_weights.weights_memory import RankLines, WeightsMemory
 
 
 @final
@@ -104,7 +103,7 @@ class SliceUpdate:
         self._group.barrier()
         norm = math.sqrt(self._lines.squares())
         scale = most / (norm + 1e-6)
-        return 1.0 if scale >= 1.0 else scale  # also where it is no number: torch then makes the whole gradient none
+        return 1.0 if scale >= 1.0 else scale  # also where it is NaN: torch then makes the whole gradient NaN
 
 
 def _keep(old: FlatPiece, new: FlatPiece) -> None:

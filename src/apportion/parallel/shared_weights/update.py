@@ -8,7 +8,7 @@
                   arrive B, wait for all
                   commit = c + 1: the other version is live
 
-No rank writes the live version, and the commit word is the same whoever writes it: a worker that dies at any point
+No rank writes the live version, and the commit word is the same from every rank: a worker that dies at any point
 leaves a whole version behind, and the step that it was in is done again with the same draws (so with the same bits).
 Sums are taken in rank order. Each rank does its part of the optimizer's work, so that is divided too.
 """
@@ -31,15 +31,61 @@ from apportion.core.fault_points import reached
 from apportion.errors import StateLost
 from apportion.parallel.ops.factored_linear import factored, plain_layers
 from apportion.parallel.optim.elementwise import ElementwiseRule, rule_of
-from apportion.parallel.replica.gradient_update import GradientUpdate
+from apportion.parallel.replica.bucket_update import GradientUpdate
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.resync import share_python_state
 from apportion.parallel.shared_weights.gradient_slots import GradientSlots
 from apportion.parallel.shared_weights.layout import FactoredLayer, SharedLayout, regions_of
-from apportion.parallel.shared_weights.optimizer_view import OptimizerView
-from apportion.parallel.shared_weights.rank_lines import RankLines
 from apportion.parallel.shared_weights.slice_update import SliceUpdate
-from apportion.parallel.shared_weights.weights_memory import WeightsMemory
+from apportion.parallel.shared_weights.weights_memory import RankLines, WeightsMemory
+
+
+@final
+class OptimizerView:
+    """The state of a replica's optimizer, which is written into a version and shown as one is."""
+
+    def __init__(self, replica: Replica, memory: WeightsMemory) -> None:
+        self._replica, self._memory = replica, memory
+        (self._optimizer,) = replica.optimizers.values()
+        self._initial: dict[tuple[int, str], Tensor] = {
+            (i, slot): self._optimizer.state[p][slot].clone()
+            for i, p in enumerate(memory.parameters)
+            for slot in memory.rule(i).slots
+            if slot in self._optimizer.state.get(p, {})
+        }
+        """The slots that the optimizer has made before the first update."""
+
+    def write(self, version: int) -> None:
+        """Write the weights, slots and counts of this process into a version."""
+        memory, weights = self._memory, self._memory.weights(version)
+        for i, p in enumerate(memory.parameters):
+            weights[i].copy_(p.detach())
+            for slot in memory.rule(i).slots:
+                kept = self._optimizer.state.get(p, {}).get(slot, self._initial.get((i, slot)))
+                view = memory.view(slot, version, i)
+                view.zero_() if kept is None else view.copy_(kept)
+            memory.counts[version][i] = self._updates_of(p)
+
+    def _updates_of(self, p: nn.Parameter) -> int:
+        state = self._optimizer.state.get(p, {})
+        if "step" in state:
+            return int(state["step"])
+        return self._replica.step if state else 0
+
+    def show(self) -> None:
+        """Set the optimizer's state to that of the version that the weights are of (another rank may have committed the
+        next one): what is read of it afterwards is a view."""
+        memory, live = self._memory, self._replica.step % self._memory.layout.versions
+        for i, p in enumerate(memory.parameters):
+            count, rule = int(memory.counts[live][i]), memory.rule(i)
+            if not count and not any((i, slot) in self._initial for slot in rule.slots):
+                self._optimizer.state.pop(p, None)
+                continue
+            state: dict[str, Tensor] = {slot: memory.view(slot, live, i) for slot in rule.slots}
+            if rule.counted:
+                state["step"] = torch.tensor(float(count))
+            if state:
+                self._optimizer.state[p] = state
 
 
 @final
@@ -49,7 +95,7 @@ class SharedUpdate(GradientUpdate):
     def __init__(self, replica: Replica, world: World) -> None:
         self._replica, self._forward = replica, replica.forward
         layers = _linear_layers(replica)
-        layout = _layout_of(replica, layers, world.seats)
+        layout = _layout_of(replica, layers, world.slots)
         memory = world.shared(world.another("weights"), layout.nbytes)
         self._memory = WeightsMemory(layout, memory, replica.trainable())
         self._optimizer = OptimizerView(replica, self._memory)
@@ -90,7 +136,7 @@ class SharedUpdate(GradientUpdate):
             memory.commit.publish(self._replica.step)
             live = self._replica.step % memory.layout.versions
             self._optimizer.write(live)
-            self._forward.write(memory.moved[live], memory.told[live])
+            self._forward.write(memory.moved[live], memory.reported[live])
         self._group.barrier()
         memory.ready.publish(1)
 
@@ -103,7 +149,7 @@ class SharedUpdate(GradientUpdate):
                 self._replica.python.roll_back()
             self._replica.catch_up(commit)
             memory.bind(live)
-            self._forward.read(memory.moved[live], memory.told[live])
+            self._forward.read(memory.moved[live], memory.reported[live])
         self.slice_update.uniform = memory.is_uniform(live)
 
     def begin(self, batch: Batch) -> None:
@@ -113,7 +159,8 @@ class SharedUpdate(GradientUpdate):
         replica, memory = self._replica, self._memory
         self._lines.tell(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
-        # Somebody may be copying the live version, until others could write it in their next step.
+        # The supervisor may be copying the live version. A rank that has arrived lets others write over it in their
+        # next step, so the copy has to be complete before this rank arrives.
         with replica.settled:
             self._arrive()
         reached("arrived")
@@ -128,8 +175,10 @@ class SharedUpdate(GradientUpdate):
         if self._group.rank == 0:
             memory.counts[new][:] = memory.counts[old] + (1 if used is None else used)
             if self._forward.places:
-                self._forward.write(memory.moved[new], memory.told[new])
+                self._forward.write(memory.moved[new], memory.reported[new])
         reached("written")
+        # The commit word names the new version only after every rank has written its slice of it. All ranks write the
+        # same value, so the word is right even if all but one die right after the barrier.
         self._group.barrier()
         reached("met")
         memory.commit.publish(commit + 1)
@@ -166,8 +215,8 @@ def _linear_layers(replica: Replica) -> list[tuple[int, nn.Linear]]:
     return [(numbers[m.weight], m) for m in plain_layers(replica.model) if m.weight in numbers]
 
 
-def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], seats: int) -> SharedLayout:
-    """Return the layout of a replica's weights, and of what so many ranks exchange to update them."""
+def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], workers: int) -> SharedLayout:
+    """Return the layout of a replica's weights, and of what the ranks exchange to update them."""
     (optimizer,) = replica.optimizers.values()
     rules: list[tuple[Any, ElementwiseRule]] = []
     for group in optimizer.param_groups:
@@ -186,7 +235,7 @@ def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], seats: int
         ],
         rows=rows,
         parameters=len(parameters),
-        seats=seats,
+        workers=workers,
     )
 
 

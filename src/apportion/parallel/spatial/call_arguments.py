@@ -5,7 +5,7 @@ A model may write in place on a strip that another part of the graph sees::
     a = y[:, :, 1:]      in the full model a is a part of y; on strips a may be a copy, with rows of other ranks
     a.mul_(2)            then y is not changed
 
-Where the two can be told apart, the call is refused.
+Where the two can be distinguished, the call is refused.
 """
 
 from __future__ import annotations

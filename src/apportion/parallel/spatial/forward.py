@@ -28,16 +28,13 @@ from apportion.cost_model.constraints import nothing_to_divide
 from apportion.errors import ApportionError
 from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.spatial.call_arguments import function_of, refuse_shared_writes
-from apportion.parallel.spatial.functions import known_calls
-from apportion.parallel.spatial.layers import LAYER_CALLS, LAYERS
-from apportion.parallel.spatial.norm import ask_all_ranks
+from apportion.parallel.spatial.layers import LAYER_CALLS, LAYERS, ask_all_ranks, known_calls
 from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard, gathered
 from apportion.parallel.spatial.windows import Layer, divides
 from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.nodes import attribute, target_name
-from apportion.parallel.tracing.tracer import Unfollowed, follow
-from apportion.parallel.tracing.untraceable import said_here
+from apportion.parallel.tracing.tracer import Unfollowed, follow, said_here
 
 OTHERS = "data_parallel, or layer_placement"
 """The strategies that work for any layer."""

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 
 Bounds = tuple[int, ...]
 _CACHED_PLANS = 4096

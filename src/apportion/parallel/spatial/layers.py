@@ -6,23 +6,242 @@ refused.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from apportion.comm.group import Group
+from apportion.core.torch_private import BatchNormBase
 from apportion.cost_model.elementwise import ACTIVATIONS
-from apportion.parallel.spatial import channels, norm, pooling
-from apportion.parallel.spatial.call_arguments import Call, arguments, image_of, unflat
-from apportion.parallel.spatial.functions import dropout, softmax
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, Normalize, use_whole_batch
+from apportion.parallel.spatial import channels, pooling, shapes
+from apportion.parallel.spatial.call_arguments import Call, arguments, function_of, image_of, in_place, name_of, unflat
 from apportion.parallel.spatial.geometry import RowRange, strip
 from apportion.parallel.spatial.placements import SpatialPlan, positions, rows_of
-from apportion.parallel.spatial.shapes import flatten, padded_by
+from apportion.parallel.spatial.shapes import aligned, flatten, padded_by
 from apportion.parallel.spatial.strip import SpatialShard, summed
 from apportion.parallel.spatial.windows import WINDOW_CALLS, WINDOWS, Layer, interpolate, pixel_shuffle, resize
+
+# Normalisation over an image that lies on the ranks in strips: every statistic is that of the whole image.
+#
+# Batch, group, instance and layer normalisation differ in which values they take together. Each is a normalisation of
+# the rows of a matrix whose columns lie on the ranks, and that is what ``sync_batch_norm.py`` does with its channels.
+
+
+def over_image(holding: SpatialPlan, x: SpatialShard) -> bool:
+    """Return whether an image is cut as a normalisation takes it: behind its channels, or along them."""
+    return not x.flat and (x.dim > 1 if holding.spatial else x.dim == 1)
+
+
+def batch_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+    """Compute BatchNorm1d, BatchNorm2d or BatchNorm3d; where the image is cut, the layer asks all ranks for its
+    statistics."""
+    if not over_image(holding, x):
+        return holding.on_all(layer, x)
+    if not holding.spatial:
+        return channels.batch_norm(holding, layer, x)
+    for p in (layer.weight, layer.bias):
+        holding.use(p)
+    if holding.planning:
+        holding.norms.append(layer)
+        return x  # its statistics would be of this rank's rows
+    holding.attendance.present = x.own.numel() > 0
+    return x.like(layer(x.own))
+
+
+def ask_all_ranks(layer: BatchNormBase, attendance: NonEmptyRanks) -> None:
+    """Make the layer's statistics those of all ranks' rows, from now on."""
+    use_whole_batch(layer, attendance)
+
+
+def group_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+    """Compute a GroupNorm layer: on the parts of the image or of its channels where that is possible, else on the
+    whole."""
+    if holding.spatial and over_image(holding, x):
+        return _by_groups(holding, layer, x, layer.num_groups)
+    found = channels.group_norm(holding, layer, x) if not holding.spatial and over_image(holding, x) else None
+    return found if found is not None else holding.on_all(layer, x)
+
+
+def instance_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+    """Compute InstanceNorm1d, InstanceNorm2d or InstanceNorm3d, with a group for each channel."""
+    if layer.track_running_stats:
+        raise ValueError("its running statistics are means over examples: use track_running_stats=False")
+    if holding.spatial and over_image(holding, x):
+        return _by_groups(holding, layer, x, x.own.shape[1])
+    return holding.on_all(layer, x)
+
+
+def _by_groups(holding: SpatialPlan, layer: Any, x: SpatialShard, groups: int) -> SpatialShard:
+    y = _normalised(x, x.own.shape[0] * groups, layer.eps, holding.group)
+    for p, combine in ((layer.weight, torch.mul), (layer.bias, torch.add)):
+        if p is not None:
+            y = combine(y, holding.use(p).view(-1, *[1] * (y.dim() - 2)))
+    return x.like(y)
+
+
+def layer_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+    """Compute a LayerNorm over the last dimensions; where one of them is cut, the rows of its weights are cut, too."""
+    if x.flat:
+        return holding.on_all(layer, x)
+    before = x.own.dim() - len(layer.normalized_shape)
+    weight, bias = holding.use(layer.weight), holding.use(layer.bias)
+    if x.dim < before:  # it looks at what this rank has
+        return x.like(functional.layer_norm(x.own, layer.normalized_shape, weight, bias, layer.eps))
+    y = _normalised(x, x.own.shape[:before].numel(), layer.eps, holding.group)
+    start, n = x.bounds[holding.group.rank], x.own.shape[x.dim]
+    for p, combine in ((weight, torch.mul), (bias, torch.add)):
+        if p is not None:
+            y = combine(y, p.narrow(x.dim - before, start, n))
+    return x.like(y)
+
+
+def _normalised(x: SpatialShard, rows: int, eps: float, group: Group) -> Tensor:
+    """Normalise an image, taken as ``rows`` rows of values, so that each row has the mean 0 and the variance 1 over all
+    ranks."""
+    own = x.own
+    if x.shape.numel() == rows:  # each is its own mean
+        return own * 0.0
+    matrix = own.reshape(1, rows, own.numel() // rows)
+    y, *_ = Normalize.apply(matrix, None, None, eps, group, own.numel() > 0)
+    return y.view(own.shape)  # type: ignore[no-any-return]
+
+
+# The operations of a model's own Python code that may run on strips, and how each runs: element by element, over a
+# dimension, or as a change of shape (``shapes.py``).
+#
+# Everything that is not listed is refused: it may look at rows that another rank has.
+
+_NAMES = """
+abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor
+ceil clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc exp exp2 expm1 floor floor_divide
+fmod frac ge greater gt hypot isfinite isinf isnan ldexp le lerp less lgamma log log10 log1p log2 logaddexp logical_and
+logical_not logical_or logical_xor logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative positive
+pow rad2deg reciprocal relu remainder round rsqrt rsub sgn sigmoid sign sin sinc sinh sqrt square sub subtract tan tanh
+true_divide trunc where xlogy zeros_like ones_like
+"""
+_METHODS = "bfloat16 bool clone contiguous detach double float half int long to type type_as fill_ zero_ copy_"
+_OPERATORS = """
+abs add and_ eq floordiv ge gt inv invert le lt mod mul ne neg or_ pos pow sub truediv xor iadd isub imul itruediv ipow
+"""
+
+
+def _elementwise_calls() -> set[Any]:
+    names = _NAMES.split()
+    calls: set[Any] = {getattr(operator, name) for name in _OPERATORS.split()}
+    for place, known in ((torch, names), (functional, ACTIVATIONS)):
+        both = [*known, *(f"{name}_" for name in known)]
+        calls |= {getattr(place, name) for name in both if hasattr(place, name)}
+    return calls | {*names, *(f"{name}_" for name in names), *_METHODS.split()}
+
+
+def elementwise(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+    """Apply the function to this rank's rows of every tensor."""
+    everything = (*args, *kwargs.values())
+    first = next((a for a in everything if isinstance(a, SpatialShard)), None)
+    if first is None or "out" in kwargs:
+        raise ValueError("it is known of tensors one by one, not of several together, nor with out=")
+    if isinstance(everything[0], Tensor) and in_place(call):
+        raise ValueError("it would write a strip into a tensor that every rank has: write it as a new tensor")
+    own = {name: aligned(holding, a, first) for name, a in kwargs.items()}
+    y: Tensor = function_of(call)(*(aligned(holding, a, first) for a in args), **own)
+    return SpatialShard(y, y.dim() + first.dim - first.own.dim(), first.bounds, flat=first.flat)
+
+
+def softmax(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+    """Compute a softmax or log-softmax along a dimension that is not cut."""
+    names = "input dim _stacklevel dtype" if call in _SOFTMAX else "input dim dtype"
+    given = arguments(names, args, kwargs, dim=None, dtype=None)
+    x, dim = image_of(given), given["dim"]
+    if dim is None or x.flat or dim % x.own.dim() == x.dim:
+        raise ValueError(f"it looks along the dimension of {x.held()}")
+    return x.like(function_of(call)(x.own, dim=dim, dtype=given["dtype"]))
+
+
+def mean(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Compute ``mean`` or ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have
+    then."""
+    given = arguments("input dim keepdim dtype", args, kwargs, dim=None, keepdim=False)
+    x, keep, averaged = image_of(given), given["keepdim"], name_of(call) == "mean"
+    if given.get("dtype") is not None:
+        raise ValueError("its dtype= is not known on a strip: convert the tensor first")
+    dims = x.own.dim()
+    asked = range(dims) if given["dim"] in (None, (), []) else given["dim"]
+    if x.flat:
+        if asked not in (1, -1, (1,), [1], (-1,), [-1]):
+            raise ValueError(f"{x.held()} was flattened: only the mean over all of it is known")
+        y = mean(holding, call, (SpatialShard(x.own, x.dim, x.bounds), range(1, dims)), {})
+        return y.unsqueeze(1) if keep else y
+    over = sorted({d % dims for d in (asked if not isinstance(asked, int) else (asked,))})
+    if x.dim not in over:
+        y = function_of(call)(x.own, over, keepdim=keep)
+        return SpatialShard(y, x.dim if keep else x.dim - sum(d < x.dim for d in over), x.bounds)
+    many = torch.Size([x.shape[d] for d in over]).numel()
+    total = summed(x.own.sum(over, keepdim=keep), holding.group)
+    return total / many if averaged else total
+
+
+def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+    """Drop elements or channels by the draws for the whole image, which are those of one device; each rank takes those
+    of its rows.
+
+    The whole mask is drawn: torch fills a mask from one stream of numbers, which can be entered at its beginning only,
+    and each example's rows of this rank lie between those of others.
+    """
+    given = arguments("input p training inplace", args, kwargs, p=0.5, training=True, inplace=False)
+    x, p = image_of(given), given["p"]
+    by_channel = name_of(call) in ("dropout1d", "dropout2d", "dropout3d")
+    if by_channel and x.flat:
+        raise ValueError(f"{x.held()} was flattened, and has no channels to drop")
+    if not given["training"] or p == 0.0:
+        return x
+    whole = list(SpatialShard(x.own, x.dim, x.bounds).shape)
+    order = list(range(len(whole)))
+    if by_channel:
+        whole[2:] = [1] * (len(whole) - 2)
+    else:
+        order = _in_memory(x.own, x.dim)
+    ones = torch.ones([whole[d] for d in order], dtype=x.own.dtype, device=x.own.device)
+    mask = call(ones.permute([order.index(d) for d in range(len(whole))]), p, True)
+    if mask.shape[x.dim] == x.length:
+        rows = strip(x.bounds, holding.group.rank)
+        mask = mask.narrow(x.dim, rows.start, rows.n)
+    return SpatialShard(x.own.mul_(mask) if given["inplace"] else x.own * mask, x.dim, x.bounds, flat=x.flat)
+
+
+def _in_memory(own: Tensor, dim: int) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first: torch draws in this order. Where there is at most one
+    row of ``dim``, its stride tells its place only if the tensor is contiguous in that order; else the dimensions keep
+    their own order."""
+    strides = own.stride()
+    order = sorted(range(own.dim()), key=lambda d: (-strides[d], own.shape[d] == 1))
+    inner = 1
+    for d in reversed(order):
+        if own.shape[dim] <= 1 and strides[d] != inner:
+            return list(range(own.dim()))
+        inner *= own.shape[d]
+    return order
+
+
+_SOFTMAX = (functional.softmax, functional.log_softmax)
+
+
+def known_calls() -> dict[Any, Call]:
+    """The function that computes each known operation on strips, by torch's function or by the name of a method."""
+    calls: dict[Any, Call] = dict.fromkeys(_elementwise_calls(), elementwise)
+    for function, names in (
+        (softmax, ("softmax", "log_softmax", torch.softmax, torch.log_softmax, *_SOFTMAX)),
+        (mean, ("mean", "sum", torch.mean, torch.sum)),
+        (dropout, (functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d)),
+    ):
+        calls |= dict.fromkeys(names, function)
+    return calls | shapes.known_calls()
+
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -119,13 +338,13 @@ def _pad(mode: str) -> Layer:
 
 LAYERS: Mapping[type[nn.Module], Layer] = {
     **WINDOWS,
-    **dict.fromkeys(_BATCH_NORMS, norm.batch_norm),
-    **dict.fromkeys(_INSTANCE_NORMS, norm.instance_norm),
+    **dict.fromkeys(_BATCH_NORMS, batch_norm),
+    **dict.fromkeys(_INSTANCE_NORMS, instance_norm),
     **dict.fromkeys(_DROPOUTS, _dropout),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **{kind: _pad(mode) for mode, kinds in _PADS.items() for kind in kinds},
-    nn.GroupNorm: norm.group_norm,
-    nn.LayerNorm: norm.layer_norm,
+    nn.GroupNorm: group_norm,
+    nn.LayerNorm: layer_norm,
     nn.LocalResponseNorm: _local_response_norm,
     nn.PReLU: _prelu,
     nn.Linear: _linear,

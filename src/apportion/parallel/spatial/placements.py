@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from apportion.comm.group import Group
 from apportion.core.torch_private import BatchNormBase
-from apportion.parallel.ops.non_empty_ranks import NonEmptyRanks
+from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks
 from apportion.parallel.partition.tensor_shards import TensorShard
 from apportion.parallel.spatial.geometry import RowRange
 from apportion.parallel.spatial.strip import SpatialShard, gathered, shared

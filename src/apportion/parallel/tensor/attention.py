@@ -108,10 +108,10 @@ class HeadsSlice(nn.MultiheadAttention):
 
     def _told(self, weights: Tensor, average: bool, batched: bool) -> Tensor:
         if average:
-            told = sum_terms(weights.sum(1) / self.num_heads, self.group)
+            gathered = sum_terms(weights.sum(1) / self.num_heads, self.group)
         else:
-            told = gather_from(weights, self.group, 1, [len(share) for share in self.heads])
-        return told if batched else told.squeeze(0)
+            gathered = gather_from(weights, self.group, 1, [len(share) for share in self.heads])
+        return gathered if batched else gathered.squeeze(0)
 
 
 def _mask(

@@ -123,11 +123,11 @@ class _SlicedCrossEntropy(Function):
         else:  # fewer classes than ranks
             largest, base = rows.new_full((len(rows),), float("-inf")), rows.new_zeros(len(rows))
         powers = torch.sub(rows, base.unsqueeze(1)).exp_()
-        told = group.all_gather(torch.stack((largest, powers.sum(1), _inner(rows, terms))))
-        top = told[:, 0].amax(0)
-        logs = top + ((told[:, 0] - top).exp() * told[:, 1]).sum(0).log()
+        gathered = group.all_gather(torch.stack((largest, powers.sum(1), _inner(rows, terms))))
+        top = gathered[:, 0].amax(0)
+        logs = top + ((gathered[:, 0] - top).exp() * gathered[:, 1]).sum(0).log()
         kept = terms.whole != 0
-        each = (terms.whole * logs - told[:, 2].sum(0)).masked_fill(~kept, 0.0)
+        each = (terms.whole * logs - gathered[:, 2].sum(0)).masked_fill(~kept, 0.0)
         ctx.save_for_backward(powers, (base - logs).exp() * terms.whole, kept)
         ctx.terms = terms
         return each.sum() / terms.total

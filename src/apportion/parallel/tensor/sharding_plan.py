@@ -32,12 +32,10 @@ from apportion.parallel.tensor import attention, embedding, patterns, recurrent
 from apportion.parallel.tensor.attention import slice_heads
 from apportion.parallel.tensor.cross_entropy import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.tensor.embedding import slice_vocabulary
-from apportion.parallel.tensor.linear import slice_columns, slice_dropout, slice_rows
-from apportion.parallel.tensor.patterns import Pair
+from apportion.parallel.tensor.linear import is_transposed, slice_columns, slice_dropout, slice_rows, slice_transposed
+from apportion.parallel.tensor.patterns import Look, Pair, look
 from apportion.parallel.tensor.recurrent import slice_units
 from apportion.parallel.tensor.slicing import Slicer
-from apportion.parallel.tensor.transposed_linear import is_transposed, slice_transposed
-from apportion.parallel.tensor.usage import Look, look
 
 _BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 """The layers of torch that are one node of a graph, with a pair inside."""

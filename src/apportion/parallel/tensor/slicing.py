@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from apportion.comm.group import Group
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.parallel.partition.tensor_shards import TensorShard
 
 

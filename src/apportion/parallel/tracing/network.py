@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from apportion.core import tree
-from apportion.core.sampling.rng import fork_rng
+from apportion.core.rng import fork_rng
 from apportion.core.torch_private import attention_on_cpu, buffers_of, forward_hook_tables, parameters_of, version_of
 from apportion.parallel.tracing.nodes import target_name
 from apportion.parallel.tracing.side_effects import put_into

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from apportion.core.sampling.rng import RngState
+from apportion.core.rng import RngState
 from apportion.core.torch_private import pytree, version_of
 
 HOLDERS = ("_parameters", "_buffers", "_modules")

@@ -3,29 +3,100 @@
 One tracer serves all that plans, cuts or exports a network. These uses differ in what stays one node (``whole``), and
 in how they treat a forward that does more than its graph shows: that changes itself, draws numbers once, turns
 gradients off. Code that runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; code
-that runs the network's own forward, and looks at the graph alone (slices), ``goes_on`` and is told.
+that runs the network's own forward, and looks at the graph alone (slices), ``goes_on`` and reads it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from apportion.core import tree
-from apportion.core.sampling.rng import fork_rng, gpus_in_use
-from apportion.core.torch_private import hooked
+from apportion.core.rng import fork_rng, gpus_in_use
+from apportion.core.torch_private import hooked, pytree
 from apportion.parallel.tracing.forward_signature import Given, opened, with_names
-from apportion.parallel.tracing.side_effects import Before, draws
-from apportion.parallel.tracing.traced_factories import factories_traced
+from apportion.parallel.tracing.side_effects import HOLDERS, Before, draws
 from apportion.parallel.tracing.uncompiled import uncompiled
-from apportion.parallel.tracing.untraceable import reason, unregistered
+from apportion.process import PACKAGE
+
+# The reason why a forward cannot be followed, in a sentence that names the line: what torch.fx says is about
+# torch.fx.
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(PACKAGE)
+
+
+def reason(error: BaseException) -> str:
+    """The reason for an error that a forward raised as it was called with stand-ins for tensors."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = str(error).splitlines()[0] if str(error) else ""
+    if said_here(error):
+        return text
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
+    where = f"at {Path(own[-1].filename).name}:{own[-1].lineno} ({own[-1].line}) " if own else ""
+    if "control flow" in text:
+        return f"{where}what is in a tensor, or its shape, decides about control flow"
+    if "iterat" in text or "__len__" in text or "'len'" in text or "len(" in text:
+        return f"{where}it loops over a tensor or asks for a length, which is known only as it runs"
+    return f"{where}it does what is known only as it runs"
+
+
+def said_here(error: BaseException) -> bool:
+    """Return whether an error's message is one of this package, and not what torch or the network says of the stand-ins
+    that it is given."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_OWN)
+
+
+def unregistered(root: nn.Module, module: nn.Module) -> str:
+    """The message for a module that torch does not find: it says which attribute has the module."""
+    for path, owner in root.named_modules():
+        for name, value in vars(owner).items():
+            holds = isinstance(value, list | tuple | dict) and name not in HOLDERS
+            if holds and any(leaf is module for leaf in pytree.tree_leaves(value)):
+                return (
+                    f"{f'{path}.{name}'.lstrip('.')} is a {type(value).__name__} with a {type(module).__name__} in it, "
+                    "which torch does not find there, nor trains or saves: make it an nn.ModuleList or nn.ModuleDict"
+                )
+    return f"it calls a {type(module).__name__} that is not an attribute of a module, and that torch does not find"
+
+
+# Tensors that a forward makes in a size of those it is given, as nodes of its graph.
+
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+
+
+@contextmanager
+def factories_traced() -> Iterator[None]:
+    """Make tensors that are built in a size of the traced ones become nodes of the graph, too."""
+
+    def traced(function: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
+            if not proxies:
+                return function(*args, **kwargs)
+            return proxies[0].tracer.create_proxy("call_function", function, args, kwargs)
+
+        return make
+
+    originals = {name: getattr(torch, name) for name in _FACTORIES}
+    for name, original in originals.items():
+        setattr(torch, name, traced(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
 
 Whole = Callable[[str, nn.Module], bool]
 """A function of a module's path and the module, which says whether the module is one node."""

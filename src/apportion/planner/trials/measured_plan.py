@@ -15,7 +15,6 @@ from apportion.planner.plan import Plan
 from apportion.planner.trials.pilot import pilot
 from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, candidate
 from apportion.planner.trials.tune import TuningResult, refine
-from apportion.runtime.launch.local import Local
 
 TRIAL_SECONDS = 20.0
 PILOT_SECONDS = 10.0
@@ -82,23 +81,23 @@ def _piloted(
     exact: Priced, found: Sequence[Priced], workload: Workload | str, seconds: float
 ) -> tuple[Priced, tuple[str, ...]]:
     """Run a pilot, and return (what to choose, what the pilot said)."""
-    others = [p for p in found if p.cost is not None and not p.strategy.exact and isinstance(p.launcher, Local)]
+    others = [p for p in found if p.cost is not None and not p.strategy.exact and p.local is not None]
     best = min(others, key=lambda p: p.seconds_per_example, default=None)
     if best is None or best.seconds_per_example >= exact.seconds_per_example:
         return exact, ("no approximate strategy is faster per example: there is nothing to try in a pilot",)
-    assert isinstance(exact.launcher, Local)
-    assert isinstance(best.launcher, Local)
-    pair = candidate(exact.strategy, exact.launcher), candidate(best.strategy, best.launcher)
+    assert exact.local is not None
+    assert best.local is not None
+    pair = candidate(exact.strategy, exact.local), candidate(best.strategy, best.local)
     try:
-        told = pilot(pair[0], pair[1], workload, {}, steps=_steps(pair[0], workload), seconds=seconds)
+        piloted = pilot(pair[0], pair[1], workload, {}, steps=_steps(pair[0], workload), seconds=seconds)
     except (ValueError, ApportionError) as error:
         return exact, (f"no pilot of {best}: {error}",)
-    verdict = "chosen" if told.better else "not chosen"
-    return best if told.better else exact, (f"pilot of {best}: {told.text}: {verdict}",)
+    verdict = "chosen" if piloted.better else "not chosen"
+    return best if piloted.better else exact, (f"pilot of {best}: {piloted.text}: {verdict}",)
 
 
 def _steps(exact: Candidate, workload: Workload | str) -> int:
-    """Return the number of steps of the whole training: a pilot goes no further, and a schedule is told so many."""
+    """Return the number of steps of the whole training: a pilot goes no further, and schedules are given it."""
     group = TrialWorkers(exact, workload, {})
     try:
         group.built()

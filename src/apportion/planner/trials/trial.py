@@ -15,8 +15,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
 from apportion.runtime.launch.local import Local
-from apportion.runtime.launched.running_ranks import RunningRanks
-from apportion.runtime.supervisor.worker_pool import WorkerPool
+from apportion.runtime.launched.ranks import LocalRanks, Ranks, StepPool
 from apportion.runtime.worker.job import MANY_STEPS, Job
 
 BUILD_SECONDS = 600.0
@@ -155,11 +154,11 @@ class TrialWorkers:
         changes: Mapping[str, Any],
         *,
         steps: int = MANY_STEPS,
-        ranks: RunningRanks | None = None,
+        ranks: Ranks | None = None,
         which: int = 0,
     ) -> None:
-        """Start the processes of the candidate. ``steps``: the number of steps that a schedule is told. ``ranks``:
-        those that are running already make its steps, by their job of the number ``which``."""
+        """Have ranks build the step of the candidate. ``steps``: the number of steps that a schedule is given.
+        ``ranks``: those that make its steps, by their job of the number ``which``; None: processes of this machine."""
         launcher = candidate.launcher
         job = Job(
             workload=workload,
@@ -173,11 +172,7 @@ class TrialWorkers:
         self.measured = Measured(candidate)
         self.failed = False
         """Did a worker fail, instead of making steps?"""
-        self.pool: WorkerPool | RunningRanks
-        if ranks is None:
-            self.pool = WorkerPool(launcher, "apportion.runtime.worker.entry:steps", job, candidate.ranks)
-        else:
-            self.pool = ranks.begin(job, which=which)
+        self.pool: StepPool = (ranks or LocalRanks()).begin(job, launcher, candidate.ranks, which=which)
 
     def built(self) -> Message:
         """Return what the ranks report once their step is built: ``steps`` in all, ``precision``."""
@@ -211,14 +206,16 @@ def parked(
     workload: Workload | str,
     changes: Mapping[str, Any],
     refused: list[tuple[Candidate, str]] | None = None,
+    ranks: Ranks | None = None,
+    first: int = 0,
 ) -> Iterator[list[TrialWorkers]]:
     """Build every candidate, one after the other, and end all at the end. ``refused``: the list for the candidates that
     cannot run this workload, each with the reason; without it, or where the first cannot run, such a candidate is an
-    error."""
+    error. ``ranks``: those that make the steps; ``first``: the number of the first candidate among their jobs."""
     groups: list[TrialWorkers] = []
     try:
-        for candidate in candidates:
-            groups.append(TrialWorkers(candidate, workload, changes))
+        for which, candidate in enumerate(candidates, first):
+            groups.append(TrialWorkers(candidate, workload, changes, ranks=ranks, which=which))
             try:
                 groups[-1].built()
             except ValueError as error:

@@ -26,7 +26,6 @@ from apportion.planner.calibration import Correction, Trial, correction
 from apportion.planner.candidate import family
 from apportion.planner.trials.significance import alike, told_apart
 from apportion.planner.trials.trial import Measured, TrialWorkers, candidate, take_turns
-from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 
 TRIAL_SECONDS = 10.0
@@ -38,12 +37,13 @@ BEST = 3
 
 
 class Candidacy(Protocol):
-    """A strategy with a launcher, and what it should cost; cost None: not known."""
+    """A strategy on a layout, and what it should cost. ``local``: the layout as processes of this machine, None where
+    it needs several hosts; ``cost``: None where it is not known."""
 
     @property
     def strategy(self) -> Strategy: ...
     @property
-    def launcher(self) -> Local | Env: ...
+    def local(self) -> Local | None: ...
     @property
     def cost(self) -> Cost | None: ...
 
@@ -55,6 +55,11 @@ class Offer:
     strategy: Strategy
     launcher: Local
     cost: Cost | None = None
+
+    @property
+    def local(self) -> Local:
+        """The layout as processes of this machine."""
+        return self.launcher
 
     def __str__(self) -> str:
         return f"{self.strategy} on {self.launcher}"
@@ -104,9 +109,9 @@ def refine(
     Local().prepare()  # what workers are forked from is needed anyway
     began = time.monotonic()
     offers = [
-        Offer(strategy=c.strategy, launcher=c.launcher, cost=c.cost)
+        Offer(strategy=c.strategy, launcher=c.local, cost=c.cost)
         for c in candidates
-        if isinstance(c.launcher, Local) and c.strategy.exact
+        if c.local is not None and c.strategy.exact
     ]
     with ExitStack() as stack:
         bench = _Bench(stack, workload, changes, began + BUILDING * seconds)
@@ -151,8 +156,8 @@ def worth_trying(offers: Sequence[Offer]) -> list[Offer]:
 def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction, best: float | None) -> Offer | None:
     """Return the fastest untried offer by the corrected predictions, if it should beat the best measured candidate
     (``best``: that candidate's seconds of an example); else None."""
-    told = set(known)
-    rest = [(p, p.cost) for p in offers if str(p) not in told]
+    named = set(known)
+    rest = [(p, p.cost) for p in offers if str(p) not in named]
     priced = [(i, family(p.strategy), cost) for i, (p, cost) in enumerate(rest) if cost is not None]
     found = [(fitted.step_seconds(name, cost) / cost.examples, i) for i, name, cost in priced]
     if not found or best is None or min(found)[0] >= best:

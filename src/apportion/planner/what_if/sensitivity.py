@@ -1,5 +1,5 @@
 """The changes that would change the answer: the model is run again with one thing changed. Only changes of the answer
-by more than predictions may be off are told, except for the bandwidth at which two candidates are equally fast."""
+by more than predictions may be off are listed, except for the bandwidth at which two candidates are equally fast."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _told(crossing: Crossing) -> str:
 def _batches(model: WhatIf) -> list[str]:
     """Find other batch sizes, no larger than the data set, at which another candidate is chosen, and is faster by more
     than predictions may be off; each candidate once."""
-    lines, told = list[str](), set[str]()
+    lines, named = list[str](), set[str]()
     for factor in BATCHES:
         batch = model.profile.batch_size * factor
         if batch < 1 or batch != int(batch) or batch > (model.profile.examples or batch):
@@ -65,7 +65,7 @@ def _batches(model: WhatIf) -> list[str]:
         other = of_rows(model.profile, int(batch))
         there = model.searched(profile=other)
         best = model.other(there)
-        if best is None or str(best) in told:
+        if best is None or str(best) in named:
             continue
         ours = there.ours
         if ours is None:
@@ -74,7 +74,7 @@ def _batches(model: WhatIf) -> list[str]:
             text = f"{ratio:.2f} times as fast as {model.chosen.strategy}"
         else:
             continue
-        told.add(str(best))
+        named.add(str(best))
         lines.append(f"with batch {int(batch)} choose {best} ({text})")
     return lines
 

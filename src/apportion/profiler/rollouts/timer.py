@@ -93,9 +93,9 @@ class RolloutTimer:
     def _one(self, rollouts: Rollouts, number: int) -> tuple[float, float, float]:
         """Play a rollout, as it is loaded; returns its seconds in the environments, of acting, and beside both."""
         source = self._own.step.source
-        rollouts.told()
+        rollouts.rollout_facts()
         began = time.perf_counter()
         tree.cast(rollouts.act(np.zeros(1, dtype=np.int64), number), source.device, source.dtype)
         whole = time.perf_counter() - began
-        told = rollouts.told()
-        return told["environment"], told["acting"], whole - told["environment"] - told["acting"]
+        times = rollouts.rollout_facts()
+        return times["environment"], times["acting"], whole - times["environment"] - times["acting"]

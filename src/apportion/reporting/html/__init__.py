@@ -1,8 +1,8 @@
 """The report of a run, or of a plan: one HTML file that needs nothing else, drawn from what the run wrote down.
 
-``history`` reads the run directory, ``curves`` thins and smooths, ``run_charts`` draws (with matplotlib, the only file
-that imports it besides ``plan_charts``), ``tables`` gives the numbers, ``run_page`` puts them together; ``plan_page``
-and ``plan_charts`` do the same for a plan. ``document`` is what both are built in, with the style sheet.
+``history`` reads the run directory, and thins and smooths its curves; ``charts`` draws (the only file that imports
+matplotlib); ``tables`` gives the numbers; ``run_page`` puts them together, and ``plan_page`` does the same for a plan.
+``document`` is what both are built in, with the style sheet.
 """
 
 from __future__ import annotations

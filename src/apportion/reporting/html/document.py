@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from apportion.reporting.html.run_charts import Picture
+    from apportion.reporting.html.charts import Picture
 
 
 # Whatever a text in the run may hold, no browser fetches or runs anything for this page.
@@ -27,15 +27,15 @@ def document(title: str, body: str) -> str:
 def drawing() -> ModuleType | None:
     """Return the module that draws; None where matplotlib is not installed."""
     try:
-        from apportion.reporting.html import run_charts
+        from apportion.reporting.html import charts
     except ImportError:
         return None
-    return run_charts
+    return charts
 
 
-def without_pictures(run_charts: ModuleType | None) -> str:
+def without_pictures(charts: ModuleType | None) -> str:
     """Return the note on missing pictures; empty where they can be drawn."""
-    if run_charts is not None:
+    if charts is not None:
         return ""
     return section(
         "Without pictures",

@@ -258,7 +258,7 @@ class _Reader:
 
 
 def _steps_of(values: int, last: int, since: int) -> Floats:
-    """Return the steps that so many values belong to: one each, up to the last; wider apart where there are fewer
+    """Return the steps that this many values belong to: one each, up to the last; wider apart where there are fewer
     values than steps."""
     return last - np.arange(values, dtype=np.float64)[::-1] * max(1.0, since / values)
 
@@ -272,3 +272,59 @@ def _without_repeats(evaluations: list[Moment]) -> list[Moment]:
             kept.pop()
         kept.append(moment)
     return kept
+
+
+def finite(curve: Curve) -> Curve:
+    """Return the curve without the values that are not finite."""
+    keep = np.isfinite(curve.y)
+    return Curve(curve.x[keep], curve.y[keep])
+
+
+def thinned(curve: Curve, buckets: int = 500) -> Curve:
+    """Return the smallest and the largest value of each of this many stretches, in their order, so that no spike is
+    lost.
+
+    Values that are not finite stay as gaps.
+    """
+    if len(curve.x) <= 2 * buckets:
+        return Curve(curve.x, np.where(np.isfinite(curve.y), curve.y, np.nan))
+    kept: list[int] = []
+    for part in np.array_split(np.arange(len(curve.x)), buckets):
+        y = curve.y[part]
+        bad = ~np.isfinite(y)
+        picks = {int(part[np.argmax(bad)])} if bad.any() else set()
+        if not bad.all():
+            picks |= {int(part[np.argmin(np.where(bad, np.inf, y))]), int(part[np.argmax(np.where(bad, -np.inf, y))])}
+        kept += sorted(picks)
+    y = curve.y[kept]
+    return Curve(curve.x[kept], np.where(np.isfinite(y), y, np.nan))
+
+
+def smoothed(curve: Curve, points: int = 200) -> Curve:
+    """Return the course of the finite values: means over stretches, then a weighted mean of the neighbouring ones."""
+    curve = finite(curve)
+    if len(curve.x) < 3:
+        return curve
+    parts = np.array_split(np.arange(len(curve.x)), min(points, len(curve.x)))
+    starts = [int(part[0]) for part in parts]
+    sizes = np.array([len(part) for part in parts], dtype=float)
+    x = np.add.reduceat(curve.x, starts) / sizes
+    return Curve(x, _weighted(np.add.reduceat(curve.y, starts) / sizes, reach=max(1, len(parts) // 40)))
+
+
+def _weighted(y: Floats, reach: int) -> Floats:
+    """Average each value with its neighbours, the near ones weighing more; at the ends with those that there are."""
+    window = np.hanning(2 * reach + 3)[1:-1]
+    return np.convolve(y, window, "same") / np.convolve(np.ones(len(y)), window, "same")
+
+
+def spread(count: int, most: int) -> NDArray[np.intp]:
+    """Return the indices of this many, or of ``most`` of them, from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.intp))
+
+
+def on_log_scale(curve: Curve) -> bool:
+    """Report whether the course of positive values spans more than a factor of 30, so that a linear scale would hide
+    its end."""
+    y = finite(curve).y
+    return len(y) > 2 and float(y.min()) > 0 and float(y.max()) / float(y.min()) > 30

@@ -68,7 +68,7 @@ def _strategies(plan: Mapping[str, Any], pictures: ModuleType | None) -> str:
     able = [c for c in plan["candidates"] if c["step_seconds"] is not None]
     html = ""
     if pictures is not None:
-        from apportion.reporting.html.plan_charts import terms_picture
+        from apportion.reporting.html.charts import terms_picture
 
         html = figure(terms_picture(able, plan["batch_size"]), "Where the time of one batch goes")
     heads = ["strategy", "launcher", "why", "step", "measured", "examples/s", "memory", "exact"]
@@ -77,13 +77,13 @@ def _strategies(plan: Mapping[str, Any], pictures: ModuleType | None) -> str:
 
 
 def _row(candidate: Mapping[str, Any]) -> list[str]:
-    told = [candidate["strategy"], candidate["launcher"], candidate["why"]]
+    cells = [candidate["strategy"], candidate["launcher"], candidate["why"]]
     exact = "yes" if candidate["exact"] else "no"
     if candidate["step_seconds"] is None:
-        return [*told, "", "", "", "", exact]
+        return [*cells, "", "", "", "", exact]
     measured = candidate["measured"]
     return [
-        *told,
+        *cells,
         _milliseconds(candidate["predicted_step_seconds"]),
         _milliseconds(measured["step_seconds"]) if measured else "",
         f"{number(candidate['examples_per_second'])} ±{candidate['error']:.0%}",
@@ -126,7 +126,7 @@ def _rate(rate: Mapping[str, Any], most: float) -> list[str]:
 def _step(plan: Mapping[str, Any], pictures: ModuleType | None) -> str:
     if pictures is None or not plan["timeline"]:
         return ""
-    from apportion.reporting.html.plan_charts import timeline_picture
+    from apportion.reporting.html.charts import timeline_picture
 
     return section("One step", figure(timeline_picture(plan["timeline"]), "What each device and link does: predicted"))
 

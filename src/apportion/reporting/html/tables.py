@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from apportion.core.event import EPISODE
-from apportion.reporting.html.curves import finite, spread
-from apportion.reporting.html.history import STAGES, Curve, History, Moment
+from apportion.reporting.html.history import STAGES, Curve, History, Moment, finite, spread
 from apportion.reporting.journal import duration, measure, number
 
 MOST_ROWS = 24

@@ -9,10 +9,10 @@ import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import IO, ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import IO, Any, ClassVar, Protocol, Self, final
 
-from apportion.core.value import Value
+from apportion.core.launcher import Carried, Launcher
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ConnectionProcess(subprocess.Popen[bytes]):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class HostsLauncher(Value, ABC):
+class HostsLauncher(Launcher, ABC):
     """A launcher that starts an agent on each of several hosts."""
 
     workers: int | None = None
@@ -90,8 +90,6 @@ class HostsLauncher(Value, ABC):
 
     python_by_host: ClassVar[bool] = False
     """Whether ``python`` may be a path for each host, by its name."""
-    launched: ClassVar[bool] = False
-    """False: the ranks are not running yet, and have to be started."""
     insecure: ClassVar[bool] = False
     """False: the ranks prove to each other that they know the secret of the run."""
     own_words: ClassVar[tuple[str, ...]] = ()
@@ -121,6 +119,14 @@ class HostsLauncher(Value, ABC):
         """Returns why the connection to an agent has ended, with the cure, where that was not the agent's own end; else
         None. ``status``: the exit status of the connection's process; ``said``: the last lines that it and the agent
         have printed; ``is_up``: the agent had begun to speak."""
+
+    @final
+    def with_workers(self, workers: int) -> Self:
+        return replace(self, workers=workers)
+
+    @final
+    def dispatch(self, carried: Carried) -> Any:
+        return carried.on_hosts(self)
 
     def release(self, hosts: Sequence[RunHost]) -> None:
         """Gives back what ``parsed`` has taken for these hosts, after the last agent has ended."""

@@ -24,7 +24,9 @@ class ForkedCallError(Exception):
 
 def in_fork(function: Callable[[], Any], seconds: float) -> Any:
     """Returns what the function returns, as JSON carries it, in a fork of this process that computes with one thread
-    and whose output is discarded. Raises ForkedCallError where it raises, or takes more than so many seconds."""
+    and whose output is discarded. Raises ForkedCallError where it raises, or takes more than ``seconds``."""
+    # The answer comes through a pipe, and its end is read as the end of the copy: no wait for the child is needed to
+    # see that it has died.
     reads, writes = os.pipe()
     offsets = _offsets()
     parent = os.getpid()
@@ -34,6 +36,7 @@ def in_fork(function: Callable[[], Any], seconds: float) -> Any:
     if child == 0:
         os.close(reads)
         _answer(function, writes, parent)
+    # While this process holds the writing end open, the end of the child would not be seen.
     os.close(writes)
     try:
         answer = _read(reads, time.monotonic() + seconds)
@@ -43,6 +46,7 @@ def in_fork(function: Callable[[], Any], seconds: float) -> Any:
     finally:
         os.close(reads)
         with suppress(ProcessLookupError):
+            # The child is not waited for yet, so that its number cannot belong to another process.
             os.kill(child, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(child, 0)
@@ -55,6 +59,7 @@ def in_fork(function: Callable[[], Any], seconds: float) -> Any:
 def _answer(function: Callable[[], Any], writes: int, parent: int) -> None:
     """Calls the function in the copy, and ends the copy without anything that this process would do at its end."""
     try:
+        # The handlers of this process belong to its run; the copy must end by a signal, and with its parent.
         die_with_parent(parent)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
@@ -71,6 +76,8 @@ def _answer(function: Callable[[], Any], writes: int, parent: int) -> None:
         while data:
             data = data[os.write(writes, data) :]
     finally:
+        # exit() would run the handlers of the parent at its end: flush its files a second time, remove its temporary
+        # folders.
         os._exit(0)
 
 

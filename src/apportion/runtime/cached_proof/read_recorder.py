@@ -90,6 +90,8 @@ class ReadRecorder:
         if not _hooked:
             sys.addaudithook(_hook)
             _hooked = True
+        # The object stays the same: modules may have kept a reference to os.environ, and C code sees the same
+        # environment.
         os.environ.__class__ = _ObservedVariables
         if hasattr(os, "environb"):
             os.environb.__class__ = _ObservedVariables
@@ -128,6 +130,7 @@ class ReadRecorder:
             return
         if _only_writes(mode, flags):
             self._written.add(name)
+        # What the run has written itself is not an input of it.
         elif name not in self._written and _counts(name) and _is_of_workload(frame):
             self.reads.files.add(name)
 
@@ -165,6 +168,7 @@ def recorder() -> ReadRecorder | None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    # This runs at every audit event of the process, for as long as it lives: the cheapest test comes first.
     if _recorder is None or event not in ("open", "os.listdir", "os.scandir", "sqlite3.connect"):
         return
     frame = sys._getframe().f_back

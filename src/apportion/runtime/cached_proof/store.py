@@ -56,7 +56,7 @@ def keep_proof(code: str, name: str, about: Mapping[str, Any], basis: Basis, set
     of a ``CachedProof`` beside these."""
     try:
         keep(_folder() / code / f"{name}.json", {**about, "basis": basis.to_json(), "settled": settled})
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # the user has no home folder
         pass
 
 
@@ -92,13 +92,13 @@ def remove(proof: CachedProof) -> None:
 
 def remove_all() -> int:
     """Removes every cached proof, those of earlier versions too; returns how many there were."""
-    many = len(cached_proofs())
+    count = len(cached_proofs())
     shutil.rmtree(_folder(), ignore_errors=True)
-    return many
+    return count
 
 
 def _read(folder: Path) -> Iterator[CachedProof]:
-    """Yields the proofs in a folder; what is none, as the files of another version, counts as absent."""
+    """Yields the proofs in a folder; a file of another version, or a damaged one, counts as absent."""
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             stored = json.loads(path.read_text())

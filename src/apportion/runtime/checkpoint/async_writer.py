@@ -49,6 +49,8 @@ class Saver:
             self._waiting[best] = _Waiting(state, epoch, best)
             self._snapshot = seconds
             self._closing = False
+            # The thread sets itself to None under the same lock: a state is either seen by the running thread, or
+            # starts another one.
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
                 self._thread.start()
@@ -66,6 +68,7 @@ class Saver:
                 oldest = min(self._waiting, key=lambda best: self._waiting[best].state.step)
                 item = self._waiting.pop(oldest)
                 self._busy = True
+            # The lock is not held while a state is written: submit() must not wait for the disk.
             self._write(item)
             with self._condition:
                 self._busy = False
@@ -106,6 +109,7 @@ class Saver:
         with self._condition:
             self._closing = True
             self._condition.notify_all()
+            # A watchdog takes a rank without beats to be stuck, and a large checkpoint takes longer than it waits.
             while not self._condition.wait_for(lambda: self._thread is None, BEAT_SECONDS):
                 beat()
 

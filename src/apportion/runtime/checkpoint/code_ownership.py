@@ -1,4 +1,4 @@
-"""Tells whose code a run directory names: the caller's own, or somebody else's.
+"""Tells whose code a run directory names: the caller's own, or another user's.
 
 A run directory is data, and may come from anywhere; the workload that it names is code. It is the caller's own where it
 lies in the project that the caller works in, outside any run directory, and is as it was when the run was started.
@@ -68,14 +68,15 @@ def _project(start: Path) -> Path | None:
 
 
 def _is_marked(folder: Path) -> bool:
-    """Returns whether a folder is that of a project. One that all users share, as /tmp, is none: any of them may put a
-    mark there."""
+    """Returns whether a folder is that of a project. One that all users share, as /tmp, is not one: any of them may put
+    a mark there."""
     return any((folder / mark).exists() for mark in MARKS) and folder.stat().st_mode & _SHARED != _SHARED
 
 
 def _others(path: Path) -> str | None:
     """Returns in words why others than the caller may have written a file or folder; None where no other user may."""
     try:
+        # The target of a link counts, since it is what would be run.
         about = path.stat()
     except OSError as error:
         return f"{path} cannot be looked at ({error.strerror})"
@@ -106,11 +107,11 @@ def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None
     if around is not None:
         return f"it lies in the run directory {around}"
     if not is_below(file, folders):
-        told = " or ".join(map(str, folders)) or "and around the current folder there is neither of them"
+        searched = " or ".join(map(str, folders)) or "and around the current folder there is neither of them"
         why = _why_not_below(file)
         if why is not None:
             return f"the folder is no project (with {' or '.join(MARKS)}), and {why}"
-        return f"it does not lie in a project of yours (a folder with {' or '.join(MARKS)}: {told})"
+        return f"it does not lie in a project of yours (a folder with {' or '.join(MARKS)}: {searched})"
     if not isinstance(recorded, str):
         return "run.json has no digest of it to compare with"
     if digest(file) != recorded:
@@ -134,7 +135,7 @@ def _others_on_the_way(path: Path, folder: Path) -> str | None:
 
 
 def _why_not_below(file: Path) -> str | None:
-    """Returns why a file in the current folder, which is no project, is not taken for the caller's own."""
+    """Returns why a file in the current folder, which is not a project, is not taken for the caller's own."""
     current = Path.cwd().resolve()
     if not file.is_relative_to(current) or _project(current) is not None:
         return None
@@ -151,7 +152,7 @@ def digest(file: Path) -> str:
 
 
 def source_of(address: object, cwd: str) -> dict[str, str] | None:
-    """Returns the file behind an address and its digest, for run.json; None where it cannot be told."""
+    """Returns the file behind an address and its digest, for run.json; None where there is no such file."""
     if not isinstance(address, str):
         return None
     place = address.rpartition(":")[0]
@@ -196,6 +197,7 @@ def located(module: str, folders: Sequence[str]) -> Path | None:
     found = None
     parts = module.split(".")
     for at in range(len(parts)):
+        # importlib.util.find_spec would import the packages on the way, which is what has to be decided first.
         found = PathFinder.find_spec(".".join(parts[: at + 1]), path)
         if found is None:
             return None

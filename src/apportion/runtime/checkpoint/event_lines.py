@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from apportion.core.event import Event, EventKind
-from apportion.runtime.checkpoint.append_only_file import Appended
+from apportion.runtime.checkpoint.durable_files import Appended
 
 EVENTS = "events.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -20,7 +20,7 @@ from apportion.core.address import load_workload
 from apportion.core.named_arguments import named_arguments
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.sampling.rng import fork_rng, gpus_in_use, seed_host
+from apportion.core.rng import fork_rng, gpus_in_use, seed_host
 from apportion.core.workload import Workload
 from apportion.core.workload_rules import check_model
 from apportion.errors import CheckpointError
@@ -75,6 +75,7 @@ def pinned(
     def linked(checkpoint: Path) -> Path:
         made = folder / "checkpoints" / checkpoint.resolve().name
         shutil.rmtree(made, ignore_errors=True)  # of an attempt that a writer has crossed
+        # Links to the same inodes keep the files alive after the training has pruned the checkpoint.
         made.mkdir(parents=True)
         try:
             for name in ("state.json", *model_files(checkpoint), *python_files(checkpoint)):

@@ -40,12 +40,10 @@ from torch import Tensor
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.strategy import PARTS, State
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.append_only_file import open_own
 from apportion.runtime.checkpoint.code_ownership import source_of
-from apportion.runtime.checkpoint.run_writer import claimed, publish, refuse_superseded, told, writer_of
-from apportion.runtime.checkpoint.synced_files import sync, unwritten, write_json
+from apportion.runtime.checkpoint.durable_files import open_own, sync, unwritten, write_json
 from apportion.runtime.checkpoint.tensor_file import read_tensors, storable
-from apportion.runtime.checkpoint.terms import RunWriter
+from apportion.runtime.checkpoint.terms import RunWriter, claimed, publish, refuse_superseded, term_entry, writer_of
 from apportion.runtime.checkpoint.validation import (
     REPLACED,
     check_manifest,
@@ -80,7 +78,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self._writer: RunWriter | None = None
         self._newest = -1
-        """The newest step that was saved from here."""
+        """The newest step that this object has saved."""
         self.cuts: Mapping[str, Any] | None = None
         """The layers before which the network is cut into stages, with the number of workers; None where it is not.
         Every checkpoint records it."""
@@ -92,7 +90,7 @@ class RunDirectory:
             with self._locked():
                 run = self.read_run()
                 self._writer = claimed(writer_of(run), start, generation)
-                publish(self.path, {**run, **told(self._writer)}, write_json)
+                publish(self.path, {**run, **term_entry(self._writer)}, write_json)
         except OSError as error:
             raise unwritten(self.path, error) from error
 
@@ -113,6 +111,8 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             publish(self.path, about, write_json)
+            # The names of the files and of the folder itself are data of the folders around them, and have to be synced
+            # as well.
             for folder in (self.path, self.path.resolve().parent):
                 sync(folder)
         except OSError as error:
@@ -161,7 +161,7 @@ class RunDirectory:
     def save(self, state: State, *, epoch: float, strategy: str, keep: int, best: bool = False) -> Saved:
         """Write the state, point ``latest`` (and ``best``) at it, and leave the newest ``keep`` checkpoints up to this
         step, besides what the links point at. A step that is already there, whole and equal, is kept as it is. The best
-        may be known late, after a newer one was saved from here: ``latest`` stays there then.
+        may be known late, after a newer one was saved by this object: ``latest`` stays there then.
 
         CheckpointError where it cannot be written; then, as after a crash at any moment, the earlier ones are intact.
         """
@@ -179,12 +179,15 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 if self._writer is not None:
+                    # The check is made under the lock, which a newer writer takes to claim the directory: none can
+                    # claim it between this line and the last rename.
                     refuse_superseded(self.path, self._writer)
                 self._tidy()
                 manifest["files"] = self._write(
                     {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers", "python")}
                 )
                 size = write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
+                # The evaluation of an older step may end after a newer step was saved.
                 late = best and state.step < self._newest
                 links = ("best",) if late else ("latest", "best") if best else ("latest",)
                 self._publish(path, manifest, links)
@@ -211,6 +214,8 @@ class RunDirectory:
     def trusted(self, which: str | int, read: Callable[[Path], _T]) -> _T:
         """Returns what ``read`` makes of a checkpoint's folder, read again where a writer has just replaced it."""
         folder = self._locate(which)
+        # A folder that was replaced under the same name has another inode: what was read of the two does not belong
+        # together, and an error may come of that alone.
         inode = _inode(folder)
         try:
             found = read(folder)
@@ -272,6 +277,7 @@ class RunDirectory:
         with open(open_own(self.checkpoints / ".lock", os.O_WRONLY | os.O_CREAT), "ab") as file:
             while True:
                 try:
+                    # The kernel releases the lock with its last descriptor, so a killed writer never leaves it behind.
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except OSError as error:
@@ -296,6 +302,7 @@ class RunDirectory:
         for name in (_WRITING, _REMOVED):
             shutil.rmtree(self.checkpoints / name, ignore_errors=True)
         for folder in self.checkpoints.glob(f"{REPLACED}*"):
+            # A writer died between its two renames: where the new checkpoint is not in place, the old one goes back.
             whole = self.checkpoints / folder.name.removeprefix(REPLACED)
             if whole.exists():
                 shutil.rmtree(folder)
@@ -304,6 +311,8 @@ class RunDirectory:
 
     def _write(self, parts: dict[str, tuple[dict[str, Tensor], dict[str, str]]]) -> dict[str, dict[str, Any]]:
         folder = self.checkpoints / _WRITING
+        # It fails where the folder exists: _tidy has removed what dead writers left, and the lock keeps out living
+        # ones.
         folder.mkdir()
         files = {}
         with ThreadPoolExecutor(2) as pool:  # one file is hashed and one synced while the next is written
@@ -316,12 +325,17 @@ class RunDirectory:
 
     def _publish(self, path: Path, manifest: Mapping[str, Any], links: tuple[str, ...]) -> None:
         written, replaced = self.checkpoints / _WRITING, self.checkpoints / f"{REPLACED}{path.name}"
+        # The order matters: first the files (in _write), then their names, then the rename, then the links, then the
+        # names in the folder around. A link is made only when the checkpoint that it leads to is in place.
         sync(written)
         if not _holds(path, manifest):
             if path.exists():
-                os.rename(path, replaced)  # found there by readers and by the next writer, should this one die here
+                # Readers and the next writer find it under this name, should this process die before the next line.
+                os.rename(path, replaced)
             os.rename(written, path)
         for link in links:
+            # A symbolic link cannot be changed in place: a new one is renamed over it, so that readers always find one
+            # of the two.
             os.symlink(path.name, self.checkpoints / _LINK)
             os.replace(self.checkpoints / _LINK, self.checkpoints / link)
         sync(self.checkpoints)

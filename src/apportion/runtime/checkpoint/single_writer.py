@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.append_only_file import open_own, reason
+from apportion.runtime.checkpoint.durable_files import open_own, reason
 
 LOCK = ".training"
 """The file in the run directory that is locked. It holds the process's number, for a process that finds it locked."""
@@ -24,8 +24,8 @@ _CROSSED_SECONDS = 1.0
 @contextmanager
 def single_writer(run_dir: str | Path, *, seconds: float = 0.0) -> Iterator[None]:
     """Lets this process alone write a run directory; the folder is made, and goes again where nothing was written.
-    Raises ValueError where another training writes it, and goes on doing so for so many seconds; CheckpointError where
-    it cannot be made."""
+    Raises ValueError where another training writes it, and still does after ``seconds``; CheckpointError where it
+    cannot be made."""
     folder = _absolute(run_dir)
     opened: list[int] = []
     made: list[Path] = []
@@ -91,13 +91,15 @@ def _open_locked(folder: Path, end: float, opened: list[int]) -> None:
             raise _refused(folder, error) from error
         while not _lock(opened[-1], folder, wait=time.monotonic() < end):
             time.sleep(_LOOK_SECONDS)
+        # The lock is on the inode. A holder that has removed its file between the open and the lock leaves one that no
+        # other process can open by its name.
         if os.fstat(opened[-1]).st_nlink:
             return
-        os.close(opened.pop())  # of a file that its holder has cleared away: this lock keeps nobody out
+        os.close(opened.pop())  # of a file that its holder has cleared away: this lock keeps no other process out
 
 
 def _lock(descriptor: int, folder: Path, *, wait: bool) -> bool:
-    """Locks a file, and returns whether that was possible. Raises ValueError where it was not and nobody waits."""
+    """Locks a file, and returns whether that was possible. Raises ValueError where it was not and ``wait`` is False."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,6 +124,8 @@ def _clear(folder: Path, made: Sequence[Path], opened: list[int]) -> None:
     with suppress(OSError):
         if not opened and (folder / LOCK).exists():  # Ctrl-C came while it was opened
             opened.append(open_own(folder / LOCK, os.O_RDWR))
+        # Only the holder of the lock removes the file, and only where it is alone in the folder: another training may
+        # be about to lock it.
         there = opened and os.fstat(opened[-1]).st_nlink
         if there and _lock(opened[-1], folder, wait=True) and os.listdir(folder) == [LOCK]:
             os.unlink(folder / LOCK)

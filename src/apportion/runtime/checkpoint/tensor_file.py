@@ -38,6 +38,8 @@ def storable(part: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
             ties[name] = tied
             continue
         stored[name] = _dense(tensor)
+        # safetensors refuses tensors that share memory. Equal views were recorded as ties above; what still overlaps,
+        # as two slices of one tensor, is copied.
         if stored[name].untyped_storage().data_ptr() in storages:
             stored[name] = stored[name].clone()
         storages.add(stored[name].untyped_storage().data_ptr())
@@ -59,8 +61,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             notes = json.loads(file.metadata()["apportion"])
-            # Copied out of the mapped file, which someone may change while the state lives.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            # Copied out of the mapped file, which another process may change while the state is in use.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is not a dict)
             tensors |= {name: torch.view_as_complex(tensors[name]) for name in notes["complex"]}
             tensors |= {name: tensors[tied] for name, tied in notes["ties"].items()}
             return {name: tensors[name] for name in notes["order"]}

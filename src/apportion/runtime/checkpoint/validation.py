@@ -43,6 +43,7 @@ def mark_of(run_dir: str | os.PathLike[str]) -> list[int] | None:
         found = Path(run_dir, "run.json").stat()
     except OSError:
         return None
+    # The device number is left out: hosts number the same network disk differently.
     return [found.st_ino, found.st_size, found.st_mtime_ns]
 
 

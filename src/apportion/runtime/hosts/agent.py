@@ -1,4 +1,4 @@
-"""The agent of a host: what the driver's supervisor is on its own machine, on another one.
+"""The agent of a host: it does there what the driver's supervisor does on its own machine.
 
 ::
 
@@ -26,6 +26,7 @@ does at a second signal.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import shutil
@@ -50,8 +51,7 @@ from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReade
 from apportion.runtime.hosts.host_facts import describe_host, own_address
 from apportion.runtime.hosts.host_ranks import HostRanks, RanksStart
 from apportion.runtime.hosts.run_copy import send_run
-from apportion.runtime.hosts.run_folder import hold, sweep
-from apportion.runtime.notice.signals import SAME_SECONDS, notice_signals
+from apportion.runtime.notice import SAME_SECONDS, notice_signals
 from apportion.runtime.spawn.template import close_template, template
 
 REACH_SECONDS = 5.0
@@ -60,6 +60,11 @@ SILENT_SECONDS = 30.0
 """The seconds after the end of the last rank in which the driver has to say something, be it that it is there."""
 NOTICE_SECONDS = 8.0
 """The seconds from the notice to end in which the driver has to end this agent: it saves within 5 s."""
+PATTERN = "apportion-hosts-*"
+"""How the folders of runs are called (``agents/agent_command.py`` makes them)."""
+LOCK = "lock"
+NEW_SECONDS = 600.0
+"""The seconds within which a folder may not have its lock yet."""
 
 
 @final
@@ -81,24 +86,26 @@ class Agent:
         self._notices: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._noticed: float | None = None
 
-    def note(self, number: int, frame: Any) -> None:
+    def on_notice(self, number: int, frame: Any) -> None:
         """Takes the notice to end: the handler of its signals."""
         now = time.monotonic()
         if self._ranks is None or (self._noticed is not None and now - self._noticed > SAME_SECONDS):
-            _end(number, frame)
+            _exit_by_signal(number, frame)
         elif self._noticed is None:
             self._noticed = now
+            # The handler itself sends nothing: the interrupted code may hold the lock of the writer. The `put` of a
+            # SimpleQueue is reentrant, so that it may be called here.
             self._notices.put(number)  # this thread may be writing just now
 
     def serve(self) -> None:
         """Obeys the driver until it is gone. Raises OSError, FrameError or ApportionError for what cannot be done."""
         self._writer.greet()
-        self._tell({"kind": "here", **describe_host()})
+        self._send({"kind": "here", **describe_host()})
         for call in (self._say_alive, self._pass_on_notice):
             threading.Thread(target=call, daemon=True).start()
         while (order := self._reader.receive()) is not None:
             if isinstance(order, bytes):
-                raise FrameError("bytes came where an order must")
+                raise FrameError("bytes came where an order is expected")
             self._orders += 1
             self._obey(order)
 
@@ -117,22 +124,26 @@ class Agent:
             with suppress(ApportionError):  # it does not reach the others, which is found out next
                 self._address = meeting_address(order["others"], self._address)
             if order["first"]:
-                self._tell({"kind": "place", **self._place()})
+                self._send({"kind": "place", **self._reserve_place()})
         elif kind == "reach":
-            self._tell({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
+            self._send({"kind": "reached", "why": why_unreachable(order["address"], order["port"])})
         elif kind == "start":
-            given = [self._bytes() for _ in range(3)]  # and on to the end of the stream, which may come meanwhile
+            given = [
+                self._receive_bytes() for _ in range(3)
+            ]  # and on to the end of the stream, which may come meanwhile
+            # In a thread: starting ranks takes seconds, in which the end of the orders must still end this process. The
+            # bytes are read here, before it, since no other thread may read from the stream.
             threading.Thread(target=self._start_or_refuse, args=(order, given), daemon=True).start()
         elif kind == "fetch":
             send_run(self._directory / order["run_dir"], order["known"], self._writer, self._reader, only=order["only"])
         elif kind == "record":
-            self._tell({"kind": "recorded", "why": self._record(order)})
+            self._send({"kind": "recorded", "why": self._record(order)})
         elif kind in ("stop", "save", "open", "kill", "table", "stacks", "note"):
             with self._lock:
                 if self._ranks is None:
                     self._early.append(order)
                     return
-            self._ranks.order(order)
+            self._ranks.obey(order)
 
     def _record(self, order: Message) -> str | None:
         """Appends events to the record of the run, once no rank of this host does. Returns why it could not."""
@@ -145,30 +156,30 @@ class Agent:
     def _say_alive(self) -> None:
         waits = threading.Event()  # never set
         while not waits.wait(ALIVE_SECONDS):
-            self._tell({"kind": "alive"})
+            self._send({"kind": "alive"})
 
     def _pass_on_notice(self) -> None:
         """Tells the driver of the notice to end, and ends this process where it does nothing about it."""
         number = self._notices.get()
-        self._tell({"kind": "notice", "signal": number, "name": signal.Signals(number).name})
+        self._send({"kind": "notice", "signal": number, "name": signal.Signals(number).name})
         threading.Event().wait(NOTICE_SECONDS)
         os.kill(os.getpid(), number)  # the second one
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         try:
             self._writer.send(message)
         except OSError:
             pass  # the driver is gone: the end of the orders says so
         except ValueError as error:
-            sys.stderr.write(f"not told, a message of kind {message['kind']}: {error}\n")
+            sys.stderr.write(f"not sent, a message of kind {message['kind']}: {error}\n")
 
-    def _bytes(self) -> bytes:
+    def _receive_bytes(self) -> bytes:
         got = self._reader.receive()
         if not isinstance(got, bytes):
             raise FrameError("the driver ended before it had said everything")
         return got
 
-    def _place(self) -> dict[str, Any]:
+    def _reserve_place(self) -> dict[str, Any]:
         """Returns where the ranks meet: a free port of the address by which the others reach this host."""
         family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
         self._held = socket.socket(family, socket.SOCK_STREAM)
@@ -181,7 +192,7 @@ class Agent:
         try:
             self._start(order, given)
         except (OSError, ApportionError, ValueError) as error:
-            self._tell({"kind": "refused", "why": str(error)})
+            self._send({"kind": "refused", "why": str(error)})
 
     def _start(self, order: Message, given: Sequence[bytes]) -> None:
         secret, code, payload = given
@@ -210,15 +221,18 @@ class Agent:
             path=[*(str((self._folder / "code" / part).resolve()) for part in order["path"]), *sys.path],
             directory=str(self._directory),
         )
+        # The port is given up only once a rank can be forked at once: until rank 0 has bound it, another process could.
         template().wait_ready()
         if self._held is not None:
             self._held.close()
-        ranks = HostRanks(start, payload, self._tell)
-        self._tell({"kind": "started", "directory": str(self._directory)})
+        ranks = HostRanks(start, payload, self._send)
+        self._send({"kind": "started", "directory": str(self._directory)})
         with self._lock:
             self._ranks = ranks
+            # Under the lock that `_obey` takes to look whether there are ranks: no order can overtake those that came
+            # early.
             for early in self._early:
-                ranks.order(early)
+                ranks.obey(early)
         threading.Thread(target=self._end_when_left, args=(ranks,), daemon=True).start()
 
     def _end_when_left(self, ranks: HostRanks) -> None:
@@ -259,11 +273,49 @@ def _directory(name: str | None) -> Path:
         return Path.cwd()
 
 
+# The folder of a run on one host holds its secret and its code. The shell that has started the agent removes it at the
+# end. Where that was killed too, the next agent does: a folder is one that no run needs any longer where its lock is
+# free and it is not new.
+
+
+def lock_folder(folder: Path) -> int:
+    """Locks the folder of this run for as long as this process lives. Returns the descriptor of the lock."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what earlier runs of this user have left beside the folder of this one."""
+    for other in folder.parent.glob(PATTERN):
+        with suppress(OSError):  # another agent removes it
+            about = other.lstat()
+            if other == folder or about.st_uid != os.geteuid() or time.time() - about.st_mtime < NEW_SECONDS:
+                continue
+            if _is_left(other / LOCK):
+                shutil.rmtree(other)
+
+
+def _is_left(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:  # its agent never began
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def main() -> None:
     """Runs an agent: ``python -m apportion.runtime.hosts.agent FOLDER``."""
     notices = [number for number in notice_signals(os.environ) if number != signal.SIGHUP]  # its driver is gone
     for number in (signal.SIGINT, signal.SIGHUP, *notices):
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _end)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else _exit_by_signal)
     folder = Path(sys.argv[1])
     orders, answers = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
@@ -272,21 +324,22 @@ def main() -> None:
     writer = FrameWriter(open(answers, "wb"))  # noqa: SIM115 (for as long as this process lives)
     agent = Agent(folder, FrameReader(open(orders, "rb")), writer)  # noqa: SIM115 (the same)
     for number in notices:
-        signal.signal(number, agent.note)
+        signal.signal(number, agent.on_notice)
     status = 1
     try:
-        hold(folder)
-        sweep(folder)
+        lock_folder(folder)
+        remove_leftovers(folder)
         agent.serve()
         status = 0
     except SystemExit as ended:
         status = int(ended.code or 0)
     except (OSError, FrameError, ApportionError, ValueError) as error:
-        with suppress(OSError):  # nobody may be left to be told
+        with suppress(OSError):  # the driver may be gone
             writer.send({"kind": "refused", "why": str(error)})
     except BaseException:
         traceback.print_exc()
     finally:
+        # From here on a signal would cut short the killing of the ranks, which nothing else ends.
         for number in (signal.SIGHUP, *notices):
             signal.signal(number, signal.SIG_IGN)
         agent.close()
@@ -294,7 +347,7 @@ def main() -> None:
         os._exit(status)  # threads may be waiting for a driver that is gone
 
 
-def _end(number: int, frame: Any) -> None:
+def _exit_by_signal(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 

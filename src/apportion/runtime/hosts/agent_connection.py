@@ -14,8 +14,7 @@ from typing import Any, BinaryIO, final
 
 from apportion.runtime.agents.agent_command import NO_FOLDER, NO_PYTHON
 from apportion.runtime.agents.hosts_launcher import AgentProcess, HostsLauncher
-from apportion.runtime.hosts.agent_messages import check_message
-from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
+from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message, check_message
 
 _KEPT_LINES = 20
 _LAST_WORDS_SECONDS = 0.5
@@ -27,8 +26,8 @@ News = tuple[int, Message | bytes | None]
 
 @final
 class AgentConnection:
-    """The connection to the agent of one host. What it sends goes into ``news``, whatever is to be sent to it waits for
-    nobody. ``launcher``: what has started ``process``, the connection."""
+    """The connection to the agent of one host. What it sends goes into ``news``; what is to be sent to it is queued, so
+    that ``send`` never blocks. ``launcher``: what has started ``process``, the connection."""
 
     def __init__(
         self, number: int, host: str, launcher: HostsLauncher, process: AgentProcess, news: queue.SimpleQueue[News]
@@ -44,20 +43,26 @@ class AgentConnection:
         self._orders: queue.SimpleQueue[Mapping[str, Any] | bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=call, args=(end,), name=f"{host}-{call.__name__}", daemon=True)
-            for call, end in ((self._read, process.stdout), (self._hear, process.stderr), (self._write, process.stdin))
+            for call, end in (
+                (self._read_frames, process.stdout),
+                (self._read_stderr, process.stderr),
+                (self._write_frames, process.stdin),
+            )
         ]
         for thread in self._threads:
             thread.start()
 
     def hand_over(self, news: queue.SimpleQueue[News]) -> None:
-        """Has what the agent sends, and what it has sent and nobody has taken, go there from now on."""
+        """Puts the agent's messages into another queue from now on, and moves those there that were not taken yet."""
         with self._handing:
+            # Under the lock that the reader takes for each message: one that it has just read goes to the new queue
+            # after those that waited in the old one, and none is left behind.
             before, self._news = self._news, news
             with suppress(queue.Empty):
                 while True:
                     news.put(before.get_nowait())
 
-    def _tell(self, message: Message | bytes | None) -> None:
+    def _publish(self, message: Message | bytes | None) -> None:
         with self._handing:
             self._news.put((self.number, message))
 
@@ -105,7 +110,7 @@ class AgentConnection:
         ended = self._process.poll()
         return ending_text(self._launcher, self.host, ended, list(self._said), is_up=self.is_up, broken=self._broken)
 
-    def _read(self, file: BinaryIO) -> None:
+    def _read_frames(self, file: BinaryIO) -> None:
         reader = FrameReader(file)
         try:
             if reader.await_greeting():
@@ -113,7 +118,7 @@ class AgentConnection:
                 while (message := reader.receive()) is not None:
                     if isinstance(message, dict):
                         check_message(message)
-                    self._tell(message)
+                    self._publish(message)
         except FrameError as error:
             self._broken = str(error)
         except (OSError, ValueError) as error:  # the connection was closed here
@@ -123,9 +128,9 @@ class AgentConnection:
         if self._broken:
             self._process.kill()  # it is believed no more, and may not end by itself
         self.has_ended = True
-        self._tell(None)
+        self._publish(None)
 
-    def _hear(self, file: BinaryIO) -> None:
+    def _read_stderr(self, file: BinaryIO) -> None:
         """Keeps what the launcher's program and the agent say, and passes on what comes while the agent runs."""
         try:
             for line in file:
@@ -136,7 +141,7 @@ class AgentConnection:
         except (OSError, ValueError):  # closed here
             pass
 
-    def _write(self, file: BinaryIO) -> None:
+    def _write_frames(self, file: BinaryIO) -> None:
         writer = FrameWriter(file)
         try:
             while (message := self._next_order()) is not None:

@@ -1,4 +1,5 @@
-"""What a host tells about itself before anything starts there, and whether hosts with such facts can train together."""
+"""The facts that a host sends of itself before anything starts there, and whether hosts with such facts can train
+together."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from apportion.runtime.agents.agent_command import HOST_CORES, REACHED_FROM
 from apportion.runtime.proof.installed_packages import own_contents
 
 Facts = Mapping[str, Any]
-"""What a host tells, as plain JSON: its ``hostname``, ``cores``, ``gpus``, ``address``, ``python`` (the path), and the
-versions by name."""
+"""The facts of a host, as plain JSON: its ``hostname``, ``cores``, ``gpus``, ``address``, ``python`` (the path), and
+the versions by name."""
 VERSIONS = ("Python", "torch", "apportion")
 """What must be the same on all hosts."""
 ALIKE = "numpy"
@@ -136,7 +137,7 @@ def _gpus() -> int:
     if not Path("/proc/driver/nvidia/gpus").exists():
         return 0
     try:
-        told = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_GPU_SECONDS)
-        return int(told.stdout)
+        counted = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_GPU_SECONDS)
+        return int(counted.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return 0

@@ -1,5 +1,5 @@
 """What happens to the ranks of several hosts, as the events that ``decisions`` decides about, and how a host is named
-in what is told of them."""
+in the reports of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULES_HINT = "only the Python files below {root} were sent to the hosts: insta
 
 
 def raised_event(message: Mapping[str, Any], rank: int, step: int) -> WorkerRaised:
-    """Returns what a rank has told of its exception. ``step``: the number of updates that it has seen made."""
+    """Returns the exception that a rank has reported. ``step``: the number of updates that it has seen made."""
     return WorkerRaised(
         rank=rank,
         summary=message["summary"],

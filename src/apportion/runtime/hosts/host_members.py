@@ -17,7 +17,7 @@ from apportion.runtime.worker.progress import Progress
 
 LOOK_SECONDS = 0.001
 """The seconds between two looks at which workers have answered a change."""
-Tell = Callable[[Mapping[str, Any]], None]
+Send = Callable[[Mapping[str, Any]], None]
 Begin = Callable[[Sequence[int]], None]
 
 
@@ -26,8 +26,8 @@ class HostMembers:
     """The memory of the workers of this host, and their membership. ``address``: where the ranks of all hosts meet,
     were rank 0 on this host. Its methods may be called from any thread."""
 
-    def __init__(self, slots: int, share: HostShare | None, address: str, tell: Tell) -> None:
-        self._memory, self._slots, self._address, self._tell = SharedMemoryOwner(), slots, address, tell
+    def __init__(self, slots: int, share: HostShare | None, address: str, send: Send) -> None:
+        self._memory, self._slots, self._address, self._send = SharedMemoryOwner(), slots, address, send
         self._lines = progress.lines(self._memory.map("progress", progress.NBYTES * slots))
         page = memoryview(self._memory.map("members", Membership.nbytes(slots)))
         self.page = Membership(page, slots)
@@ -63,14 +63,14 @@ class HostMembers:
     # A change
 
     def open(self, generation: int, living: Collection[int]) -> None:
-        """Begins a change, where the driver's order is one to obey, and has the driver told who answers it. ``living``:
-        the slots whose processes may still live."""
+        """Begins a change, unless the driver's order is an old one, and has each answer to it sent to the driver.
+        ``living``: the slots whose processes may still live."""
         with self._lock:
             begins = self.follower.open(generation, living)
         if begins:
             self.page.open_change(generation)
-            host, port = self._hold()
-            self._tell({"kind": "reserved", "generation": generation, "address": host, "port": port})
+            host, port = self._reserve_port()
+            self._send({"kind": "reserved", "generation": generation, "address": host, "port": port})
             threading.Thread(target=self._hear_answers, args=(generation,), daemon=True).start()
 
     def _hear_answers(self, generation: int) -> None:
@@ -78,9 +78,9 @@ class HostMembers:
         while asked := self._asked(generation):
             for slot in filter(self.page.acknowledged, asked):
                 with self._lock:
-                    tells = self.follower.answered(slot, generation)
-                if tells:
-                    self._tell({"kind": "answered", "slot": slot, "generation": generation})
+                    is_new = self.follower.note_answer(slot, generation)
+                if is_new:
+                    self._send({"kind": "answered", "slot": slot, "generation": generation})
             waits.wait(LOOK_SECONDS)
 
     def _asked(self, generation: int) -> list[int]:
@@ -100,18 +100,19 @@ class HostMembers:
                 self._lines[:] = 0
             for slot in taken.fresh:
                 self._lines[slot, [Progress.waiting.index, Progress.begun.index]] = 0
-        self._release()
+        self._release_port()
         share = HostShare(order["first"], order["size"], order["address"], order["port"])
+        # Started before the page is even again: from then on the other ranks wait for these processes.
         begin(taken.fresh)
         self.page.close_change(
             order["slots"], ending=order["ending"], share=share, began=order["began"], saved=order["saved"]
         )
         return taken.left_out
 
-    def _hold(self) -> tuple[str, int]:
+    def _reserve_port(self) -> tuple[str, int]:
         """Keeps a free port until the next table, and returns the address and it."""
         with self._lock:
-            self._release()
+            self._release_port()
             family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
             self._held = socket.socket(family, socket.SOCK_STREAM)
             self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -119,7 +120,7 @@ class HostMembers:
             port: int = self._held.getsockname()[1]
             return self._address, port
 
-    def _release(self) -> None:
+    def _release_port(self) -> None:
         held, self._held = self._held, None
         if held is not None:
             with suppress(OSError):

@@ -19,8 +19,7 @@ from apportion.errors import ApportionError
 from apportion.process import is_stopped
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
-from apportion.runtime.spawn.standby import Spare
-from apportion.runtime.spawn.template import template
+from apportion.runtime.spawn.template import Spare, template
 
 if TYPE_CHECKING:
     from apportion.runtime.hosts.host_members import HostMembers
@@ -42,7 +41,7 @@ STAND_BY_SECONDS = 60.0
 PROGRESS_SECONDS = 0.1
 """The seconds between two reports of how far the ranks are."""
 _CHUNK = 1 << 16
-Tell = Callable[[Mapping[str, Any]], None]
+Send = Callable[[Mapping[str, Any]], None]
 """A function that sends a message to the driver; it may be called from any thread."""
 
 
@@ -88,7 +87,7 @@ class RanksStart:
         return {**self.environment_of_spare(own), **{name: str(value) for name, value in place.items()}}
 
     def environment_of_spare(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Returns the whole environment of the process that replacements are forked from, which is no rank."""
+        """Returns the whole environment of the process that replacements are forked from; it has no rank."""
         kept = {name: value for name, value in own.items() if name != "PYTHONSAFEPATH"}
         return {**kept, **self.environment}
 
@@ -107,15 +106,15 @@ class HostRanks:
     """The ranks of this host, forked from a process that has torch imported, each in a slot of its
     own."""
 
-    def __init__(self, start: RanksStart, payload: bytes, tell: Tell) -> None:
+    def __init__(self, start: RanksStart, payload: bytes, send: Send) -> None:
         """Starts the ranks. Raises ApportionError where that cannot be done; ``close`` ends those that were started."""
-        self._start, self._payload, self._tell = start, payload, tell
+        self._start, self._payload, self._send = start, payload, send
         self.members: HostMembers | None = None
         if start.replaceable:
             from apportion.runtime.hosts.host_members import HostMembers  # numpy, by now in the template's shadow
 
             share = start.share if start.several else replace(start.share, address="")
-            self.members = HostMembers(start.count, None if start.joins else share, start.own_address, tell)
+            self.members = HostMembers(start.count, None if start.joins else share, start.own_address, send)
         self._ranks: dict[int, _Rank] = {}
         """The rank in each slot, until it has ended."""
         self._lock = threading.Lock()
@@ -124,13 +123,13 @@ class HostRanks:
         self.all_ended = threading.Event()
         """An event that is set while no rank runs."""
         if not start.joins:
-            self._begin(range(start.count))
+            self._begin_ranks(range(start.count))
         if self.members is not None:
-            threading.Thread(target=self._tell_progress, args=(self.members,), daemon=True).start()
+            threading.Thread(target=self._report_progress, args=(self.members,), daemon=True).start()
 
-    def _begin(self, slots: Sequence[int]) -> None:
+    def _begin_ranks(self, slots: Sequence[int]) -> None:
         """Starts a process in each of these slots."""
-        begun = [self._started(slot) for slot in slots]
+        begun = [self._start_rank(slot) for slot in slots]
         with self._lock:
             self._ranks.update({rank.slot: rank for rank in begun})
             if begun:
@@ -140,12 +139,12 @@ class HostRanks:
             rank.printing.start()
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
-    def _started(self, slot: int) -> _Rank:
+    def _start_rank(self, slot: int) -> _Rank:
         ours, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
             socket.send_fds(ours, [b"o"], [write])  # the first that a rank does is to write there what it prints
-            process = self._forked(self._start.environment_of(slot, os.environ), theirs)
+            process = self._fork_rank(self._start.environment_of(slot, os.environ), theirs)
         except BaseException:
             ours.close()
             os.close(read)
@@ -155,7 +154,7 @@ class HostRanks:
             os.close(write)
         return _Rank(slot, process, ours, read)
 
-    def _forked(self, environment: Mapping[str, str], channel: socket.socket) -> ForkedProcess:
+    def _fork_rank(self, environment: Mapping[str, str], channel: socket.socket) -> ForkedProcess:
         """Forks a rank from the spare, where there is one that stands by, else from the template."""
         spare = self._spare
         if spare is not None and spare.ready:
@@ -182,18 +181,18 @@ class HostRanks:
                 self._spare = Spare(self._task(SPARE_PROGRAM, self._payload, environment))
 
     def _stand_by(self, waits: threading.Event) -> None:
-        """Tells the driver once the spare can fork ranks at once, or there will be none that can."""
+        """Reports that this host is ready once the spare can fork ranks at once, or there will be none that can."""
         self._look_after_spare()
         end = time.monotonic() + STAND_BY_SECONDS
         while self._spare is not None and not self._spare.ready and time.monotonic() < end:
             waits.wait(PROGRESS_SECONDS)
             if self._spare.gone:
                 self._look_after_spare()
-        self._tell({"kind": "ready"})
+        self._send({"kind": "ready"})
 
     # What the driver orders
 
-    def order(self, message: Mapping[str, Any]) -> None:
+    def obey(self, message: Mapping[str, Any]) -> None:
         """Does what the driver orders about the ranks, or passes it on to the first of this host."""
         kind, members = message["kind"], self.members
         if kind == "kill":
@@ -205,17 +204,17 @@ class HostRanks:
         elif kind == "open" and members is not None:
             members.open(message["generation"], self._living())
         elif kind == "table" and members is not None:
-            self._kill(members.close(message, self._living(), self._begin))
+            self._kill(members.close(message, self._living(), self._begin_ranks))
         else:
             slots = range(self._start.count) if members is None else members.follower.slots
             with self._lock:
                 rank = self._ranks.get(slots[0]) if slots else None
             if rank is not None:
-                with suppress(OSError):  # it has ended, and the driver is told so
+                with suppress(OSError):  # it has ended, which `_listen` reports
                     rank.lines.send(message)
 
     def _living(self) -> list[int]:
-        """Returns the slots whose processes have not ended, as far as the driver was told."""
+        """Returns the slots whose processes have not ended, as far as the driver knows."""
         with self._lock:
             return list(self._ranks)
 
@@ -225,26 +224,26 @@ class HostRanks:
         for rank in ranks:
             rank.process.kill()
 
-    # What the driver is told
+    # What is sent to the driver
 
     def _pass_output(self, rank: _Rank) -> None:
-        """Tells the driver what a rank prints, line by line."""
+        """Sends the driver what a rank prints, line by line."""
         rest = b""
         while data := rank.output.read(_CHUNK):
             *lines, rest = (rest + data).split(b"\n")
             if len(rest) > _CHUNK:
                 lines, rest = [*lines, rest], b""
             if lines:
-                self._tell_output(rank, lines)
+                self._send_output(rank, lines)
         if rest:
-            self._tell_output(rank, [rest])
+            self._send_output(rank, [rest])
 
-    def _tell_output(self, rank: _Rank, lines: list[bytes]) -> None:
+    def _send_output(self, rank: _Rank, lines: list[bytes]) -> None:
         text = [line.decode(errors="replace") for line in lines]
-        self._tell({"kind": "output", "slot": rank.slot, "lines": text})
+        self._send({"kind": "output", "slot": rank.slot, "lines": text})
 
     def _listen(self, rank: _Rank) -> None:
-        """Tells the driver what a rank tells, until it has ended, and how."""
+        """Passes on what a rank reports, until it has ended, and then how it ended."""
         from apportion.runtime.supervisor.watchdog import memory_kills  # numpy, by now in the ranks' shadow
 
         kills = memory_kills()
@@ -254,11 +253,13 @@ class HostRanks:
                     self._pass_on(rank, message)
         except json.JSONDecodeError:  # cut short
             pass
+        # The channel has ended: all that the rank has reported is sent before the report of its exit.
         status = rank.process.wait(END_SECONDS)
         if status is None:  # it has closed its channel, and lives on
             rank.process.kill()
             status = rank.process.wait(END_SECONDS)
         if rank.printing is not None:
+            # Its last lines go before the report of its end, after which the driver may stop listening.
             rank.printing.join(_OUTPUT_SECONDS)
         out_of_memory = memory_kills() > kills
         rank.lines.close()
@@ -266,7 +267,7 @@ class HostRanks:
             del self._ranks[rank.slot]
             if not self._ranks:
                 self.all_ended.set()
-        self._tell({"kind": "exited", "slot": rank.slot, "status": status, "out_of_memory": out_of_memory})
+        self._send({"kind": "exited", "slot": rank.slot, "status": status, "out_of_memory": out_of_memory})
 
     def _pass_on(self, rank: _Rank, message: Message) -> None:
         if message["kind"] == "shared" and self.members is not None:
@@ -274,10 +275,10 @@ class HostRanks:
             with suppress(OSError):  # it has ended
                 rank.lines.send(reply, *descriptors)
         else:
-            self._tell({**message, "slot": rank.slot})
+            self._send({**message, "slot": rank.slot})
 
-    def _tell_progress(self, members: HostMembers) -> None:
-        """Tells the driver how far the ranks are, and whose processes are stopped; it is a sign of life as well."""
+    def _report_progress(self, members: HostMembers) -> None:
+        """Sends the driver how far the ranks are, and which processes are stopped; it is a sign of life as well."""
         waits, stepped = threading.Event(), 0.0  # never set
         if self._start.joins:
             self._stand_by(waits)
@@ -289,7 +290,7 @@ class HostRanks:
             with self._lock:
                 processes = {slot: rank.process.pid for slot, rank in self._ranks.items()}
             stopped = [slot for slot, pid in processes.items() if pid is not None and is_stopped(pid)]
-            self._tell({"kind": "progress", "generation": generation, "lines": lines, "stopped": stopped})
+            self._send({"kind": "progress", "generation": generation, "lines": lines, "stopped": stopped})
             waits.wait(PROGRESS_SECONDS)
 
     def close(self) -> None:

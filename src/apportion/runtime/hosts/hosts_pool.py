@@ -16,29 +16,21 @@ from apportion.errors import ApportionError, WorkerFailed
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event, rank_at_host
-from apportion.runtime.hosts.protocol.absent_hosts import AbsentHosts
-from apportion.runtime.hosts.protocol.leader import Leader, Slot, Tell
-from apportion.runtime.hosts.protocol.liveness import Liveness, Silence
-from apportion.runtime.hosts.protocol.torn_links import TornLinks
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.hosts.protocol.leader import AgentOrder, HostSlot, Leader
+from apportion.runtime.hosts.protocol.liveness import AbsentHosts, Liveness, Silence, TornLinks
 from apportion.runtime.supervisor.decisions import Action, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import (
     HostLost,
     Notice,
-    WorkerBegan,
     WorkerExited,
     WorkerFinished,
     WorkerLost,
     host_text,
     ranks_text,
 )
-from apportion.runtime.supervisor.membership_change import KILL_SECONDS
-from apportion.runtime.supervisor.pool_history import PoolHistory
+from apportion.runtime.supervisor.rank_pool import KILL_SECONDS, OpenChange, PoolHistory, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, LookClock, Watchdog
 from apportion.runtime.worker import progress
-
-PART_SECONDS = 5.0
-"""The seconds in which ranks that are done still say something."""
 
 
 @dataclass
@@ -55,16 +47,13 @@ class _HostsAway:
     """Why they cannot take part again; the recruiter's threads add to it."""
     refusals_reported: int = 0
     just_saved: bool = False
-    """True where a checkpoint was just told, from which all may begin again with them."""
+    """True where a checkpoint was just reported, from which all may begin again with them."""
 
 
 @final
-class HostsPool:
+class HostsPool(RankPool):
     """The ranks of a run on several hosts. ``agents``: the connection to each host's; ``counts``: its number of ranks;
-    ``news``: what the agents say. ``pids`` of a pool are those of this host, and here there are none."""
-
-    spare: Spare | None = None
-    """No spare: that of each host is its agent's."""
+    ``news``: what the agents send. ``pids`` of a pool are those of this host, and here there are none."""
 
     def __init__(
         self,
@@ -76,26 +65,23 @@ class HostsPool:
         replaceable: bool,
         survives: bool,
     ) -> None:
-        self._agents, self._news, self._replaceable = list(agents), news, replaceable
-        self.survives = survives
-        """Whether the ranks that are left go on with the state that they have; else all begin again."""
+        history = PoolHistory(sum(counts), policy, survives=survives, restarts=replaceable)
+        super().__init__(history, replaceable=replaceable)
+        self._agents, self._news, self.survives = list(agents), news, survives
         self.leader = Leader(counts)
-        self.history = PoolHistory(sum(counts), policy, survives=survives, restarts=replaceable)
-        """Everything that has happened to the ranks."""
         self._lines = progress.lines(bytearray(progress.NBYTES * sum(counts)))
         self._watch = Watchdog(self._lines)
-        self._stopped: set[Slot] = set()
+        self._stopped: set[HostSlot] = set()
         self._liveness = Liveness(range(len(counts)), policy.grace_seconds())
         self._clock = LookClock()
-        self._began_at, self._late_by = time.monotonic(), dict[Slot, float]()
-        self._begun = self._stopping = False
+        self._began_at, self._late_by = time.monotonic(), dict[HostSlot, float]()
         self._counts = list(counts)
         self._torn = TornLinks()
         self._away = _HostsAway(AbsentHosts(policy.wait_seconds() if policy.on_host_loss == "wait" else None))
         self.directory = ""
         """The folder in which the ranks of the first host work."""
         self._notices: list[Notice] = []
-        """What is to be told of silent hosts."""
+        """The notices about silent hosts that the user has not had yet."""
 
     # From any thread
 
@@ -107,24 +93,23 @@ class HostsPool:
         """Makes ``hear`` return now."""
         self._news.put((-1, None))
 
-    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
+    def _send(self, order: Mapping[str, Any], ranks: Sequence[int] | None) -> None:
         """Sends an order to the first of all ranks, which the others follow."""
-        self._stopping = self._stopping or order["kind"] == "stop"
         self._agents[self.leader.table[0].host].send(order)
 
-    def away(self) -> list[int]:
+    def hosts_away(self) -> list[int]:
         """Returns the hosts that take no part, and of which no workers are offered."""
         offered = {agent.number for agent in list(self._away.offered)}
         return [h for h in range(len(self._counts)) if h not in self.leader.hosts and h not in offered]
 
-    def refuse(self, host: int, why: str) -> None:
+    def note_refusal(self, host: int, why: str) -> None:
         """Has it reported, once, why a host that is away cannot take part again."""
         name = self._agents[host].host
         cause = f"host {name} cannot take part again: {why.removeprefix(f'host {name}: ')}"
         if cause not in self._away.refusals:
             self._away.refusals.append(cause)
 
-    def offer(self, agent: AgentConnection) -> None:
+    def offer_workers(self, agent: AgentConnection) -> None:
         """Offers the workers of a host that is away, whose agent is ready to fork them."""
         self._away.offered.append(agent)
         self.wake()
@@ -144,14 +129,19 @@ class HostsPool:
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say within this time, and returns after the first words. What happens to them is noted."""
         self._away.just_saved = False
-        for host, message in self._next(seconds):
+        for host, message in self._next_messages(seconds):
             if message is None and host >= 0:
-                self._lose(host, self._agents[host].why_ended())
+                self._drop_host(host, self._agents[host].why_ended())
             elif isinstance(message, dict) and host in self.leader.hosts:
-                self._think(self._liveness.heard(host))
-                yield from (self._heed if message["kind"] == "notice" else self._take_valid)(host, message)
+                # Whatever an agent sends is a sign of life, also of a host that was suspected. A message of a host that
+                # was given up is dropped above: others may have its ranks by now, and two processes must never write as
+                # one rank.
+                self._act_on_silences(self._liveness.note_heard(host))
+                yield from (self._stop_after_notice if message["kind"] == "notice" else self._take_message)(
+                    host, message
+                )
 
-    def _next(self, seconds: float) -> list[News]:
+    def _next_messages(self, seconds: float) -> list[News]:
         """Returns what the agents have said, once they say something within this time."""
         heard: list[News] = []
         with suppress(queue.Empty):
@@ -160,25 +150,26 @@ class HostsPool:
                 heard.append(self._news.get_nowait())
         return heard
 
-    def _heed(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
-        """Has all ranks stop, since a host was told to end: at once, whatever the driver's own thread is doing."""
+    def _stop_after_notice(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
+        """Orders all ranks to stop, since a host has the notice to end: at once, whatever the driver's own thread is
+        doing."""
         self.send({"kind": "stop", "notice": message["signal"]})
         rank = next((rank for rank, slot in enumerate(self.leader.table) if slot.host == host), 0)
         yield rank, {**message, "cause": f"host {self._agents[host].host} was told to end by {message['name']}"}
 
-    def _take_valid(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
-        if (wrong := self._beyond(host, message)) is not None:
-            self._lose(host, f"what its agent sent is not valid ({wrong})")
+    def _take_message(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
+        if (wrong := self._refusal_of(host, message)) is not None:
+            self._drop_host(host, f"what its agent sent is not valid ({wrong})")
             self._agents[host].abandon()
         else:
-            yield from self._take(host, message)
+            yield from self._take_checked(host, message)
 
-    def _take(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
+    def _take_checked(self, host: int, message: Message) -> Iterator[tuple[int, Message]]:
         kind = message["kind"]
         if kind == "progress":
             self._note_progress(host, message)
         elif kind == "answered":
-            self.leader.answered(Slot(host, message["slot"]), message["generation"])
+            self.leader.answered(HostSlot(host, message["slot"]), message["generation"])
         elif kind == "reserved":
             self.leader.reserved(host, message["generation"], message["address"], message["port"])
         elif kind == "started" and host == 0:
@@ -187,15 +178,16 @@ class HostsPool:
             why = f"host {self._agents[host].host}: {message['why']}"
             if not self._begun:  # it cannot take part
                 raise ApportionError(why)
-            self._lose(host, why)
+            self._drop_host(host, why)
         elif "slot" in message:
-            slot = Slot(host, message.pop("slot"))
+            slot = HostSlot(host, message.pop("slot"))
             if kind == "exited":
                 self.leader.exited(slot)
+            # A message of a slot that is not in the table is a late one of a process that is out of the run.
             if slot in self.leader.table:
-                yield from self._take_of(slot, message)
+                yield from self._take_rank_message(slot, message)
 
-    def _beyond(self, host: int, message: Message) -> str | None:
+    def _refusal_of(self, host: int, message: Message) -> str | None:
         """Returns what is wrong with a message about workers that its host does not have; None where nothing is."""
         count, has_progress = self._counts[host], message["kind"] == "progress"
         slots = message["stopped"] if has_progress else [message["slot"]] if "slot" in message else []
@@ -206,72 +198,78 @@ class HostsPool:
             return f"its message 'progress' has {len(lines)} lines, and it has {count} workers"
         return None
 
-    def _take_of(self, slot: Slot, message: Message) -> Iterator[tuple[int, Message]]:
+    def _take_rank_message(self, slot: HostSlot, message: Message) -> Iterator[tuple[int, Message]]:
         rank, kind = self.leader.table.index(slot), message["kind"]
         name, step = self._agents[slot.host].host, self._watch.step_of(self._line(slot))
         if kind == "exited":
             status = 1 if message["status"] is None else message["status"]
-            self.history.note(WorkerExited(rank, status, out_of_memory=message["out_of_memory"], step=step, host=name))
+            self.history.add(WorkerExited(rank, status, out_of_memory=message["out_of_memory"], step=step, host=name))
         elif kind == "finished":
-            self.history.note(WorkerFinished(rank))
+            self.history.add(WorkerFinished(rank))
         elif kind == "torn":
-            self._torn.note(message["generation"] == self.leader.generation, time.monotonic())
+            self._torn.note_torn(message["generation"] == self.leader.generation, time.monotonic())
         elif kind == "raised":
-            self.history.note(raised_event(message, rank, step))
+            self.history.add(raised_event(message, rank, step))
             yield rank, message
         else:
             if kind == "event":
                 self._note_event(slot, message["event"])
             yield rank, {**message, "host": name}
 
-    def _note_event(self, slot: Slot, event: Message) -> None:
+    def _note_event(self, slot: HostSlot, event: Message) -> None:
         if slot in self._late_by:  # it counts from its own start
             event["seconds"] += self._late_by[slot]
         if event["kind"] == "checkpoint":
             self.leader.saved = self._away.just_saved = True
 
     def _note_progress(self, host: int, message: Message) -> None:
+        # Progress that was sent before all began again may arrive after that, and is of processes that have ended.
         if message["generation"] < self.leader.began:  # of processes that are gone
             return
-        first, lines = self._line(Slot(host, 0)), message["lines"]
+        first, lines = self._line(HostSlot(host, 0)), message["lines"]
         self._lines[first : first + len(lines)] = lines
         self._stopped = {slot for slot in self._stopped if slot.host != host}
-        self._stopped |= {Slot(host, number) for number in message["stopped"]}
+        self._stopped |= {HostSlot(host, number) for number in message["stopped"]}
 
-    def _line(self, slot: Slot) -> int:
+    def _line(self, slot: HostSlot) -> int:
         """Returns the number of the line of a slot, among those of all hosts."""
         return sum(self._counts[: slot.host]) + slot.number
 
-    def _lose(self, host: int, why: str) -> None:
+    def _drop_host(self, host: int, why: str) -> None:
         """Notes that a host takes part in nothing more."""
         ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
+        # Once: the end of a connection, an invalid message and a silence may all say the same of one host. The leader
+        # goes first, so that no order is sent there any longer by what follows.
         if host in self.leader.hosts:
             self.leader.drop(host)
             self._liveness.forget(host)
             self._away.joining.discard(host)
             lost = HostLost(ranks, self._agents[host].host, why, self._watch.step)
-            self.history.note(lost)
+            self.history.add(lost)
             why = host_text(lost)
-            done = ranks and not self.finishing and self._away.absent.lose(host, time.monotonic(), why)
+            done = ranks and not self.finishing and self._away.absent.add(host, time.monotonic(), why)
             self._notices += [Notice(ranks[0], why, done)] if done else []
 
-    def _think(self, changed: Iterable[Silence]) -> None:
+    def _act_on_silences(self, changed: Iterable[Silence]) -> None:
         for silence in changed:
             name = self._agents[silence.host].host
             ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == silence.host)
             cause = f"host {name} ({ranks_text(ranks)}) has said nothing for {silence.seconds:.1f} s"
             if silence.thought == "given up":
-                self._lose(silence.host, f"it has said nothing for {silence.seconds:.1f} s: it was stopped, or cut off")
+                self._drop_host(
+                    silence.host, f"it has said nothing for {silence.seconds:.1f} s: it was stopped, or cut off"
+                )
+                # The connection is cut as well: the agent ends its ranks when its input ends, should it run after all.
                 self._agents[silence.host].abandon()
-            elif ranks:  # a host whose workers are all gone keeps nobody waiting
+            elif ranks:  # no rank waits for a host whose workers are all gone
                 suspected = silence.thought == "suspected"
                 action = f"is waited for, {self._liveness.grace:g} s at most" if suspected else "it is back"
                 self._notices.append(Notice(ranks[0], cause, action))
 
     def notices(self) -> list[Notice]:
-        """Returns what is to be told since the last call."""
+        """Returns what the user is to know since the last call."""
         still = self._watch.notices()
-        self.tell(Tell(self.leader.table[notice.rank].host, {"kind": "stacks"}) for notice in still)
+        self.send_orders(AgentOrder(self.leader.table[notice.rank].host, {"kind": "stacks"}) for notice in still)
         named = [replace(n, cause=rank_at_host(n.cause, n.rank, self.host_of(n.rank))) for n in still]
         refused = [
             Notice(0, cause, "goes on without it") for cause in self._away.refusals[self._away.refusals_reported :]
@@ -283,7 +281,7 @@ class HostsPool:
     def _pass_time(self) -> float:
         """Looks at who has been silent for how long; returns the time."""
         now = time.monotonic()
-        self._think(self._liveness.pass_time(self._clock.passed(now), self._watch.pace or None))
+        self._act_on_silences(self._liveness.pass_time(self._clock.passed(now), self._watch.pace or None))
         return now
 
     def action(self) -> Action:
@@ -291,15 +289,13 @@ class HostsPool:
         now = self._pass_time()
         overdue = self._away.absent.overdue(now)
         if self._replaceable and not self._away.absent:  # for a host that is waited for all others wait
-            if not self._begun and self._watch.begun:
-                self._begun = True
-                self.history.note(WorkerBegan())
+            self._note_begun(self._watch)
             stopped = [rank for rank, slot in enumerate(self.leader.table) if slot in self._stopped]
             silent = [rank for rank, slot in enumerate(self.leader.table) if self._liveness.is_suspected(slot.host)]
             late = self._watch.late(now, stopped, [*silent, *self.history.finished])
             hosts = tuple(map(self.host_of, range(self.ranks)))
-            if late is not None and self.history.note_late(replace(late, hosts=hosts), stopped):
-                self.tell(Tell(host, {"kind": "stacks"}) for host in sorted(self.leader.hosts))
+            if late is not None and self.history.add_late(replace(late, hosts=hosts), stopped):
+                self.send_orders(AgentOrder(host, {"kind": "stacks"}) for host in sorted(self.leader.hosts))
         action = self.history.action()
         if isinstance(action, Replace | Shrink | Restart) and not self.leader.hosts:
             return Stop(action.losses[0].rank, f"{action.losses[0].cause}; no other host is left")
@@ -327,14 +323,10 @@ class HostsPool:
 
     def open_change(self, lost: Collection[int]) -> HostsChange:
         """Opens a change of the membership: these ranks are lost and killed, and all others have to answer."""
-        self.tell(self.leader.kill(lost))
-        self.tell(self.leader.open())
+        # A lost process may only be stopped, and would write again one day: it is killed, and waited for, in any case.
+        self.send_orders(self.leader.kill(lost))
+        self.send_orders(self.leader.open())
         return HostsChange(self, self._watch)
-
-    @property
-    def finishing(self) -> bool:
-        """True once a rank has passed the end, which is there for the others, too."""
-        return self.history.finishing
 
     def offered(self) -> bool:
         """Tells whether workers are offered that could take part."""
@@ -344,9 +336,9 @@ class HostsPool:
     def admit(self) -> HostsChange:
         """Opens a change of the membership in which the workers that are offered are taken in, and all connect anew.
         Raises WorkerFailed where connections between hosts are lost again and again."""
-        self._torn.mend(self.step)
+        self._torn.note_reconnected(self.step)
         self._take_offered()
-        self.tell(self.leader.open())
+        self.send_orders(self.leader.open())
         return HostsChange(self, self._watch)
 
     def _take_offered(self) -> None:
@@ -355,10 +347,10 @@ class HostsPool:
             host = agent.number
             self._agents[host] = agent
             agent.hand_over(self._news)
-            self.leader.take(host)
-            self._away.absent.take(host)
+            self.leader.add_host(host)
+            self._away.absent.remove(host)
             self._liveness.expect(host)
-            self._lines[self._line(Slot(host, 0)) :][: self._counts[host]] = 0
+            self._lines[self._line(HostSlot(host, 0)) :][: self._counts[host]] = 0
             self._away.joining.add(host)
 
     def take_awaited(self) -> bool:
@@ -366,7 +358,7 @@ class HostsPool:
         does."""
         if again := bool(self._away.absent and self._away.offered):
             self._take_offered()
-            self.tell(self.leader.open())
+            self.send_orders(self.leader.open())
         return again
 
     @property
@@ -375,13 +367,13 @@ class HostsPool:
         return bool(self._away.absent) and not self._stopping
 
     def grow(self) -> None:
-        """Closes the change in which nobody was lost."""
+        """Closes the change in which no rank was lost."""
         self._close(self.leader.table, [], [])
 
-    def tell(self, messages: Iterable[Tell]) -> None:
-        """Sends messages to agents."""
-        for told in messages:
-            self._agents[told.host].send(told.message)
+    def send_orders(self, orders: Iterable[AgentOrder]) -> None:
+        """Sends orders to agents."""
+        for order in orders:
+            self._agents[order.host].send(order.message)
 
     def replace(self, losses: Sequence[WorkerLost]) -> list[WorkerLost]:
         """Puts new processes in the places of the lost ones, on the hosts that are left, and closes the change. Returns
@@ -398,24 +390,30 @@ class HostsPool:
         self._close([slot for slot in self.leader.table if slot not in gone], [], losses)
 
     def _close(
-        self, slots: Sequence[Slot], fresh: Sequence[Slot], losses: Sequence[WorkerLost], *, begins: bool = False
+        self,
+        slots: Sequence[HostSlot],
+        fresh: Sequence[HostSlot],
+        losses: Sequence[WorkerLost],
+        *,
+        begins: bool = False,
     ) -> None:
         hosts = sorted(self._away.joining & self.leader.hosts)
-        joined = [Slot(host, number) for host in hosts for number in range(self._counts[host])]
-        joined = [slot for slot in joined if slot not in slots]  # who was waited for has kept its ranks
+        joined = [HostSlot(host, number) for host in hosts for number in range(self._counts[host])]
+        joined = [slot for slot in joined if slot not in slots]  # a host that was waited for has kept its ranks
         self._away.joining.clear()
         slots, fresh = [*slots, *joined], [*fresh, *joined]
         for slot in fresh:
             self._watch.reset(self._line(slot))
             self._late_by[slot] = time.monotonic() - self._began_at
-        self.tell(self.leader.close(slots, fresh, begins=begins))
+        self.send_orders(self.leader.close(slots, fresh, begins=begins))
         self._torn.forget()
         for host in hosts:
             ranks = tuple(rank for rank, slot in enumerate(self.leader.table) if slot.host == host)
             cause = f"host {self._agents[host].host} takes part again, with {ranks_text(ranks)}"
             self._notices.append(Notice(ranks[0], cause, f"goes on with {self.ranks} workers"))
-        self.history.note_change(losses, self.ranks, restarted=begins)
-        self._watch.sit([self._line(slot) for slot in self.leader.table])
+        # After the table is sent, and before any answer to it can be heard, since both happen in this thread.
+        self.history.add_change(losses, self.ranks, restarted=begins)
+        self._watch.assign_slots([self._line(slot) for slot in self.leader.table])
         if self._stopping:
             self.send({"kind": "stop"})
 
@@ -423,8 +421,8 @@ class HostsPool:
         """Closes the change for the workers that are left, which are to save and to leave."""
         left = [slot for slot in self.leader.table if self.leader.lives(slot)]
         if left:
-            self.tell(self.leader.close(left, ending=True))
-            self._watch.sit([self._line(slot) for slot in left])
+            self.send_orders(self.leader.close(left, ending=True))
+            self._watch.assign_slots([self._line(slot) for slot in left])
 
     def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
         """Ends every process, and begins again with others, on the hosts that are left. Yields what ranks still say.
@@ -446,11 +444,8 @@ class HostsPool:
 
     # Ending
 
-    def part(self, seconds: float = PART_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks that are done still say, until they have ended by themselves or the time is up."""
-        allowed = Allowance(seconds)
-        while any(map(self.leader.lives, self.leader.table)) and (left := allowed.left) > 0:
-            yield from self.hear(min(LOOK_SECONDS, left))
+    def _may_report(self) -> bool:
+        return any(map(self.leader.lives, self.leader.table))
 
     def hear_out(self, rank: int, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say until this one has ended, or the time is up."""
@@ -463,7 +458,7 @@ class HostsPool:
 
 
 @final
-class HostsChange:
+class HostsChange(OpenChange):
     """An open change of the membership of several hosts, until its table can be sent."""
 
     def __init__(self, pool: HostsPool, watch: Watchdog) -> None:
@@ -478,10 +473,10 @@ class HostsChange:
         asked = [rank for rank in self._leader.asked() if rank not in lost]
         late = self._silence.broken_by(asked, time.monotonic()) if asked else None
         if late is not None:
-            self._pool.history.note(late)
-            self._pool.tell(self._leader.kill(late.ranks))
+            self._pool.history.add(late)
+            self._pool.send_orders(self._leader.kill(late.ranks))
         undead = self._leader.undead(lost)
-        self._pool.tell(self._leader.kill(undead))  # also who was found to be lost since the change was opened
+        self._pool.send_orders(self._leader.kill(undead))  # also who was found to be lost since the change was opened
         if undead and self._pool.history.quiet > KILL_SECONDS:
             raise WorkerFailed(
                 f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "

@@ -27,9 +27,9 @@ class HostsVerb(StartedHosts):
     def __init__(self, launcher: HostsLauncher, shipment: Shipment) -> None:
         super().__init__(launcher, shipment)
         self._result: Message | None = None
-        """What rank 0 has told of its result."""
+        """What rank 0 has sent of its result."""
         self._errors: dict[int, Message] = {}
-        """What ranks have told of the errors that the verb has raised there, by rank."""
+        """What ranks have sent of the errors that the verb has raised there, by rank."""
 
     def value(self) -> Any:
         """Returns the value of the verb, which is plain JSON. Raises what rank 0 has raised; WorkerFailed where a rank
@@ -96,8 +96,8 @@ class HostsVerb(StartedHosts):
 
     def _error(self, stop: Stop, pool: HostsPool) -> Exception:
         """Returns what a decision to stop is raised as, with the host of the rank that is the cause."""
-        told = self._errors.get(stop.rank)
-        error = failure(stop) if told is None else error_of(told)
+        known = self._errors.get(stop.rank)
+        error = failure(stop) if known is None else error_of(known)
         if not isinstance(error, WorkerFailed) or error.rank is None or not 0 <= error.rank < sum(self._counts):
             return error
         cause = rank_at_host(str(error), error.rank, pool.host_of(error.rank), str(self._shipment.root))

@@ -78,28 +78,28 @@ class RunCopy:
         self._aside = run_dir.with_name(f".{run_dir.name}.copy-{os.getpid()}")
         self._file: Path | None = None
 
-    def take(self, message: Message | bytes) -> None:
+    def write(self, message: Message | bytes) -> None:
         """Writes what an agent has sent. Raises FrameError where it must not be written, CheckpointError where it
         cannot."""
-        self._doing(lambda: self._write(message))
+        self._raising_copy_error(lambda: self._write_message(message))
 
     def finish(self) -> None:
         """Puts the copy in its place, where its files take that of their like and all others stay. Raises
         CheckpointError where that cannot be done."""
-        self._doing(lambda: _merge(self._aside, self._run_dir))
+        self._raising_copy_error(lambda: _merge(self._aside, self._run_dir))
 
     def drop(self) -> None:
         """Removes what is not whole."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
-    def _doing(self, call: Callable[[], None]) -> None:
+    def _raising_copy_error(self, call: Callable[[], None]) -> None:
         try:
             call()
         except (OSError, UnicodeError) as error:  # UnicodeError: a name that this host cannot write
             why = error.strerror if isinstance(error, OSError) else ascii(str(error))
             raise CheckpointError(f"the run directory cannot be copied to {self._run_dir}: {why}") from error
 
-    def _write(self, message: Message | bytes) -> None:
+    def _write_message(self, message: Message | bytes) -> None:
         self._aside.mkdir(parents=True, exist_ok=True)
         if isinstance(message, bytes):
             if self._file is None:
@@ -107,11 +107,11 @@ class RunCopy:
             with open(self._file, "ab") as file:
                 file.write(message)
             return
-        path = self._aside / inside(message["path"])
+        path = self._aside / path_inside(message["path"])
         if message["kind"] == "folder":
             path.mkdir()
         elif message["kind"] == "link":
-            path.symlink_to(neighbour(message["target"]))
+            path.symlink_to(neighbour_target(message["target"]))
         else:
             path.touch()
             self._file = path
@@ -126,15 +126,15 @@ def _merge(source: Path, target: Path) -> None:
             path.replace(target / path.name)
 
 
-def inside(path: str) -> PurePosixPath:
+def path_inside(path: str) -> PurePosixPath:
     """Returns a path that leads nowhere but below a folder. Raises FrameError for another."""
     found = PurePosixPath(path)
     if found.is_absolute() or ".." in found.parts or not found.parts or "\0" in path:
-        raise FrameError(f"{path!r} is no path below a run directory")
+        raise FrameError(f"{path!r} is not a path below a run directory")
     return found
 
 
-def neighbour(target: str) -> str:
+def neighbour_target(target: str) -> str:
     """Returns the target of a link that is in the same folder. Raises FrameError for another."""
     if "/" in target or target in ("", ".", "..") or "\0" in target:
         raise FrameError(f"a link to {target!r} would lead out of its folder")

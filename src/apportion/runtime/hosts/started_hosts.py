@@ -26,7 +26,7 @@ from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.supervisor.watchdog import Allowance
 
 READY_SECONDS = 30.0
-"""The seconds that an agent may take to speak: a launcher itself gives up earlier where nobody answers."""
+"""The seconds that an agent may take to speak: a launcher itself gives up earlier where a host does not answer."""
 LONGEST_GRACE = "28 s"
 """The time that a silent host is waited for where nothing can go on without it."""
 LOOK_SECONDS = 0.5
@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.5
 END_SECONDS = 8.0
 """The seconds that agents may take to end their ranks and remove their folders."""
 WORDS_SECONDS = 2.0
-"""The seconds in which what ranks have printed still arrives after they have told how they ended."""
+"""The seconds in which what ranks have printed still arrives after their reports of how they ended."""
 TRAVELS = (PLAIN_PATHS,)
 """The variables of the driver's environment that the ranks are given."""
 
@@ -68,7 +68,6 @@ class StartedHosts:
         self._threads: list[int] = []
         """The number of threads of each rank, by host."""
         self._secret, self._run = secrets.token_hex(32).encode(), secrets.token_hex(8)
-        self._failed = False
 
     # The beginning
 
@@ -81,16 +80,16 @@ class StartedHosts:
     def _begin(self) -> None:
         """Hears where everything is, compares, and has the ranks started."""
         facts = self._answers("here", READY_SECONDS, "has not answered", self._agents)
-        told = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
-        refuse_unlike(versions(), told, self._launcher.device)
-        for unlike in unlike_patches(versions(), told):
+        named = [(agent.host, fact) for agent, fact in zip(self._agents, facts, strict=True)]
+        refuse_unlike(versions(), named, self._launcher.device)
+        for unlike in unlike_patches(versions(), named):
             self._warn(unlike)
         with_gpus = self._launcher.device != "cpu" and any(fact["gpus"] for fact in facts)
         self._replaceable = self._replaceable and not with_gpus
         wanted = [host.workers for host in self._hosts]
         self._counts = [ranks_of(f, w, self._launcher.device) for f, w in zip(facts, wanted, strict=True)]
         threads = [self._launcher.threads_each(f["cores"], n) for f, n in zip(facts, self._counts, strict=True)]
-        for (name, fact), count, each in zip(told, self._counts, threads, strict=True):
+        for (name, fact), count, each in zip(named, self._counts, threads, strict=True):
             if (warning := overload(name, fact, count, each + self._launcher.loaders)) is not None:
                 self._warn(warning)
         for agent in self._agents:
@@ -145,7 +144,7 @@ class StartedHosts:
         wanted = [agent.number for agent in agents]
         allowed = Allowance(seconds)
         while len(found) < len(wanted):
-            news = self._next(min(LOOK_SECONDS, allowed.left))
+            news = self._next_message(min(LOOK_SECONDS, allowed.left))
             if news is not None:
                 number, message = news
                 self._refuse_ended(number, message)
@@ -156,7 +155,7 @@ class StartedHosts:
                 raise ApportionError(f"host {self._agents[number].host} {late} for {seconds:.0f} s: is it overloaded?")
         return [found[number] for number in wanted]
 
-    def _next(self, seconds: float) -> News | None:
+    def _next_message(self, seconds: float) -> News | None:
         with contextlib.suppress(queue.Empty):
             return self._news.get(timeout=max(0.0, seconds))
         return None
@@ -165,16 +164,14 @@ class StartedHosts:
         """Raises ApportionError where the agent has ended, or cannot do what it must."""
         agent = self._agents[number]
         if message is None:
-            self._failed = True
             raise (WorkerFailed if agent.is_up else ApportionError)(agent.why_ended())
         if isinstance(message, dict) and message["kind"] == "refused":
-            self._failed = True
             raise ApportionError(f"host {agent.host}: {message['why']}")
 
     # While the ranks run
 
     def _make_pool(self, policy: Policy, *, survives: bool = False) -> HostsPool:
-        """Returns the ranks, once they were told to begin. ``survives``: those that are left go on after a loss."""
+        """Returns the ranks, once they were started. ``survives``: those that are left go on after a loss."""
         if not self._replaceable:
             policy = replace(policy, host_grace=LONGEST_GRACE)
         return HostsPool(

@@ -8,19 +8,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import cloudpickle
 
-from apportion.core.value import Value
+from apportion.core.launcher import Carried, Launcher
 from apportion.process import most_threads, usable_cores
 from apportion.runtime.spawn.client import ForkedProcess, NotForked, SpawnTask
 from apportion.runtime.spawn.imports import Imports
-from apportion.runtime.spawn.standby import Spare
-from apportion.runtime.spawn.template import template
+from apportion.runtime.spawn.template import Spare, template
 
 
 @dataclass(frozen=True, repr=False)
-class Local(Value):
+class Local(Launcher):
     """Worker processes on this machine, each with a number of threads."""
 
     workers: int | None = None
@@ -33,14 +33,17 @@ class Local(Value):
     loaders: int = 0
     """The number of data-loading processes of each worker; they count against the cores."""
 
-    launched = False
-    """False: the ranks are not running yet, and have to be started."""
-
     def __post_init__(self) -> None:
         self._must_be_whole("workers", "threads")
         self._must_be_whole("loaders", least=0)
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f'device={self.device!r} must be "cpu" or "cuda"')
+
+    def with_workers(self, workers: int) -> Self:
+        return replace(self, workers=workers)
+
+    def dispatch(self, carried: Carried) -> Any:
+        return carried.on_processes(self)
 
     def on_cpu(self) -> bool:
         """Tells whether the workers compute on the CPU."""
@@ -99,16 +102,16 @@ class Local(Value):
             raise
         return started
 
-    def replace(self, payload: bytes, seat: int, seats: int, port: int, spare: Spare | None = None) -> Process:
-        """Starts a process that takes the seat of one that was lost: forked from the spare where that can be, else from
+    def replace(self, payload: bytes, slot: int, slots: int, port: int, spare: Spare | None = None) -> Process:
+        """Starts a process that takes the slot of one that was lost: forked from the spare where that can be, else from
         the template."""
-        place = (seat, seats, port)
+        place = (slot, slots, port)
         if spare is not None and spare.ready:
             try:
-                return self._spawned(seat, self._task(spare.target, b"", place), spare.spawn)
+                return self._spawned(slot, self._task(spare.target, b"", place), spare.spawn)
             except NotForked:  # it was lost too
                 spare.close()
-        return self._spawned(seat, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
+        return self._spawned(slot, self._task("apportion.runtime.worker.entry:train", payload, place), template().spawn)
 
     def spare(self, payload: bytes) -> Spare:
         """Starts the process that replacements are forked from; it takes a while until it is ready."""
@@ -169,7 +172,7 @@ def _threads(number: int) -> Mapping[str, str]:
 class Process:
     """A worker process on this machine."""
 
-    seat: int
+    slot: int
     channel: socket.socket
     _forked: ForkedProcess
 

@@ -5,7 +5,7 @@
     driver    frames  ->  calls of an actor, 32 KiB at most each  ->  actor on the node  ->  stdin of the agent
               frames  <-  what those that wait there return       <-                     <-  stdout and stderr
 
-An actor holds one agent as a process of its own, since a threaded actor must not fork. What the agent is told and tells
+An actor holds one agent as a process of its own, since a threaded actor must not fork. What the agent is sent and sends
 travels as arguments and results of the actor's calls, so small that Ray sends them from process to process: nothing
 comes into its object store, and nothing of a run into a runtime environment. Where the driver ends, Ray ends its
 actors, and with an actor the input of its agent ends.
@@ -309,8 +309,8 @@ class _CarriedAgent:
         try:
             status = None
             while status is None:
-                *told, status = self._ray.get(self._actor.read.remote(POLL_SECONDS))
-                for descriptor, data in zip((out, err), told, strict=True):
+                *sent, status = self._ray.get(self._actor.read.remote(POLL_SECONDS))
+                for descriptor, data in zip((out, err), sent, strict=True):
                     _write_all(descriptor, data)
             self._status = status
         except Exception as error:

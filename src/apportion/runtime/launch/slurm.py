@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from apportion.comm.network.slurm.allocation import allocated, environment_of_steps
+from apportion.comm.network.slurm import allocated, environment_of_steps
 from apportion.errors import ApportionError
 from apportion.runtime.agents.agent_command import HOST_CORES, REACHED_FROM, agent_command
 from apportion.runtime.agents.hosts_launcher import HostsLauncher, RunHost, as_texts
@@ -89,8 +89,8 @@ class Slurm(HostsLauncher):
             return f"host {host}: its srun was ended by {signal.Signals(-status).name}; resume=True goes on"
         text = "\n".join(line for line in said if line.startswith(self.own_words))
         if not is_up:
-            told = [line for line in text.splitlines() if not _NO_REASON.search(line)]
-            return f"host {host}: Slurm does not start its agent ({told[-1]}); {_CURE}" if told else None
+            lines = [line for line in text.splitlines() if not _NO_REASON.search(line)]
+            return f"host {host}: Slurm does not start its agent ({lines[-1]}); {_CURE}" if lines else None
         if (cancelled := _CANCELLED.search(text)) is not None:
             why = (cancelled[1] or "").strip().lower() or "by hand or by the system"
             return f"host {host}: Slurm has cancelled the step that held its agent, {why}; resume=True goes on"
@@ -104,8 +104,8 @@ class Slurm(HostsLauncher):
         job = os.environ.get("SLURM_JOB_ID", "")
         listing = ["squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i %j"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # they end with the job
-            told = subprocess.run(listing, capture_output=True, text=True, timeout=_END_SECONDS).stdout
-            steps = [line.split()[0] for line in told.splitlines() if line.split()[1:] == [_step_name()]]
+            listed = subprocess.run(listing, capture_output=True, text=True, timeout=_END_SECONDS).stdout
+            steps = [line.split()[0] for line in listed.splitlines() if line.split()[1:] == [_step_name()]]
             if steps:
                 subprocess.run(["scancel", "--signal=HUP", *steps], capture_output=True, timeout=_END_SECONDS)
 

@@ -1,1 +1,1 @@
-"""Ranks that others have started: rank 0 drives them, each makes steps in its own process, and is told to end there."""
+"""Ranks that others have started: rank 0 drives them, which make steps in their own processes."""

@@ -28,16 +28,16 @@ def failed(error: BaseException) -> Message:
     return {"kind": FAILED, "name": name if name in _KINDS else "ApportionError", "text": text, **about}
 
 
-def error_of(told: Message) -> Exception:
+def error_of(message: Message) -> Exception:
     """Returns the error that a message tells, of the type that it had; ApportionError where the type is unknown."""
-    kind: Any = _KINDS.get(told["name"], ApportionError)
+    kind: Any = _KINDS.get(message["name"], ApportionError)
     if issubclass(kind, WorkerFailed):
-        return kind(told["text"], rank=told["rank"], traceback=told["traceback"], where=told["where"])  # type: ignore[no-any-return]
-    return kind(told["text"])  # type: ignore[no-any-return]
+        return kind(message["text"], rank=message["rank"], traceback=message["traceback"], where=message["where"])  # type: ignore[no-any-return]
+    return kind(message["text"])  # type: ignore[no-any-return]
 
 
-def value_of(told: Message) -> Any:
+def value_of(message: Message) -> Any:
     """Returns the value that a message tells, or raises the error."""
-    if told["kind"] == RESULT:
-        return told["value"]
-    raise error_of(told)
+    if message["kind"] == RESULT:
+        return message["value"]
+    raise error_of(message)

@@ -19,8 +19,7 @@ from typing import Any, final
 
 from apportion.core.event import Event
 from apportion.errors import ApportionError, CheckpointError, ToldToEnd
-from apportion.runtime.notice.requeue import requeue_job
-from apportion.runtime.notice.signals import SAME_SECONDS, RunHandlers, explain, raised_by
+from apportion.runtime.notice import SAME_SECONDS, RunHandlers, explain, raised_by, requeue_job
 from apportion.runtime.supervisor.run import cause_of, interrupted_text, resume_command
 from apportion.runtime.worker.coordination import RunControl
 from apportion.runtime.worker.job import Job
@@ -146,5 +145,5 @@ class RankNotice:
             os._exit(128 + number)
 
     def _requeue(self) -> None:
-        if self._rank == 0 and self._job is not None and self.control.was_told():
+        if self._rank == 0 and self._job is not None and self.control.was_notified():
             requeue_job(self._job.policy)

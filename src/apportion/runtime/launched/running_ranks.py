@@ -9,15 +9,22 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
+
+import torch
 
 from apportion.comm.channel import Lines, Message
+from apportion.core.strategy import Strategy
 from apportion.errors import WorkerFailed
+from apportion.runtime.launch.local import Local
+from apportion.runtime.launched.ranks import STEPS, Ranks, StepPool
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.decisions import Stop, failure, next_action
 from apportion.runtime.supervisor.failures import WorkerEvent, WorkerRaised
+from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.runtime.worker.job import Job
 
 LOOK_SECONDS = 0.5
@@ -30,22 +37,17 @@ FIELDS = ("changes", "workers", "proof", "rows", "rare", "short", "cut", "gradie
 """The fields of a job that rank 0 decides for all ranks."""
 
 
-class Processes(Protocol):
-    """Processes beside the ranks, which end with them."""
-
-    def pids(self) -> list[int]:
-        """Returns the process ids."""
-
-
 @final
-class RunningRanks:
+class RunningRanks(Ranks):
     """The ranks, as their driver sees them. ``abort`` may be called from any thread, everything else from the driver's
     alone."""
 
-    def __init__(self, links: Sequence[socket.socket], names: Sequence[str], *, here: int) -> None:
+    side_by_side = False  # each rank holds the step of one strategy
+
+    def __init__(self, links: Sequence[socket.socket], names: Sequence[str], *, here: int, hosts: int = 1) -> None:
         """Takes a connection to each rank, by rank, and what each is called in messages of errors. ``here``: the number
-        of ranks on this host."""
-        self.here = here
+        of ranks on this host, of ``hosts``."""
+        self._here, self.hosts, self.one_folder = here, hosts, hosts == 1
         self._names = list(names)
         self._lines = [Lines(link) for link in links]
         self._selector = selectors.DefaultSelector()
@@ -56,33 +58,53 @@ class RunningRanks:
         self._path: str | None = None
         """The path of the last order, at which rank 0 leaves what it writes, and what others have written is left."""
         self._begun = self._owed = self._aborted = False
-        self._beside: list[Processes] = []
+        self._beside: list[WorkerPool] = []
+        """The processes on this host that end with the ranks."""
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self._lines)
 
-    def begin(self, job: Job, cuts: Sequence[str] = (), *, which: int = 0) -> RunningRanks:
-        """Has every rank build its step: its own workload and strategy, with what rank 0 decides. ``cuts``: where the
-        strategy cuts the network into stages; ``which``: the number of the rank's own job. Returns itself; ``close``
-        ends what was begun."""
+    def layout(self, strategy: Strategy) -> Local:
+        return local_layout(strategy, self.size)
+
+    def layout_alone(self) -> Local:
+        return Local(workers=1, device="cpu")
+
+    def begin(
+        self,
+        job: Job,
+        launcher: Local,
+        ranks: int,
+        *,
+        cuts: Sequence[str] = (),
+        which: int = 0,
+        importer: Spare | None = None,
+    ) -> StepPool:
+        """Has every rank build its step: its own workload and strategy, with what rank 0 decides. A strategy of one
+        process gets one of its own on this host. ``close`` ends what was begun."""
+        if ranks < self.size:
+            return self.start(STEPS, job, launcher, importer)
         self._happened.clear()
         self._begun = True
         fields = {name: getattr(job, name) for name in FIELDS}
         self.send({"kind": "begin", "job": fields, "cuts": list(cuts), "which": which})
         return self
 
-    @contextmanager
-    def beside(self, processes: Processes) -> Iterator[None]:
-        """Has ``abort`` end processes that rank 0 has started, for as long as they are there."""
-        self._beside = [*self._beside, processes]
+    def ranks_here(self, ranks: int) -> int:
+        return self._here
+
+    def start(self, target: str, job: Job, launcher: Local, importer: Spare | None = None) -> StepPool:
+        """Starts a process on this host, which ``abort`` ends as well."""
+        pool = WorkerPool(launcher, target, job, 1, importer)
+        self._beside = [*self._beside, pool]
         if self._aborted:
-            _kill(processes)
-        try:
-            yield
-        finally:
-            self._beside = [other for other in self._beside if other is not processes]
+            _kill(pool)
+        return _PoolBeside(pool, self._forget)
+
+    def _forget(self, pool: WorkerPool) -> None:
+        self._beside = [other for other in self._beside if other is not pool]
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Sends an order to every rank."""
@@ -155,8 +177,8 @@ class RunningRanks:
         for lines in self._lines[1:]:
             with suppress(OSError):
                 lines.send(message)
-        for processes in self._beside:
-            _kill(processes)
+        for pool in self._beside:
+            _kill(pool)
 
     def _hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
         """Yields what ranks say within this time, and returns at the first words. What happens to them is noted."""
@@ -185,7 +207,38 @@ class RunningRanks:
         return message
 
 
-def _kill(processes: Processes) -> None:
-    for pid in processes.pids():
+@final
+class _PoolBeside:
+    """A process beside the ranks. ``forget``: called before the process is ended, whose id may then be another's."""
+
+    def __init__(self, pool: WorkerPool, forget: Callable[[WorkerPool], None]) -> None:
+        self._pool, self._forget = pool, forget
+
+    def send(self, order: Mapping[str, Any]) -> None:
+        self._pool.send(order)
+
+    def ask(self, order: Mapping[str, Any], kind: str, seconds: float) -> list[Message]:
+        return self._pool.ask(order, kind, seconds)
+
+    def answers(self, kind: str, seconds: float) -> list[Message]:
+        return self._pool.answers(kind, seconds)
+
+    def close(self) -> None:
+        self._forget(self._pool)
+        self._pool.close()
+
+
+def _kill(pool: WorkerPool) -> None:
+    for pid in pool.pids():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def local_layout(strategy: Strategy, ranks: int) -> Local:
+    """Returns the layout of a strategy on exactly so many ranks, as if they were local processes. Raises ValueError
+    where it does not run on so many."""
+    workers = next((n for n in range(1, ranks + 1) if strategy.ranks(n) == ranks), None)
+    if workers is None or (strategy.one_process and ranks > 1):
+        why = "runs in one process" if strategy.one_process else f"needs at least {strategy.ranks(1)}"
+        raise ValueError(f"{strategy} {why}, and {ranks} ranks are running: start as many, or use data_parallel")
+    return Local(workers=workers, threads=torch.get_num_threads(), device="cpu")

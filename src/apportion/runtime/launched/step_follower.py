@@ -18,7 +18,7 @@ from typing import Any, final
 from apportion.comm.channel import Channel, Message
 from apportion.comm.world import World
 from apportion.core import fast_paths
-from apportion.core.sampling.rng import fork_host_rng
+from apportion.core.rng import fork_host_rng
 from apportion.core.strategy import Strategy
 from apportion.errors import PeerLost
 from apportion.runtime.launched.outcome import FAILED, RESULT

@@ -53,6 +53,7 @@ class Coarse(torch_private.DispatchMode):
         if not self._moves or eps < self._least:
             return result
         returns = func._schema.returns
+        # An alias of an argument, or an argument that was written into, must not be replaced by another tensor.
         fresh = at < len(returns) and returns[at].alias_info is None
         return moved(result, eps, self._generator) if fresh else result
 

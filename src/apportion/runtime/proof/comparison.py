@@ -73,7 +73,7 @@ class Comparison:
         """The largest change of each kind of tensor."""
         self._share = self._noisiest = 0.0
 
-    def take(self, step: int, found: Tensors, expected: Tensors, nudged: Tensors) -> None:
+    def compare(self, step: int, found: Tensors, expected: Tensors, nudged: Tensors) -> None:
         """Compares the states after a step: the strategy's, the reference's, and the reference's that rounding leads
         astray."""
         self._tensors = len(expected)
@@ -90,6 +90,7 @@ class Comparison:
                 allowed = self._own[name]
                 difference = replace(difference, own=True, relative=difference.absolute / moved[name])
             self._noisiest = max(self._noisiest, allowed)
+            # The cap keeps an amplified rounding from widening the bound until a real mistake fits into it.
             bound = max(FLOOR, min(CAP, NOISE_FACTOR * allowed))
             verdict = verdict_of(difference.relative, allowed, bound) if difference.absolute else "equal"
             if verdict == "different" and self._may_come_and_go(name, found, expected):
@@ -108,13 +109,14 @@ class Comparison:
 
     def _may_come_and_go(self, name: str, found: Tensors, expected: Tensors) -> bool:
         """Tells whether rounding may decide if this tensor is there: L-BFGS keeps as many slots as it has accepted
-        steps, and accepts them by the sign of a small number. In float64 that is no excuse."""
+        steps, and accepts them by the sign of a small number. In float64 rounding cannot decide it."""
         return self._eps > EPS and name.startswith("optimizer/") and (name in found) != (name in expected)
 
     def _is_own(self, name: str, moved: Mapping[str, float], rounding: Mapping[str, float]) -> bool:
         """Tells whether a tensor is held against its own change."""
         change = moved.get(name, 0.0)
         together = max(self._largest.get(self._kind(name), 0.0), self._largest.get(self._alike(name), 0.0))
+        # A tensor whose own change is of the size of rounding in its neighbours says nothing about the strategy.
         least = OWN_LEAST * max(self._eps, EPS) * together
         return change > least and rounding[name] < OWN_SHARE * change
 
@@ -216,6 +218,7 @@ class Comparison:
         found: dict[str, float] = {}
         for name, tensor in expected.items():
             moved = _distance(nudged[name], tensor) if name in nudged else 0.0
+            # One rounding of the largest element is the least that any change of the order of a sum can make.
             found[name] = max(moved, torch.finfo(tensor.dtype).eps * _size(tensor)) if _numeric(tensor) else moved
         return found
 
@@ -225,6 +228,7 @@ class Comparison:
         for name, change in changes.items():
             group = self._group(name)
             # A buffer that did not move shows no noise; weights move together, or none of them does.
+            # A noise of exactly zero would make the bound zero: rounding may have been swallowed by a coarser type.
             share = max(self._eps, rounding[name] / change) if change else (float("inf") if group == WEIGHTS else 0.0)
             noise[group] = max(noise.get(group, 0.0), share)
         return noise
@@ -314,7 +318,7 @@ def _piece_distance(left: Tensor, right: Tensor) -> float:
     found = float((left - right).abs_().max())
     if math.isfinite(found):
         return found
-    same = (left == right) | (left.isnan() & right.isnan())  # of which the difference is no number
+    same = (left == right) | (left.isnan() & right.isnan())  # equal infinities, whose difference is NaN
     return float(torch.where(same, 0.0, (left - right).abs()).nan_to_num(nan=float("inf")).max())
 
 

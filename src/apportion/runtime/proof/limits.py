@@ -1,13 +1,87 @@
-"""The time and the memory that a proof may take, and how much of them it needs."""
+"""The time and the memory that a proof may take before a run, and how much of them it needs."""
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from pathlib import Path
 from typing import final
 
-from apportion.runtime.proof.budget import ProofSteps, comparing
+import torch
+from safetensors.torch import load_file, save_file
+
+BUDGET_SECONDS, BUDGET_SHARE = 10.0, 0.05
+"""The seconds that measuring, trying and proving take together at most, or their share of the run, whichever is
+more."""
+STARTED_SECONDS = 1.5
+"""The seconds of the budget that a program takes before it decides anything: Python, torch and the workload's own
+modules."""
+WIDER = 2.0
+"""A proof computes in float64, which takes at least this many times as long as float32."""
+
+
+@final
+class ProofSteps:
+    """The fastest step of a proof, for each number of rows."""
+
+    def __init__(self) -> None:
+        self._fastest: dict[int, float] = {}
+
+    def record_step(self, rows: int, seconds: float) -> None:
+        """Records that a step of one rank on ``rows`` rows took ``seconds`` in float64."""
+        self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds))
+
+    @property
+    def slowest(self) -> float:
+        """The seconds of a step on the largest number of rows; 0 where there was none."""
+        return self._fastest[max(self._fastest)] if self._fastest else 0.0
+
+    def run_step(self, times: float) -> float:
+        """Returns the seconds of a step of the run, which has ``times`` as many rows as the largest of the proof's
+        steps. The time of a row is the slope between steps of two sizes; where there is one size alone, rows count as
+        nothing."""
+        if not self._fastest:
+            return 0.0
+        (least, quickest), (most, slowest) = min(self._fastest.items()), max(self._fastest.items())
+        row = max(0.0, slowest - quickest) / (most - least) if most > least else 0.0
+        return (slowest + row * most * max(0.0, times - 1.0)) / WIDER
+
+
+def budget(run_seconds: float) -> float:
+    """Returns the seconds that measuring, trying and proving may take together before a run of ``run_seconds``."""
+    return max(BUDGET_SECONDS, BUDGET_SHARE * run_seconds)
+
+
+PROOF_SECONDS, PROOF_STEPS = 4.5, 16
+"""The seconds that a short proof takes, and the number of its steps on a few rows in float64, in four processes on two
+cores."""
+
+
+def proving(built: float, step: float) -> float:
+    """Returns about the seconds that a short proof takes of a workload whose processes start in ``built`` seconds, and
+    of which a step takes ``step``."""
+    return PROOF_SECONDS + built + PROOF_STEPS * step
+
+
+SAMPLE = 1 << 20
+"""The number of elements that are written and read to see how long that takes: 8 MB."""
+STATES = 3
+"""The number of states that are written and read after each step: the strategy's, the reference's, and the one moved by
+rounding."""
+
+
+def comparing(elements: int, steps: int) -> float:
+    """Returns the seconds that writing and reading states of ``elements`` elements takes at least, over ``steps``
+    steps: a lower bound of what a proof takes."""
+    with tempfile.TemporaryDirectory(prefix="apportion-check-") as folder:
+        path, sample = Path(folder, "sample"), torch.ones(SAMPLE, dtype=torch.float64)
+        began = time.perf_counter()
+        save_file({"sample": sample}, path)
+        float((load_file(path)["sample"] - sample).abs().max())
+        took = time.perf_counter() - began
+    return took * (elements / SAMPLE) * STATES * steps
+
 
 COPIES = 5
 """A process of a proof holds this many times the bytes of the weights: weights, gradients, two slots, and the state
@@ -44,7 +118,7 @@ class ProofLimits:
         """The share of the proof that is done."""
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """The seconds that are left; infinite where the proof is not limited, or not yet."""
         return float("inf") if self._least else self.remaining
 
@@ -60,7 +134,7 @@ class ProofLimits:
     def lengthen(self, rows: int, seconds: float, times: float) -> None:
         """Gives the proof its share of the run, as far as its own steps tell how long the run will be: one of them took
         so many seconds for so many rows, and the run has ``times`` as many."""
-        self._steps.take(rows, seconds)
+        self._steps.record_step(rows, seconds)
         if self._deadline is not None:
             run = self._run_steps * self._steps.run_step(times)
             self._deadline = max(self._deadline, self._began + self._share * run)
@@ -69,14 +143,14 @@ class ProofLimits:
         """Returns the rows of one more step that fits into this share of the time that is left. ``rows``: those of the
         largest step so far; each takes as long as one of its rows."""
         seconds = self._steps.slowest
-        return rows if not seconds else int(rows * max(1.0, share * self.left / (WARMING * seconds)))
+        return rows if not seconds else int(rows * max(1.0, share * self.seconds_left / (WARMING * seconds)))
 
     def step(self, seconds: float, share: float, ahead: int) -> None:
         """Notes a step of the proof, which is so large a share of it. Raises OutOfTimeError where the first one took so
         many seconds that those ``ahead`` cannot end in time."""
         first = self._progress == 0.0
         self._progress += share
-        if not self._least and first and seconds / WARMING * ahead > self.left:
+        if not self._least and first and seconds / WARMING * ahead > self.seconds_left:
             raise self.out_of_time()
 
     def must_fit(self, parameters: int, processes: int, steps: int) -> None:

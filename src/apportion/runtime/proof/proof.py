@@ -1,4 +1,5 @@
-"""The findings of a proof: its rounds, the difference that each shows, the verdict, and all of it in words."""
+"""The findings of a proof: its rounds, the difference that each shows, what a survey of the workload has found, the
+verdict, and all of it in words."""
 
 from __future__ import annotations
 
@@ -6,7 +7,46 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Self
 
-from apportion.runtime.proof.surveyed import Surveyed
+
+@dataclass(frozen=True)
+class Surveyed:
+    """What a look at a workload has found."""
+
+    rare: tuple[int, ...] = ()
+    """The rows that few others are like, the rarest first."""
+    read: int = 0
+    """The number of rows whose targets were read."""
+    of: int = 0
+    """The number of rows of the data; 0: they were not looked at."""
+    terms: str = ""
+    """What the loss terms are, in words."""
+    problem: str | None = None
+    """What is wrong with the loss, or with a batch, where a batch is divided."""
+    left: str | None = None
+    """Why the loss could not be tried by itself."""
+
+    @property
+    def scope(self) -> str:
+        """What of the rows and of the loss the look has covered, as the end of a sentence."""
+        said = []
+        if self.of and self.read == self.of:
+            said.append(f"rare rows were looked for among the targets of all {self.of:,}")
+        elif self.of:
+            share = 100 * self.read / self.of
+            said.append(f"rare rows were looked for among the targets of {share:.2g} % of {self.of:,}")
+        else:
+            said.append("rare rows were not looked for")
+        if self.terms.startswith("derived"):
+            said.append(f"loss terms {self.terms}")
+        if self.left is not None:
+            said.append(f"the loss was not tried by itself: {self.left}")
+        return "".join(f"; {text}" for text in said)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Self:
+        """Makes the value from its fields as plain data."""
+        return cls(**{**stored, "rare": tuple(stored["rare"])})
+
 
 Verdict = Literal["equal", "different", "undecided"]
 

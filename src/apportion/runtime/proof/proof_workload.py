@@ -1,14 +1,16 @@
-"""A workload as a proof trains it: on a few rows, with rates at which weights move, or with plain SGD."""
+"""A workload as a proof trains it: on a few rows, on the beginnings of its sequences, with rates at which weights move,
+or with plain SGD."""
 
 from __future__ import annotations
 
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
-from apportion.core.parts.sampler import PartSampler, rows_of_parts
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.rng import seeded_rng
+from apportion.core.sampler import PartSampler, rows_of_parts
+from apportion.core.torch_private import pytree, version_of
 from apportion.core.workload import Parameters, Workload
-from apportion.runtime.proof.short_sequences import with_short_sequences
 
 SMALL = 1e-2
 """A rate below this share of the optimizer's own moves weights too little."""
@@ -51,7 +53,7 @@ def few_rows(
     lengths: Sequence[int] = (),
     rare: Sequence[int] = (),
 ) -> Workload:
-    """Returns the workload on so many rows a batch, taken evenly from its data, with an epoch that ends in a short
+    """Returns the workload on ``rows`` rows a batch, taken evenly from its data, with an epoch that ends in a short
     batch where the workload's own does, and with as many steps as it has. ``steps``: the number that will be made of
     it; an epoch of whole batches that is not longer than that stays as it is. ``lengths``: those of the parts of its
     data, where they are known: else all parts are opened. ``rare``: rows that are among them, the first ones of these
@@ -76,12 +78,12 @@ def few_rows(
 def rows_of_proof(
     workload: Workload, lengths: Sequence[int], rows: Iterable[int], steps: int, workers: int
 ) -> list[set[int]]:
-    """Returns the rows of each part of the data that a proof of so many steps may ask for: with each of these numbers
+    """Returns the rows of each part of the data that a proof of ``steps`` steps may ask for: with each of these numbers
     of rows in a batch, and with whole batches where those are few enough."""
     found: list[set[int]] = [set() for _ in lengths]
-    for many in (*rows, workload.batch_size):
+    for count in (*rows, workload.batch_size):
         for some in {steps, min(steps, 2)}:  # gradients are compared for fewer steps
-            chosen = _rows_of_parts(workload, many, some, workers, lengths)
+            chosen = _rows_of_parts(workload, count, some, workers, lengths)
             if chosen is None:
                 chosen = _first_batches(workload, lengths, some) if some * workload.batch_size <= MOST_ROWS else []
             for of_part, index in zip(found, chosen, strict=False):
@@ -91,10 +93,10 @@ def rows_of_proof(
 
 def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> list[list[int]]:
     """Returns the rows of each part that the first batches of the workload hold."""
-    deal = PartSampler(lengths, workload.batch_size, order=workload.order, seed=workload.seed)
+    sampler = PartSampler(lengths, workload.batch_size, order=workload.order, seed=workload.seed)
     ends, found = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
-    for step in range(min(steps, workload.total_steps(deal.batches))):
-        for row in deal.index(step).tolist():
+    for step in range(min(steps, workload.total_steps(sampler.batches))):
+        for row in sampler.index(step).tolist():
             part = bisect_right(ends, row) - 1
             found[part].append(row - ends[part])
     return found
@@ -103,8 +105,8 @@ def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> li
 def _wanted(
     workload: Workload, examples: int, rows: int, steps: int, workers: int, *, chooses: bool = False
 ) -> int | None:
-    """Returns how many rows of so many examples the workload is proved on; None where it stays as it is, which it does
-    not where rows are chosen and its first steps would leave some out."""
+    """Returns how many rows of ``examples`` examples the workload is proved on; None where it stays as it is, which it
+    does not where rows are chosen and its first steps would leave some out."""
     rows = min(rows, workload.batch_size)
     batches = -(-examples // workload.batch_size)
     last = examples % workload.batch_size
@@ -136,13 +138,13 @@ def _rows_of_parts(
     wanted = _wanted(workload, sum(lengths), rows, steps, workers, chooses=bool(rare))
     if wanted is None:
         return None
-    many = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
+    counts = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
     evenly = workload.order == "shuffled"
     ends, of_parts = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
     for row in rare:
         part = bisect_right(ends, row) - 1
         of_parts[part].append(row - ends[part])
-    sizes = zip(of_parts, lengths, many, strict=True)
+    sizes = zip(of_parts, lengths, counts, strict=True)
     return [spread_with(some, length, count, evenly=evenly) for some, length, count in sizes]
 
 
@@ -152,10 +154,10 @@ def short_sequences(workload: Workload) -> Workload:
     return workload.with_data(lambda data: data if isinstance(data, ActedDataset) else with_short_sequences(data))
 
 
-def dealt_evenly(workload: Workload, workers: int) -> Workload:
+def divided_evenly(workload: Workload, workers: int) -> Workload:
     """Returns the workload with as many batches for each worker as for the others. Where each takes whole batches, a
-    worker that has fewer in the last round waits for the others, which a proof has told to make no more steps than
-    it."""
+    worker that has fewer in the last round waits for the others, which make no more steps in a proof than
+    it does."""
     steps = workload.steps
     if steps is None:
         with seeded_rng(workload.seed):
@@ -165,7 +167,7 @@ def dealt_evenly(workload: Workload, workers: int) -> Workload:
 
 
 def _sample(data: Dataset[Any], wanted: int, rare: Sequence[int], *, evenly: bool) -> Dataset[Any]:
-    """Returns so many rows. A data set that the network makes stays as it is: of smaller batches it makes fewer
+    """Returns ``wanted`` rows. A data set that the network makes stays as it is: of smaller batches it makes fewer
     examples, and there are none yet that could be taken from it."""
     if isinstance(data, ActedDataset):
         return data
@@ -173,10 +175,11 @@ def _sample(data: Dataset[Any], wanted: int, rare: Sequence[int], *, evenly: boo
 
 
 def spread_with(rare: Sequence[int], examples: int, wanted: int, *, evenly: bool = True) -> list[int]:
-    """Returns so many of the rows, in their order: these rare ones, the first of them where there are more, and the
+    """Returns ``wanted`` of the rows, in their order: these rare ones, the first of them where there are more, and the
     others taken evenly or from the beginning."""
     chosen = set(rare[:wanted])
     for row in _spread(examples, wanted - len(chosen), evenly=evenly):
+        # The next free row; one exists, since fewer rows are chosen than there are.
         while row in chosen:
             row = (row + 1) % examples
         chosen.add(row)
@@ -254,3 +257,90 @@ class _PlainSgd:
 def _plain(optimizer: Optimizer) -> Optimizer:
     groups: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
     return torch.optim.SGD([{"params": group} for group in groups], lr=1.0)
+
+
+LENGTH = 16
+"""The number of tokens that a sequence is cut to."""
+_TOKENS = (torch.int32, torch.int64)
+
+
+def with_short_sequences(data: Dataset[Any]) -> Dataset[Any]:
+    """Return the same examples with sequences of ``LENGTH`` tokens. Raises ValueError where no example has any.
+
+    A sequence of tokens is an input of whole numbers with one dimension. What else in an example has a dimension of
+    that length (labels, masks, features of each token) is cut to the same tokens.
+    """
+    if not any(_lengths(data[i]) for i in range(min(4, len(data)))):  # type: ignore[arg-type]
+        raise ValueError(f"no example has a sequence of more than {LENGTH} tokens that could be cut")
+    if type(data) is TensorDataset:
+        lengths = _lengths(data[0])
+        return TensorDataset(*(_cut(t, lengths, first=1) for t in data.tensors))
+    return _Short(data) if getattr(data, "__getitems__", None) is None else _ShortTogether(data)
+
+
+@dataclass(frozen=True)
+class _Short(Dataset[Any]):
+    data: Dataset[Any]
+
+    def __len__(self) -> int:
+        return len(self.data)  # type: ignore[arg-type]
+
+    def __getitem__(self, number: int) -> Any:
+        return _shortened(self.data[number])
+
+
+class _ShortTogether(_Short):
+    """The shortened examples of a data set that is asked for many at once."""
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        together: Any = self.data
+        return [_shortened(example) for example in together.__getitems__(numbers)]
+
+
+def _shortened(example: Any) -> Any:
+    lengths = _lengths(example)
+    return pytree.tree_map(lambda leaf: _cut(leaf, lengths), example)
+
+
+def _lengths(example: Any) -> set[int]:
+    """Returns the lengths of an example's sequences that are to be cut."""
+    inputs = example[0] if isinstance(example, tuple | list) and len(example) > 1 else example
+    sequences = (leaf for leaf in pytree.tree_leaves(inputs) if _is_tokens(leaf))
+    return {n for leaf in sequences if (n := int(leaf.shape[0])) > LENGTH}
+
+
+def _is_tokens(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype in _TOKENS and leaf.ndim == 1
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind == "i" and leaf.ndim == 1
+
+
+def _cut(leaf: Any, lengths: Collection[int], *, first: int = 0) -> Any:
+    """Returns the beginning along every dimension of one of these lengths, from the dimension ``first`` on."""
+    if not isinstance(leaf, Tensor | np.ndarray):
+        return leaf
+    found = leaf[tuple(slice(LENGTH if at >= first and n in lengths else None) for at, n in enumerate(leaf.shape))]
+    return found.contiguous() if isinstance(found, Tensor) else found
+
+
+def opened_once(workload: Workload) -> Workload:
+    """Returns the workload with a data set of tensors opened once in this process, for as long as nothing writes to
+    them. Any other data set may have state, and is opened anew each time; so are parts."""
+    return workload if workload.parts is not None else replace(workload, data=_Opened(workload.data))
+
+
+@dataclass
+class _Opened:
+    make: Callable[[], Dataset[Any]]
+    _kept: TensorDataset | None = None
+    _versions: list[int] = field(default_factory=list)
+
+    def __call__(self) -> Dataset[Any]:
+        kept = self._kept
+        # torch counts writes in place; a tensor that the workload has written to is made anew.
+        if kept is not None and [version_of(t) for t in kept.tensors] == self._versions:
+            return kept
+        found = self.make()
+        if type(found) is TensorDataset:
+            self._kept, self._versions = found, [version_of(t) for t in found.tensors]
+        return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
-from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.torch_private import pytree
 
 MOST = 256
@@ -49,10 +49,10 @@ class RareRows:
 
 
 def rare_rows(data: Dataset[Any], seconds: float) -> RareRows:
-    """Finds the rare rows of a map-style data set within about so many seconds."""
-    many: int = len(data)  # type: ignore[arg-type]
+    """Finds the rare rows of a map-style data set within about ``seconds`` seconds."""
+    count: int = len(data)  # type: ignore[arg-type]
     if isinstance(data, ActedDataset):  # its rows are made by the network, and cannot be chosen
-        return RareRows((), 0, many)
+        return RareRows((), 0, count)
     if isinstance(data, PartedDataset):
         return _of_parts(data, seconds)
     until = time.monotonic() + seconds
@@ -61,17 +61,17 @@ def rare_rows(data: Dataset[Any], seconds: float) -> RareRows:
     if whole is not None:
         for place, tensor in enumerate(whole):
             found.take_whole(place, tensor, target=place > 0 or len(whole) == 1)
-        return RareRows(found.rows(), many, many)
-    labels = _labels(data, many)
+        return RareRows(found.rows(), count, count)
+    labels = _labels(data, count)
     if labels is not None:
         found.take_whole(-1, labels, target=True)
     read = 0
-    for index in _order(many):
+    for index in _order(count):
         if read >= LEAST and time.monotonic() > until:
             break
-        found.take(index, data[index])
+        found.add_row(index, data[index])
         read += 1
-    return RareRows(found.rows(), many if labels is not None else read, many)
+    return RareRows(found.rows(), count if labels is not None else read, count)
 
 
 def _of_parts(data: PartedDataset, seconds: float) -> RareRows:
@@ -156,8 +156,8 @@ class _Found:
         for kept, which in ((self.least, sizes.min(0)), (self.most, sizes.max(0))):
             kept[name] = float(which.values), int(which.indices)
 
-    def take(self, index: int, example: Any) -> None:
-        """Takes one row by itself."""
+    def add_row(self, index: int, example: Any) -> None:
+        """Adds one row."""
         pair = isinstance(example, tuple | list) and len(example) == 2
         for part, value in enumerate(example if pair else (example,)):
             for place, leaf in enumerate(pytree.tree_leaves(value)):
@@ -227,15 +227,15 @@ def _tensors(data: Any) -> list[Tensor] | None:
     return None
 
 
-def _labels(data: Any, many: int) -> Tensor | None:
+def _labels(data: Any, count: int) -> Tensor | None:
     """Returns the labels that a data set keeps in an attribute, as those of torchvision do, where some of its rows show
     that they are what it gives."""
     for name in ("targets", "labels"):
         try:
             found = torch.as_tensor(getattr(data, name))
-            if found.is_floating_point() or found.dim() != 1 or len(found) != many:
+            if found.is_floating_point() or found.dim() != 1 or len(found) != count:
                 continue
-            shown = [int(data[i][1]) == int(found[i]) for i in _first(_order(many), _AGREE)]
+            shown = [int(data[i][1]) == int(found[i]) for i in _first(_order(count), _AGREE)]
         except Exception:  # it has no such attribute, or another use for it
             continue
         if all(shown):
@@ -243,10 +243,10 @@ def _labels(data: Any, many: int) -> Tensor | None:
     return None
 
 
-def _first(order: Iterator[int], many: int) -> Iterator[int]:
-    yield from (index for index, _ in zip(order, range(many), strict=False))
+def _first(order: Iterator[int], count: int) -> Iterator[int]:
+    yield from (index for index, _ in zip(order, range(count), strict=False))
 
 
-def _order(many: int) -> Iterator[int]:
+def _order(count: int) -> Iterator[int]:
     """Yields all rows in an order that is drawn."""
-    yield from torch.randperm(many, generator=torch.Generator().manual_seed(0)).tolist()
+    yield from torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from apportion.core import tree
-from apportion.core.sampling.sampler import mix
+from apportion.core.sampler import mix
 
 GRID = 1e4
 """The number of steps to 1 at which a projection of a row is distinguished from another: far above rounding."""
@@ -43,7 +43,7 @@ class RowSeeds:
         tensors = self._found()
         return tuple(tensors[0].shape[: 2 if tensors[0].ndim > 2 else 1]) if tensors else ()
 
-    def of(self, dims: int) -> list[Seed]:
+    def for_dims(self, dims: int) -> list[Seed]:
         """Returns the seeds of the places of the first ``dims`` dimensions, in row-major order."""
         if dims not in self._known:
             self._known[dims] = _seeds(self._found(), dims)
@@ -66,6 +66,7 @@ def _seeds(tensors: Sequence[Tensor], dims: int) -> list[Seed]:
         flat = wide.to("cpu", torch.float64).reshape(tensors[0].shape[:dims].numel(), -1)
         ways = _ways(flat.shape[1], number)
         size = flat.abs().sum(1, keepdim=True).clamp_min(1e-300)
+        # Ranks compute a row with different roundings; a coarse grid of two projections gives them the same seed.
         places = (flat @ ways / size * GRID).round().nan_to_num(0.0, 0.0, 0.0).long()
         sizes = (size.log() * 100).round().nan_to_num(0.0, 0.0, 0.0).long()
         seeds.append([mix(*(int(n) & 0xFFFFFFFF for n in row)) for row in torch.cat([places, sizes], 1).tolist()])
@@ -89,9 +90,9 @@ def drawn_by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows:
     given = _Arguments(func, args, kwargs, shape)
     parts: list[Any] = []
     with _seedable(given.device) as generator:
-        for place, seed in enumerate(rows.of(found.dims)):
+        for place, seed in enumerate(rows.for_dims(found.dims)):
             generator.manual_seed(mix(seed, number))
-            parts.append(given.call(found.part(place)))
+            parts.append(given.call(found.slices(place)))
     return given.joined(parts, found)
 
 
@@ -104,7 +105,7 @@ class _Division(NamedTuple):
     """The first dimension of the draw that is cut, of as many; one where ``dims`` are flattened into it."""
     sizes: tuple[int, ...]
 
-    def part(self, place: int) -> tuple[slice, ...]:
+    def slices(self, place: int) -> tuple[slice, ...]:
         """Returns the part of the draw that is of this place."""
         before = (slice(None),) * self.at
         if len(self.sizes) == 1:
@@ -191,8 +192,8 @@ class _Arguments:
 def _joined(parts: list[Tensor], found: _Division) -> Tensor:
     if len(found.sizes) == 1:
         return torch.cat(parts, found.at)
-    many, each = found.sizes
-    return torch.cat([torch.cat(parts[i * each : (i + 1) * each], 1) for i in range(many)])
+    count, each = found.sizes
+    return torch.cat([torch.cat(parts[i * each : (i + 1) * each], 1) for i in range(count)])
 
 
 def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...] | None:

@@ -77,7 +77,7 @@ class Digester:
             raise UnhashableError(f"a {type(value).__name__} that is nested too deeply") from None
 
     def stands_for(self, value: Any, digest: bytes) -> None:
-        """Sets the digest of a value from here on, whatever the value holds."""
+        """Sets the digest of a value for all later calls, whatever the value holds."""
         self._known[id(value)] = digest
         self._held.append(value)
 
@@ -87,6 +87,7 @@ class Digester:
     def _digest(self, value: Any) -> bytes:
         if self._portable and isinstance(value, str | PurePath) and PurePath(value).is_absolute():
             return seal("path", PurePath(value).name)
+        # Small ints and texts are shared between unrelated values, so that they are not kept by address.
         if type(value) in _PLAIN:
             return _plain(value)
         key = id(value)
@@ -125,12 +126,13 @@ class Digester:
         """Digests the items in the order of their digests. Each is digested as if it were the first that is met."""
         found = []
         for item in value:
+            # Sets have no order: with a shared memo the digest of an item would depend on which item was met before it.
             alone = Digester(portable=self._portable)
             alone._open = dict(self._open)
             found.append(alone("an item", item))
         return seal(type(value).__name__, *sorted(found))
 
-    def _partial(self, value: functools.partial[Any]) -> bytes:
+    def _digest_of_partial(self, value: functools.partial[Any]) -> bytes:
         parts = (self("function", value.func), self("arguments", value.args), self("arguments", value.keywords))
         return seal("partial", *parts, self("attributes", vars(value)))
 
@@ -148,7 +150,7 @@ class Digester:
         constants = (self("a constant", constant) for constant in code.co_consts)
         return seal("code", *shape, code.co_code, code.co_exceptiontable, *names, *constants)
 
-    def _function(self, function: types.FunctionType) -> bytes:
+    def _digest_of_function(self, function: types.FunctionType) -> bytes:
         home = str(function.__globals__.get("__name__"))
         if (of := self._release(home)) is not None and importable(function, home, function.__qualname__):
             return seal("installed", home, function.__qualname__, of)
@@ -165,9 +167,9 @@ class Digester:
         if of is not None:  # made in an installed package for its caller: only what it was made of is the caller's
             return seal("made", home, function.__qualname__, of, *parts)
         named = named_globals(function.__code__, function.__globals__)
-        return seal("function", *parts, *self._named(named, set()))
+        return seal("function", *parts, *self._digest_of_named(named, set()))
 
-    def _named(self, named: Iterable[NamedGlobal], seen: set[str]) -> Iterator[Any]:
+    def _digest_of_named(self, named: Iterable[NamedGlobal], seen: set[str]) -> Iterator[Any]:
         for found in named:
             if not isinstance(found.value, types.ModuleType):
                 yield from (found.name, self(found.name, found.value))
@@ -178,17 +180,17 @@ class Digester:
             if found.value.__name__ not in seen:  # modules import each other
                 seen.add(found.value.__name__)
                 yield found.name
-                yield from self._named(found.attributes() if own else found.settings(_may_be_set), seen)
+                yield from self._digest_of_named(found.attributes() if own else found.settings(_may_be_set), seen)
 
     def _builtin(self, value: types.BuiltinFunctionType) -> bytes:
         of = value.__self__
         owner = b"" if of is None or isinstance(of, types.ModuleType) else self("its object", of)
         return seal("builtin", str(value.__module__), value.__qualname__, owner)
 
-    def _method(self, value: types.MethodType) -> bytes:
+    def _digest_of_method(self, value: types.MethodType) -> bytes:
         return seal("method", self("function", value.__func__), self("its object", value.__self__))
 
-    def _descriptor(self, value: Any) -> bytes:
+    def _digest_of_descriptor(self, value: Any) -> bytes:
         """Digests a slot or a method made in C: its name in its class, which is digested as itself where it is the
         user's."""
         return seal("descriptor", type(value).__name__, value.__objclass__.__qualname__, value.__name__)
@@ -205,13 +207,13 @@ class Digester:
     def _cached(self, value: Any) -> bytes:
         return seal("lru_cache", self("function", value.__wrapped__), self("parameters", value.cache_parameters()))
 
-    def _module(self, module: types.ModuleType) -> bytes:
+    def _digest_of_module(self, module: types.ModuleType) -> bytes:
         if (of := self._release(module.__name__)) is not None:
             return seal("installed", module.__name__, of)
         hidden = {k: v for k, v in vars(module).items() if not (k.startswith("__") and k.endswith("__"))}
         return seal("module", *self._attributes(hidden))
 
-    def _class(self, cls: type) -> bytes:
+    def _digest_of_class(self, cls: type) -> bytes:
         home = cls.__module__ if isinstance(cls.__module__, str) else "builtins"  # a metaclass made in C may hide it
         of = self._release(home)
         if not cls.__flags__ & _CHANGEABLE or (of is not None and importable(cls, home, cls.__qualname__)):
@@ -313,7 +315,8 @@ def _is_kept_hash(name: str, value: Any) -> bool:
 
 
 def seal(tag: str, *parts: Any) -> bytes:
-    """The digest of these parts: texts, numbers, digests and arrays of bytes, each told from the next by its length."""
+    """The digest of these parts: texts, numbers, digests and arrays of bytes, each preceded by its length, so that no
+    two lists of parts give the same bytes."""
     made = hashlib.blake2b(tag.encode(), digest_size=_SIZE)
     for part in parts:
         data = part if isinstance(part, bytes | np.ndarray) else str(part).encode("utf-8", "surrogatepass")
@@ -384,16 +387,16 @@ _RULES: dict[type, _Rule] = {
     types.MappingProxyType: Digester._mapping,
     set: Digester._set,
     frozenset: Digester._set,
-    functools.partial: Digester._partial,
+    functools.partial: Digester._digest_of_partial,
     types.CodeType: Digester._code,
-    types.FunctionType: Digester._function,
+    types.FunctionType: Digester._digest_of_function,
     types.BuiltinFunctionType: Digester._builtin,
-    types.MethodType: Digester._method,
-    types.MethodDescriptorType: Digester._descriptor,
-    types.WrapperDescriptorType: Digester._descriptor,
-    types.ClassMethodDescriptorType: Digester._descriptor,
-    types.GetSetDescriptorType: Digester._descriptor,
-    types.MemberDescriptorType: Digester._descriptor,
+    types.MethodType: Digester._digest_of_method,
+    types.MethodDescriptorType: Digester._digest_of_descriptor,
+    types.WrapperDescriptorType: Digester._digest_of_descriptor,
+    types.ClassMethodDescriptorType: Digester._digest_of_descriptor,
+    types.GetSetDescriptorType: Digester._digest_of_descriptor,
+    types.MemberDescriptorType: Digester._digest_of_descriptor,
     functools.cached_property: Digester._cached_property,
     staticmethod: Digester._wrapping,
     classmethod: Digester._wrapping,
@@ -408,13 +411,13 @@ _RULES: dict[type, _Rule] = {
 }
 """The rule for values of exactly this type."""
 _KINDS: tuple[tuple[Any, _Rule], ...] = (
-    (type, Digester._class),
+    (type, Digester._digest_of_class),
     (nn.Module, Digester._layer),
     (Tensor, Digester._tensor),
     ((np.ndarray, np.generic), Digester._array),
     ((*OPERATORS, np.dtype, np.ufunc), Digester._by_name),
     (enum.Enum, Digester._enum),
-    (types.ModuleType, Digester._module),
+    (types.ModuleType, Digester._digest_of_module),
     (logging.Logger, Digester._logger),
 )
 """The rule for values of these types and of their subclasses."""

@@ -1,4 +1,5 @@
-"""Processes that workers are forked from, as the driver sees them: what they are told, and what they tell."""
+"""Processes that workers are forked from, as the driver sees them: the requests that it sends, and the reports that it
+receives."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class ForkedProcess:
     """The driver's own number of the process: a process id is known only later, and another process may have it
     afterwards."""
     _reaper: ForkServerClient
-    """The client of the process's parent, which is told when the process ends."""
+    """The client of the process's parent, which learns when the process ends."""
     pid: int | None = None
     status: int | None = None
     refused: str | None = None
@@ -79,14 +80,15 @@ class ForkServerClient:
         """The flags that the process can fork at once, and that it has ended."""
 
     def listen(self) -> None:
-        """Hears what the process tells, until it is gone; runs in a thread of its own."""
+        """Receives the reports of the process until it is gone; runs in a thread of its own."""
         try:
             while (messages := self._lines.receive()) is not None:
                 ended = []
                 with self._condition:
                     for message in messages:
-                        ended += self._note(message)
+                        ended += self._record(message)
                     self._condition.notify_all()
+                # Outside the lock: the callback may start another process, which takes it.
                 for worker in ended:
                     worker.when_ended()
         finally:
@@ -97,12 +99,13 @@ class ForkServerClient:
         with self._condition:
             self.gone = True
             self._condition.notify_all()
+            # The kernel kills the children with the process that forks, so that all of them have ended by now.
             workers = list(self._workers.values())
         for worker in workers:
             worker.when_ended()
 
-    def _note(self, message: dict[str, Any]) -> list[ForkedProcess]:
-        """Notes a message, and returns the processes that have ended."""
+    def _record(self, message: dict[str, Any]) -> list[ForkedProcess]:
+        """Records a report, and returns the processes that have ended."""
         kind = message["kind"]
         if kind == "ready":
             self.ready = True
@@ -133,6 +136,7 @@ class ForkServerClient:
     def spawn(self, task: SpawnTask, channel: socket.socket, seconds: float) -> ForkedProcess:
         """Forks a process that talks through the other end of ``channel``. Raises NotForked where the process that
         forks is gone, or the time is up; ApportionError where the system refuses."""
+        # Known before the request is sent: the report of the start may arrive before send() returns.
         worker = ForkedProcess(next(_numbers), self._reaper)
         self._workers[worker.number] = worker
         request = {
@@ -143,6 +147,7 @@ class ForkServerClient:
             "path": list(task.path),
             "directory": task.directory,
         }
+        # The payload goes as a descriptor: it may have gigabytes, and a line of the channel must stay short.
         payload = memory_file("payload")
         try:
             with open(payload, "wb", closefd=False) as file:
@@ -151,7 +156,7 @@ class ForkServerClient:
             answered = self.wait_for(lambda: worker.pid is not None or worker.refused is not None, seconds)
         except OSError as error:
             raise NotForked from error
-        except BaseException:  # Ctrl-C: whoever it is by now, it goes
+        except BaseException:  # Ctrl-C: the process may have been forked by now, and must not stay
             worker.kill()
             raise
         finally:
@@ -163,6 +168,7 @@ class ForkServerClient:
                 f"no worker could be started: {worker.refused}; use fewer workers, or end other processes"
             )
         if self._reaper is not self:
+            # The child was given away in the fork; only its new parent can reap it, and kill it without a race.
             self._reaper.adopt(self._workers.pop(worker.number))
         return worker
 
@@ -170,13 +176,13 @@ class ForkServerClient:
         """Takes over a process that another one has forked and given away."""
         with self._condition:
             self._workers[worker.number] = worker
-        self._tell({"kind": "adopt", "worker": worker.number, "pid": worker.pid})
+        self._send({"kind": "adopt", "worker": worker.number, "pid": worker.pid})
 
     def kill(self, worker: ForkedProcess) -> None:
         """Sends SIGKILL to a forked process, by its parent."""
-        self._tell({"kind": "kill", "worker": worker.number})
+        self._send({"kind": "kill", "worker": worker.number})
 
-    def _tell(self, order: Mapping[str, Any]) -> None:
+    def _send(self, order: Mapping[str, Any]) -> None:
         try:
             self._lines.send(order)
         except OSError:

@@ -32,12 +32,13 @@ def freeze() -> None:
     to every object of it, so that the process gets a copy of each page that it shares with this one, which takes longer
     than to build most networks."""
     gc.collect()
+    # Frozen objects are skipped by later collections, which would write into the header of each.
     gc.freeze()
 
 
 @final
 class ForkServer:
-    """Forks what it is told to. ``gives_to``: the process id of an ancestor that its children are given to: they
+    """Forks processes on request. ``gives_to``: the process id of an ancestor that its children are given to: they
     outlive this process, and die with that one. ``sets``: environment variables that its children
     have besides those of their task: the packages that this process has imported have set them."""
 
@@ -55,6 +56,7 @@ class ForkServer:
         wake_read, wake_write = socket.socketpair()
         for end in (wake_read, wake_write):
             end.setblocking(False)
+        # SIGCHLD may arrive between a reap and the next select(): the byte in the socket makes that select() return.
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._wake = (wake_read, wake_write)
@@ -62,22 +64,24 @@ class ForkServer:
 
     def serve(self) -> None:
         """Serves requests until the driver is gone."""
-        self._tell({"kind": "ready"})
+        self._send({"kind": "ready"})
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._wake[0]:
+                    # One byte for each signal; how many there were does not matter, since _reap takes all that have
+                    # ended.
                     self._wake[0].recv(4096)
-                elif not self._take():
+                elif not self._serve_requests():
                     return
             self._reap()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
             self._lines.send(message)
         except OSError:
             pass  # the driver is gone: the next read says so
 
-    def _take(self) -> bool:
+    def _serve_requests(self) -> bool:
         messages = self._lines.receive()
         if messages is None:
             for pid in self._children:
@@ -97,25 +101,28 @@ class ForkServer:
         return True
 
     def _spawn(self, message: dict[str, Any]) -> None:
+        # The descriptors are taken in the order in which they were sent, also where the fork fails: the next request
+        # has its own.
         channel, payload = self._lines.take_fd(), self._lines.take_fd()
         answer = {"worker": message["worker"]}
         parent = os.getpid() if self._gives_to is None else self._gives_to
         try:
             pid = os.fork() if self._gives_to is None else _fork_away()
         except OSError as error:
-            self._tell({"kind": "refused", "why": str(error), **answer})
+            self._send({"kind": "refused", "why": str(error), **answer})
         else:
             if pid == 0:
                 self._become(message, channel, payload, parent)
             if self._gives_to is None:
                 self._children[pid] = message["worker"]
-            self._tell({"kind": "started", "pid": pid, **answer})
+            self._send({"kind": "started", "pid": pid, **answer})
         os.close(channel)
         os.close(payload)
 
     def _become(self, message: dict[str, Any], channel: int, payload: int, parent: int) -> None:
         status = 1
         try:
+            # The child shares the sockets of the server until they are closed: a signal to it would wake the server.
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._lines.socket.close()
@@ -124,8 +131,11 @@ class ForkServer:
                 end.close()
             if in_slurm_job(os.environ):
                 outlive_notice()
+            # The worker leads a group of its own, by which it is killed with all that it has started; Ctrl-C at the
+            # terminal does not reach it.
             os.setsid()
             print_stacks_when_told()
+            # After setsid, and with a look at the parent: it may have died since the fork, before the kernel was asked.
             die_with_parent(parent)
             _set_environment({**self._sets, **message["environment"]})
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a killed worker has no time to flush
@@ -150,8 +160,9 @@ class ForkServer:
 
     def _adopt(self, pid: int, worker: int) -> None:
         try:
+            # WNOWAIT leaves the status for _reap: this line only asks whether the process is a child of this one.
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # it has ended, and was waited for, before we were told whose it is
+        except ChildProcessError:  # it has ended, and was waited for, before its adoption was announced
             self._ended(pid, worker, self._strangers.pop(pid, -signal.SIGKILL))
         else:
             self._children[pid] = worker
@@ -159,6 +170,7 @@ class ForkServer:
     def _reap(self) -> None:
         while True:
             try:
+                # Signals of the same kind are merged, so that one of them may stand for several ends.
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
@@ -174,33 +186,37 @@ class ForkServer:
 
     def _ended(self, pid: int, worker: int, code: int) -> None:
         _kill_group(pid)
-        self._tell({"kind": "exited", "worker": worker, "status": code})
+        self._send({"kind": "exited", "worker": worker, "status": code})
 
 
 def _fork_away() -> int:
     """Forks a process that is not a child of this one: the process in between has ended, and been waited for, before
     the new process goes on, so its parent is the nearest ancestor that takes orphans in."""
-    told, tell = os.pipe()
-    gone, go = os.pipe()
+    pid_read, pid_write = os.pipe()
+    exit_read, exit_write = os.pipe()
+    # A double fork: the middle process ends at once, and the kernel gives its child to the nearest subreaper.
     between = os.fork()
     if between == 0:
         try:
             child = os.fork()
         except OSError as error:
-            os.write(tell, f"{-(error.errno or 1)}".encode())
+            os.write(pid_write, f"{-(error.errno or 1)}".encode())
             os._exit(1)
         if child == 0:
-            for end in (told, tell, go):
+            for end in (pid_read, pid_write, exit_write):
                 os.close(end)
-            os.read(gone, 1)
-            os.close(gone)
+            # This read returns when the last writing end closes, which the server does once it has waited for the
+            # middle process: only then has the child its new parent, and may ask to die with it.
+            os.read(exit_read, 1)
+            os.close(exit_read)
             return 0
-        os.write(tell, f"{child}".encode())
+        os.write(pid_write, f"{child}".encode())
         os._exit(0)
     os.waitpid(between, 0)
-    os.close(tell)
-    answer = int(os.read(told, 32) or -errno.ECHILD)
-    for end in (told, go, gone):
+    os.close(pid_write)
+    # Empty where the middle process was killed before it wrote.
+    answer = int(os.read(pid_read, 32) or -errno.ECHILD)
+    for end in (pid_read, exit_write, exit_read):
         os.close(end)
     if answer < 0:
         raise OSError(-answer, os.strerror(-answer))

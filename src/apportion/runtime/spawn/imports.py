@@ -66,6 +66,7 @@ def repeat(imports: Imports) -> bool:
     not, the user's own code has changed it, and the modules may depend on that."""
     before = dict(os.environ)
     import_modules(imports.modules)
+    # A package that reads a variable at its import may have read another value here.
     return _changed_since(before) == imports.environment
 
 

@@ -27,6 +27,7 @@ def tell_to_print_stacks(pids: Iterable[int | None]) -> None:
         if pid is not None and _handles(pid, signal.SIGUSR2):
             with suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)
+            # Stacks that are printed at once would mix line by line on the terminal.
             _waits.wait(PRINT_SECONDS)
 
 
@@ -35,5 +36,6 @@ def _handles(pid: int, number: int) -> bool:
     with suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
             if line.startswith("SigCgt:"):
+                # A signal without a handler would end the process, so that the mask of caught signals is read first.
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

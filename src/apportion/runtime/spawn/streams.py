@@ -28,6 +28,7 @@ class _Lasting(io.FileIO):
             if error.errno not in _GONE:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
+            # The descriptor keeps its number, so that C code and children drop their output as well.
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return memoryview(data).nbytes

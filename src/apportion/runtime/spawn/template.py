@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import final
+from typing import ClassVar, final
 
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent, in_slurm_job, take_orphans_in
@@ -27,6 +27,12 @@ from apportion.runtime.spawn.streams import outlive_terminal
 START_SECONDS = 120.0
 """The seconds that the template may take to import torch on a busy machine with a cold disk."""
 SPAWN_SECONDS = 10.0
+SPARE_SECONDS = 1.0
+"""The seconds that a spare has to answer: a fork takes milliseconds, and a spare that takes longer is stopped, or
+worse."""
+CLOSE_SECONDS = 5.0
+UNFIT = 3
+"""The exit status of a spare that cannot stand by for the workload."""
 
 
 @final
@@ -138,6 +144,69 @@ def close_template() -> None:
         if _template is not None:
             _template.close()
         _template = None
+
+
+@final
+class Spare:
+    """The process that replacements of lost workers, or the processes of a proof, are forked from, as the driver sees
+    it.
+
+    That of replacements is forked from the template once a run is under way, opens the job, and from then on only waits
+    and forks: a replacement begins with everything loaded, in milliseconds. What it forks it gives to the template, so
+    that its own death costs no worker. A workload that it cannot stand by for (see ``preloaded``) has its replacements
+    forked from the template, with torch imported but the job still to open. That of a proof imports the workload's
+    packages alone.
+    """
+
+    program: ClassVar[str] = "apportion.runtime.worker.preloaded:serve"
+    importer: ClassVar[str] = "apportion.runtime.worker.preloaded:serve_imports"
+    """The program of a spare that imports packages and opens no job."""
+    target: ClassVar[str] = "apportion.runtime.worker.preloaded:train_opened"
+    """The function that a replacement is to call."""
+
+    def __init__(self, task: SpawnTask) -> None:
+        ours, theirs = socket.socketpair()
+        parent = template()
+        with theirs:
+            self._process = parent.spawn(task, theirs)
+        self._forks = ForkServerClient(ours, reaper=parent.forks)
+        self._thread = threading.Thread(target=self._forks.listen, name="spare", daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """True while the spare can fork at once."""
+        return self._forks.ready and not self._forks.gone
+
+    def wait_ready(self, seconds: float) -> bool:
+        """Blocks until the spare can fork at once, or is gone, or the time is up; returns whether it can."""
+        return self._forks.wait_for(lambda: self._forks.ready, seconds) and self.ready
+
+    @property
+    def gone(self) -> bool:
+        """True once the spare has ended."""
+        return self._forks.gone
+
+    @property
+    def pid(self) -> int:
+        """The process id of the spare."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def unfit(self) -> bool:
+        """Tells, once the spare is gone, whether it ended because it cannot stand by for the workload."""
+        return self._process.wait(SPARE_SECONDS) == UNFIT
+
+    def spawn(self, task: SpawnTask, channel: socket.socket) -> ForkedProcess:
+        """Forks a replacement. Raises NotForked where the spare is gone, or does not answer."""
+        return self._forks.spawn(task, channel, SPARE_SECONDS)
+
+    def close(self) -> None:
+        """Ends the spare; what it has forked lives on."""
+        self._process.kill()
+        self._process.wait(CLOSE_SECONDS)
+        self._forks.close()
+        self._thread.join(CLOSE_SECONDS)
 
 
 # The template's side

@@ -73,7 +73,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Replace:
-    """Seat new workers in place of the lost ones; the others go on from the last update."""
+    """Slot new workers in place of the lost ones; the others go on from the last update."""
 
     losses: tuple[WorkerLost, ...]
 
@@ -131,13 +131,15 @@ def _decide(seen: _Evidence, seconds: float, policy: Policy, *, survives: bool, 
             return Stop(seen.exits[0].rank, death_text(seen.exits[0]))
         if not seen.finished:
             return _with_losses(seen, policy, survives)
+    # After the losses: ranks that wait for one that was lost are not late by themselves.
     if seen.late is not None:
         return Stop(seen.late.ranks[0], late_text(seen.late))
     if seen.exits or seen.symptoms:
+        # A rank that lost its peer often reports that before the peer's own exit is seen, and would be blamed for it.
         if seconds < CAUSE_SECONDS:
             return GoOn(CAUSE_SECONDS - seconds)
         return Stop(seen.exits[0].rank, death_text(seen.exits[0])) if seen.exits else _stop(seen.symptoms[0])
-    # A rank is done when all have arrived at the end: whoever is lost after that had nothing more to do.
+    # A rank is done when all have arrived at the end: one that is lost after that had nothing more to do.
     return Finish() if len(seen.finished | {loss.rank for loss in seen.losses}) >= seen.workers else GoOn()
 
 
@@ -150,6 +152,7 @@ class _Evidence:
         """The number of workers in the run now."""
         self.before = [loss for _, change in changes for loss in change.losses]
         started = max((at for at, change in changes if change.restarted), default=0)
+        # Ranks are numbered anew by each change: what was reported of rank 1 before it is about another worker.
         now = happened[changes[-1][0] :] if changes else happened
         self.raised = [h for h in now if isinstance(h, WorkerRaised)]
         self.finished = {h.rank for h in now if isinstance(h, WorkerFinished)}
@@ -158,18 +161,18 @@ class _Evidence:
         self.has_state = self.state_lost is None and any(isinstance(h, WorkerBegan) for h in happened[started:])
         """True where every worker has begun and the state is still there."""
         ended = [h for h in now if isinstance(h, WorkerExited) and h.rank not in self.finished]
-        told = {h.rank for h in self.raised}
-        self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in told]
+        raised = {h.rank for h in self.raised}
+        self.exits = [h for h in ended if h.returncode >= 0 and h.rank not in raised]
         """The exits by the program itself, not by a signal."""
         late = [h for h in now if isinstance(h, WorkerStalled)]
         self.late = next((h for h in late if not (h.stopped or h.silent)), None)
         hosts = [h for h in now if isinstance(h, HostLost)]
         together = {rank for h in late for rank in h.ranks} | {rank for h in hosts for rank in h.ranks}
-        self.gone = tuple(sorted(told | {h.rank for h in ended} | together))
+        self.gone = tuple(sorted(raised | {h.rank for h in ended} | together))
         """The ranks that take part in nothing more."""
         self.cure = ""
         """The advice to resume, where it was not the run's fault that the first of the ranks was lost; else empty."""
-        self.losses = self._losses([h for h in now if h in late or h in hosts or (h in ended and h.rank not in told)])
+        self.losses = self._losses([h for h in now if h in late or h in hosts or (h in ended and h.rank not in raised)])
 
     @property
     def can_save(self) -> bool:
@@ -191,7 +194,7 @@ class _Evidence:
                 self.cure = self.cure or _RESUME * (not lost)
                 for rank in set(h.ranks) - self.finished:
                     lost.setdefault(rank, WorkerLost(rank, late_text(replace(h, ranks=(rank,))), h.step))
-        if self.state_lost is not None:  # everyone tells; it counts once
+        if self.state_lost is not None:  # every rank reports it; it counts once
             h = self.state_lost
             lost.setdefault(h.rank, WorkerLost(h.rank, _stop(h).cause, h.step))
         return tuple(lost.values())

@@ -98,7 +98,7 @@ class WorkerLost:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a user is to know, and is no loss yet or any more."""
+    """Something that the user is to know, and that is not a loss, or not one any longer."""
 
     rank: int
     cause: str
@@ -167,8 +167,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def host_text(lost: HostLost) -> str:
-    """Returns why a host is lost, and which ranks were on it; how to go on is added by whoever decides what
-    follows."""
+    """Returns why a host is lost, and which ranks were on it; ``decisions`` adds how to go on, where that is
+    the advice."""
     why = lost.why.removeprefix(f"host {lost.host}: ").removesuffix("; resume=True goes on")
     return f"host {lost.host} is lost with {ranks_text(lost.ranks)}: {why}"
 

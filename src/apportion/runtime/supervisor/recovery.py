@@ -5,15 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError
-from apportion.runtime.spawn.standby import Spare
 from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import Notice, WorkerLost
+from apportion.runtime.supervisor.rank_pool import OpenChange, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
 
 ANSWER_SECONDS = 0.001
@@ -31,7 +31,7 @@ CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Said:
+class RankMessage:
     """A message that a rank has sent."""
 
     rank: int
@@ -46,79 +46,7 @@ class Fault:
     action: str
 
 
-class OpenChange(Protocol):
-    """A change of the membership that is under way."""
-
-    def settled(self, lost: Collection[int]) -> bool:
-        """Tells whether the lost have ended, and all others have answered."""
-
-
-class RecoverablePool(Protocol):
-    """Processes whose lost ones are replaced, or gone on without: on this host, or on several."""
-
-    spare: Spare | None
-    survives: bool
-    """Whether the workers that are left go on with the state that they have; else all begin again."""
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks in the run."""
-
-    @property
-    def step(self) -> int:
-        """The number of updates made, as far as the ranks show it."""
-
-    def wake(self) -> None:
-        """Makes ``hear`` return now; from any thread."""
-
-    def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks say within this time, and returns at the first words."""
-
-    def notices(self) -> list[Notice]:
-        """Returns what the user is to know besides since the last call."""
-
-    def action(self) -> Action:
-        """Decides what to do about all that has happened so far."""
-
-    @property
-    def finishing(self) -> bool:
-        """True once a rank has passed the end, which is there for the others, too."""
-
-    def offered(self) -> bool:
-        """Tells whether workers are offered that could take part."""
-
-    def open_change(self, lost: Collection[int]) -> OpenChange:
-        """Opens a change of the membership: these ranks are lost and killed."""
-
-    def admit(self) -> OpenChange:
-        """Opens a change of the membership in which the workers that are offered are taken in."""
-
-    def grow(self) -> None:
-        """Closes the change in which nobody was lost."""
-
-    def replace(self, losses: Sequence[WorkerLost]) -> Sequence[WorkerLost]:
-        """Closes the change with others in the places of the lost; returns those in whose places there are none."""
-
-    def shrink(self, losses: Sequence[WorkerLost]) -> None:
-        """Closes the change without the lost."""
-
-    def dismiss(self) -> None:
-        """Closes the change for those that are left, which are to save and to leave."""
-
-    def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
-        """Ends all, and begins again, from the last checkpoint where there is one. Yields what ranks still say."""
-
-    def prepare_spare(self) -> None:
-        """Starts the spare that replacements are forked from."""
-
-    def part(self, seconds: float = ...) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks that are done still say, until they have ended."""
-
-    def close(self) -> None:
-        """Ends every process."""
-
-
-News = Said | Fault | Notice | Finish | Stop | Exception
+News = RankMessage | Fault | Notice | Finish | Stop | Exception
 """The news of a recovery loop; after Finish, Stop or an exception nothing more comes."""
 
 
@@ -126,11 +54,11 @@ News = Said | Fault | Notice | Finish | Stop | Exception
 class RecoveryLoop:
     """Listens to a worker pool, does what is decided about its losses, and passes on what the user is to know."""
 
-    def __init__(self, pool: RecoverablePool, *, spares: bool) -> None:
+    def __init__(self, pool: RankPool, *, spares: bool) -> None:
         self._pool, self._spares_left = pool, SPARES if spares else 0
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._closing = False
-        self._mended: _Mended | None = None
+        self._replaced: _Replaced | None = None
         self._first_step: float | None = None
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
         self._thread.start()
@@ -144,6 +72,8 @@ class RecoveryLoop:
 
     def close(self) -> None:
         """Stops looking after the worker pool, and then ends it."""
+        # The flag is set before the wake: `_run` is either about to look at it, or is woken from `hear` to do so. The
+        # pool is closed from this thread only after the other has ended, since two threads must not reap one process.
         self._closing = True
         self._pool.wake()
         self._thread.join(CLOSE_SECONDS)
@@ -155,17 +85,18 @@ class RecoveryLoop:
         except Exception as error:
             self._news.put(error)
         else:
-            self._tell_mended(told=True)
+            self._report_replaced(at_once=True)
             if last is not None:
                 self._news.put(last)
 
     def _until_the_end(self) -> Finish | Stop | None:
         seconds: float | None = 0.0
         while not self._closing:
-            self._hear(
-                STEP_SECONDS if self._mended else LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
+            self._pass_on_messages(
+                STEP_SECONDS if self._replaced else LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS)
             )
-            self._tell_mended()
+            # Before the decision: what is reported of one loss must not come after the report of the next.
+            self._report_replaced()
             self._prepare_spare()
             action = self._pool.action()
             for notice in self._pool.notices():
@@ -175,32 +106,34 @@ class RecoveryLoop:
             elif isinstance(action, GoOn) and self._pool.offered():
                 action = self._grow()
             if isinstance(action, Finish):
-                self._say(self._pool.part())
+                self._pass_on(self._pool.hear_leaving())
             if isinstance(action, Stop) and action.lost:
-                self._leave(action.lost)
+                self._save_and_end(action.lost)
             if isinstance(action, Finish | Stop):
                 return action
             seconds = action.seconds if isinstance(action, GoOn) else 0.0
         return None
 
-    def _hear(self, seconds: float) -> None:
-        self._say(self._pool.hear(seconds))
+    def _pass_on_messages(self, seconds: float) -> None:
+        self._pass_on(self._pool.hear(seconds))
 
-    def _say(self, said: Iterable[tuple[int, Message]]) -> None:
-        for rank, message in said:
-            self._news.put(Said(rank, message))
+    def _pass_on(self, messages: Iterable[tuple[int, Message]]) -> None:
+        for rank, message in messages:
+            self._news.put(RankMessage(rank, message))
 
     # What is lost
 
     def _change(self, action: Replace | Shrink | Restart) -> Action:
         """Takes the lost workers out of the run, and those that are lost meanwhile, too. Returns what was decided in
         the end, and done."""
-        self._tell_mended(told=True)
+        self._report_replaced(at_once=True)
         began = time.monotonic()
         if isinstance(action, Restart):
-            self._say(self._pool.restart(action.losses))
-            self._tell(action.losses, "all workers are started again")
+            self._pass_on(self._pool.restart(action.losses))
+            self._report(action.losses, "all workers are started again")
             return GoOn()
+        # Nothing is replaced before all others have answered: until then one of them may still write, in memory that a
+        # replacement is about to read, what belongs to the old generation.
         lost = [loss.rank for loss in action.losses]
         decided = self._settled(self._pool.open_change(lost), lost)
         self._close_change(decided, began)
@@ -208,10 +141,10 @@ class RecoveryLoop:
 
     def _grow(self) -> Action:
         """Takes in the workers that are offered, between two steps. Returns what was decided in the end, and done."""
-        self._tell_mended(told=True)
+        self._report_replaced(at_once=True)
         began = time.monotonic()
         if not self._pool.survives:
-            self._say(self._pool.restart(()))
+            self._pass_on(self._pool.restart(()))
             return GoOn()
         decided = self._settled(self._pool.admit(), [])
         if isinstance(decided, GoOn) and not self._closing:
@@ -224,75 +157,82 @@ class RecoveryLoop:
         if isinstance(decided, Replace):
             step = self._pool.step
             away = self._pool.replace(decided.losses)
-            self._tell_smaller(away)
+            self._report_smaller(away)
             if replaced := tuple(loss for loss in decided.losses if loss not in away):
-                self._mended = _Mended(replaced, began, step)
+                self._replaced = _Replaced(replaced, began, step)
         elif isinstance(decided, Shrink):
             self._pool.shrink(decided.losses)
-            self._tell_smaller(decided.losses)
+            self._report_smaller(decided.losses)
 
-    def _tell_smaller(self, losses: Sequence[WorkerLost]) -> None:
+    def _report_smaller(self, losses: Sequence[WorkerLost]) -> None:
         left = self._pool.ranks
-        self._tell(losses, f"goes on with {left} worker{'s' * (left > 1)}")
+        self._report(losses, f"goes on with {left} worker{'s' * (left > 1)}")
 
     def _settled(self, change: OpenChange, lost: list[int]) -> Action:
         """Waits until all lost workers have ended and all others have left the old world, and returns what is decided
         then. ``lost``: the ranks that are lost so far."""
         while not self._closing:
+            # The order matters: what `settled` finds out (a rank that does not answer is a loss) must be part of the
+            # decision. Asked the other way round, a change could be closed with a rank in it that is being killed.
             settled = change.settled(lost)
             decided = self._pool.action()
             if isinstance(decided, Finish | Stop | Restart):
                 return decided
             if isinstance(decided, GoOn) and settled:
+                # Without a loss this change was opened to take workers in. Else the others have finished meanwhile, and
+                # are only let go.
                 if not lost and not self._pool.finishing:
                     return decided
                 self._pool.dismiss()
-                self._say(self._pool.part())
+                self._pass_on(self._pool.hear_leaving())
                 return Finish()
             if isinstance(decided, Replace | Shrink):
+                # A rank that was lost since the change was opened is not in `lost` yet: it is killed and waited for as
+                # well, before the table is written for all losses at once.
                 if settled and len(decided.losses) == len(lost):
                     return decided
                 lost = [loss.rank for loss in decided.losses]
-            self._hear(ANSWER_SECONDS)
+            self._pass_on_messages(ANSWER_SECONDS)
         return GoOn()
 
-    def _leave(self, lost: Sequence[int]) -> None:
+    def _save_and_end(self, lost: Sequence[int]) -> None:
         """Lets the workers that are left save the last update and end, in the little time that there is."""
-        self._tell_mended(told=True)
+        self._report_replaced(at_once=True)
         allowed = Allowance(LEAVE_SECONDS)
         change = self._pool.open_change(lost)
         while not change.settled(lost):
             if self._closing or allowed.left < 0:
                 return
-            self._hear(ANSWER_SECONDS)
+            self._pass_on_messages(ANSWER_SECONDS)
         self._pool.dismiss()
-        self._say(self._pool.part(allowed.left))
+        self._pass_on(self._pool.hear_leaving(allowed.left))
 
-    def _tell_mended(self, *, told: bool = False) -> None:
-        """Tells that the training goes on after a loss, once it does. ``told``: tells it now, whether the training goes
-        on or not."""
-        mended = self._mended
-        if mended is None:
+    def _report_replaced(self, *, at_once: bool = False) -> None:
+        """Reports that the training goes on after a loss, once it does. ``at_once``: reports the replacement now,
+        whether the training goes on or not."""
+        replaced = self._replaced
+        if replaced is None:
             return
-        if self._pool.step > mended.step:
-            self._tell(mended.losses, f"replaced in {time.monotonic() - mended.began:.2f} s")
-        elif told:
-            self._tell(mended.losses, "replaced")
+        if self._pool.step > replaced.step:
+            self._report(replaced.losses, f"replaced in {time.monotonic() - replaced.began:.2f} s")
+        elif at_once:
+            self._report(replaced.losses, "replaced")
         else:
             return
-        self._mended = None
+        self._replaced = None
 
-    def _tell(self, losses: Sequence[WorkerLost], action: str) -> None:
-        told = set[str]()
+    def _report(self, losses: Sequence[WorkerLost], action: str) -> None:
+        reported = set[str]()
         for loss in losses:  # of a host that is lost each of its ranks is one, for one cause
-            if loss.cause not in told:
-                told.add(loss.cause)
+            if loss.cause not in reported:
+                reported.add(loss.cause)
                 self._news.put(Fault(loss, action))
 
     def _prepare_spare(self) -> None:
         """Starts the spare that replacements are forked from, once the run is under way, and another one where it was
         lost too."""
         pool = self._pool
+        # A spare that could not stand by for this workload would not be able to the next time either.
         if pool.spare is not None and pool.spare.gone:
             self._spares_left = 0 if pool.spare.unfit() else self._spares_left
             pool.spare.close()
@@ -310,7 +250,7 @@ class RecoveryLoop:
 
 
 @dataclass(frozen=True)
-class _Mended:
+class _Replaced:
     """Workers that were replaced, for which the time until the next step is not reported yet."""
 
     losses: tuple[WorkerLost, ...]

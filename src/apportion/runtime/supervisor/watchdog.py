@@ -15,7 +15,6 @@ from typing import Any, final
 import numpy as np
 
 from apportion.runtime.supervisor.failures import Notice, WorkerStalled
-from apportion.runtime.supervisor.still_ranks import StillRanks
 from apportion.runtime.worker.progress import Progress
 
 LOOK_SECONDS = 0.5
@@ -47,6 +46,8 @@ class LookClock:
 
     def passed(self, now: float) -> float:
         """Returns the seconds since the last call."""
+        # A longer gap says that this process did not run: SIGSTOP, a laptop that slept, a machine that swaps. The
+        # workers may not have run either, and none is blamed for that time.
         seconds = min(now - self._looked, 2 * LOOK_SECONDS)
         self._looked = now
         return seconds
@@ -67,7 +68,7 @@ class Allowance:
 
 @final
 class Watchdog:
-    """Finds the ranks that the others wait for, from the progress line of each seat: what it got done, and whether it
+    """Finds the ranks that the others wait for, from the progress line of each slot: what it got done, and whether it
     waits."""
 
     def __init__(self, lines: Any) -> None:
@@ -77,31 +78,31 @@ class Watchdog:
         self._slowest = 0.0
         self._steps: deque[float] = deque(maxlen=50)
         self._notices: list[Notice] = []
-        self.sit(range(len(lines)))
+        self.assign_slots(range(len(lines)))
 
-    def sit(self, seats: Sequence[int]) -> None:
-        """Puts these seats into the run from now on, in the order of their ranks."""
-        self._seats = list(seats)
+    def assign_slots(self, slots: Sequence[int]) -> None:
+        """Puts these slots into the run from now on, in the order of their ranks."""
+        self._slots = list(slots)
         self._seen = self._lines[:, _DONE]
         self._still = self._waited = 0.0
         """The seconds since something moved, and the seconds of these while a rank waited."""
         self._alone = StillRanks(self._seen, LATE_SECONDS, LATE_STEPS, LATE_FIRST, FIRST_SECONDS)
-        self._stopped = np.zeros(len(self._seats))
+        self._stopped = np.zeros(len(self._slots))
         """The seconds that each rank's process has been stopped while another's ran."""
 
     @property
     def _lines(self) -> Any:
         """A copy of the progress lines, by rank."""
-        return self._all[self._seats]
+        return self._all[self._slots]
 
     @property
     def step(self) -> int:
         """The number of updates that have been made."""
         return int(self._lines[:, _STEP].max())
 
-    def step_of(self, seat: int) -> int:
-        """Returns the number of updates that the worker in this seat has seen made."""
-        return int(self._all[seat, _STEP])
+    def step_of(self, slot: int) -> int:
+        """Returns the number of updates that the worker in this slot has seen made."""
+        return int(self._all[slot, _STEP])
 
     @property
     def begun(self) -> bool:
@@ -113,13 +114,13 @@ class Watchdog:
         """The median of the last steps, in seconds; 0 before the first ones."""
         return float(np.median(self._steps)) if self._steps else 0.0
 
-    def reset(self, seat: int) -> None:
-        """Clears a seat's marks for another process, which takes the seat."""
-        self._all[seat, [_WAITING, _BEGUN]] = 0
+    def reset(self, slot: int) -> None:
+        """Clears a slot's marks for another process, which takes the slot."""
+        self._all[slot, [_WAITING, _BEGUN]] = 0
 
     def late(self, now: float, stopped: Collection[int] = (), excused: Collection[int] = ()) -> WorkerStalled | None:
         """Returns the ranks that have kept the others waiting for too long, or None. ``stopped``: the ranks whose
-        processes are stopped; ``excused``: those of which nobody knows what they do, or that are done."""
+        processes are stopped; ``excused``: those that cannot be heard, or that are done."""
         passed = self._clock.passed(now)
         self._still += passed
         found = self._too_long_stopped(passed, stopped)
@@ -127,23 +128,26 @@ class Watchdog:
             return found
         lines = self._lines
         done, waiting = lines[:, _DONE], lines[:, _WAITING] != 0
-        for rank in self._alone.look(
+        for rank in self._alone.update(
             passed, done, waiting | (lines[:, _BEGUN] == 0), [*stopped, *excused], self._still
         ):
             self._notices.append(self._alone.notice(rank, int(lines[rank, _STEP])))
         if (done != self._seen).any():
-            self._move(done)
+            self._note_progress(done)
             return None
+        # Only time in which some rank waits counts: where all compute, a step is long, and no rank is late.
         self._waited = self._waited + passed if waiting.any() else 0.0
         if self._waited <= self._allowed():
             return None
+        # Those that do not wait are what the others wait for. Where all wait, each for another, all are late: a
+        # deadlock.
         late = np.flatnonzero(~waiting).tolist() or list(range(len(done)))
         return WorkerStalled(tuple(late), self.step, self._waited)
 
     def notices(self) -> list[Notice]:
-        """Returns what is to be told of ranks that stand still while others go on, since the last call."""
-        told, self._notices = self._notices, []
-        return told
+        """Returns what the user is to know, since the last call, of ranks that stand still while others go on."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def _too_long_stopped(self, passed: float, stopped: Collection[int]) -> WorkerStalled | None:
         if not stopped and not self._stopped.any():
@@ -157,7 +161,7 @@ class Watchdog:
             return None
         return WorkerStalled(tuple(ranks), self.step, float(self._stopped.max()), stopped=True)
 
-    def _move(self, done: Any) -> None:
+    def _note_progress(self, done: Any) -> None:
         if self._first is None:
             self._first = self._still
         else:
@@ -207,7 +211,7 @@ class UnresponsiveDetector:
 
 
 def memory_kills() -> int:
-    """Returns how many processes the kernel has killed for memory, as far as this process is told."""
+    """Returns how many processes the kernel has killed for memory, as far as this process can see."""
     return sum(map(_kills_in, _memory_counters()))
 
 
@@ -231,3 +235,57 @@ def _memory_counters() -> Iterator[str]:
         pass
     yield "/sys/fs/cgroup/memory.events"
     yield "/proc/vmstat"
+
+
+@final
+class StillRanks:
+    """Finds the ranks that stand still while others go on. Where workers do not wait for each other (a parameter
+    server, Hogwild) no other rank notices one that hangs before the end of the run, when all wait for it.
+
+    What each rank got done, as the looks of a watchdog see it. A rank is named once, each time that it stands
+    still."""
+
+    def __init__(self, done: Any, seconds: float, steps: int, first: int, opening: float) -> None:
+        """Take what each rank has got done so far. A rank may stand still for ``seconds``, ``steps`` times its own
+        slowest step, or ``first`` times its first one, whichever is most; while its pace is not known, for
+        ``opening`` seconds."""
+        self._seen, self._limits, self._opening = done, (seconds, steps, first), opening
+        self._still = np.zeros(len(done))
+        self._first = np.full(len(done), np.nan)
+        """The seconds of the first step that was seen whole; before it nothing is known of a rank's pace."""
+        self._slowest = np.zeros(len(done))
+        self._moved = np.zeros(len(done), dtype=bool)
+        """Which ranks have made a step: servers make none."""
+        self._named = np.zeros(len(done), dtype=bool)
+
+    def update(self, passed: float, done: Any, waiting: Any, others: Collection[int], all_still: float) -> list[int]:
+        """Return the ranks to name now. ``waiting``: which ranks wait for others, or have not begun; ``others``: the
+        ranks that may stand still for another reason; ``all_still``: the seconds since any of them got something
+        done."""
+        moved = done != self._seen
+        excused = waiting.copy()
+        excused[list(others)] = True
+        whole = moved & self._moved  # the time before the first move includes what was opened
+        self._first = np.where(whole & np.isnan(self._first), self._still, self._first)
+        self._slowest = np.where(whole, np.maximum(self._slowest, self._still), self._slowest)
+        self._still = np.where(moved | excused, 0.0, self._still + passed)
+        self._named &= ~(moved | excused)
+        self._moved |= moved
+        self._seen = done
+        all_still = 0.0 if moved.any() else all_still
+        seconds, steps, first = self._limits
+        allowed = np.maximum(np.maximum(seconds, steps * self._slowest), first * self._first)
+        allowed = np.where(np.isnan(self._first), np.where(self._moved, self._opening, np.inf), allowed)
+        # Where the others stand still, too, they wait for it, or all of them for something else.
+        found = (self._still > allowed) & (all_still < self._still / 2) & ~self._named
+        self._named |= found
+        return [int(rank) for rank in np.flatnonzero(found)]
+
+    def notice(self, rank: int, step: int) -> Notice:
+        """Return what the user is to know of a rank that was found."""
+        cause = (
+            f"rank {rank} has not moved for {self._still[rank]:.0f} s at step {step}, while others went on: an "
+            "environment or a loader that hangs, or a file system that does not answer; its Python stacks are on "
+            "standard error"
+        )
+        return Notice(rank, cause, "the others go on, and wait for it at the end")

@@ -40,6 +40,8 @@ class WorkerChannels:
 
     def pids(self) -> list[int]:
         """Returns the process ids by rank; none while all are started again."""
+        # The pool's thread may put another dictionary and another list in the place of these meanwhile. Each is read
+        # once, so that a rank may be missing here, but no process id is that of another rank.
         processes = self._processes
         return [processes[slot].pid for slot in list(self.slots) if slot in processes]
 
@@ -70,6 +72,8 @@ class WorkerChannels:
         self._processes[slot], self._lines[slot] = process, Lines(process.channel)
         self._late_by[slot] = time.monotonic() - self._began
         self._selector.register(process.channel, selectors.EVENT_READ, slot)
+        # An exit makes the channel readable only where nothing else holds it open, such as a loader that the worker has
+        # started: so the end of the process itself wakes `receive` too.
         process.when_ended(self.wake)
 
     def remove(self, slots: Collection[int]) -> None:
@@ -82,7 +86,7 @@ class WorkerChannels:
         """Closes the channel of a process that has ended, and clears its slot for another one."""
         self._lines.pop(slot).close()
 
-    def rank(self, slot: int) -> int:
+    def rank_of(self, slot: int) -> int:
         """Returns the rank of the process in this slot."""
         return self.slots.index(slot)
 
@@ -91,16 +95,17 @@ class WorkerChannels:
         for rank in ranks:
             self._processes[self.slots[rank]].kill()
 
-    def listened(self) -> list[int]:
+    def open_slots(self) -> list[int]:
         """Returns the slots whose processes may still say something."""
         return [key.data for key in (self._selector.get_map() or {}).values() if key.data is not None]
 
     def receive(self, seconds: float) -> Iterator[tuple[int, list[Message] | None]]:
-        """Yields what the processes say within this time, by slot, and returns at the first words; None: the process
-        has nothing more to say, and is to be waited for (``reap``)."""
-        # Whoever had ended before we listened, and is silent now, has nothing more to say, even where a process that it
-        # has started holds its channel open.
-        ended = {slot for slot in self.listened() if self._processes[slot].returncode() is not None}
+        """Yields what the processes say within this time, by slot, and returns after the first messages; None: the
+        process has nothing more to say, and is to be waited for (``reap``)."""
+        # The order matters. A process that had ended before `select`, and whose channel is silent after it, has nothing
+        # more to say, even where a process that it has started holds its channel open. Looked at after `select`, it
+        # could have written its last words in between, which would be lost.
+        ended = {slot for slot in self.open_slots() if self._processes[slot].returncode() is not None}
         ready = self._selector.select(0.0 if ended else max(0.0, seconds))
         for slot in ended - {key.data for key, _ in ready}:
             yield slot, None
@@ -110,7 +115,7 @@ class WorkerChannels:
             else:
                 yield key.data, self._lines[key.data].receive()
 
-    def dated(self, slot: int, message: Message) -> Message:
+    def with_run_seconds(self, slot: int, message: Message) -> Message:
         """Adds the time before its start to the seconds of a replacement's event: it counts from its own start."""
         if message["kind"] == "event" and self._late_by[slot] > 0.0:
             message["event"]["seconds"] += self._late_by[slot]
@@ -119,6 +124,7 @@ class WorkerChannels:
     def reap(self, slot: int) -> int:
         """Waits until the process in this slot has ended, kills it where it does not, and returns its exit status."""
         process = self._processes[slot]
+        # Unregistered before the wait: a closed channel is readable for ever, and `receive` would return at once again.
         self._selector.unregister(process.channel)
         code = process.wait(GONE_SECONDS)
         if code is None:  # it closed its channel and lives on: it can no longer be led
@@ -126,13 +132,14 @@ class WorkerChannels:
             code = process.wait(GONE_SECONDS)
         return code if code is not None else -9
 
-    def end(self) -> None:
+    def end_all(self) -> None:
         """Ends every process, and waits until they are gone."""
+        # All are killed before the first is waited for: they end side by side, and none waits for another that is gone.
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
             process.wait(GONE_SECONDS)
-        for slot in self.listened():
+        for slot in self.open_slots():
             self._selector.unregister(self._processes[slot].channel)
         for lines in self._lines.values():
             lines.close()
@@ -140,7 +147,7 @@ class WorkerChannels:
 
     def close(self) -> None:
         """Ends every process, and then listens no more."""
-        self.end()
+        self.end_all()
         self._selector.close()
         for end in (self._awake, self._wake):
             end.close()

@@ -1,64 +1,46 @@
-"""Manages the processes of a run from the driver: starts, hears, watches, replaces and ends them."""
+"""The workers of a run on this host, seen from the driver: starts, hears, watches, replaces and ends their
+processes."""
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, final
 
 import cloudpickle
 
-from apportion.comm.channel import Message
+from apportion.comm.channel import Message, SharedMemoryOwner
+from apportion.comm.membership import Membership
 from apportion.core.policy import Policy
 from apportion.errors import WorkerFailed
 from apportion.process import is_stopped
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
-from apportion.runtime.spawn.standby import Spare
+from apportion.runtime.spawn.template import Spare
 from apportion.runtime.supervisor.decisions import Action, Stop, failure
-from apportion.runtime.supervisor.failures import Notice, WorkerBegan, WorkerFinished, WorkerLost, WorkerRaised
-from apportion.runtime.supervisor.membership_change import MembershipChange
-from apportion.runtime.supervisor.pool_history import PoolHistory
-from apportion.runtime.supervisor.shared_resources import SharedResources
-from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
-from apportion.runtime.supervisor.worker_channels import GONE_SECONDS, WorkerChannels
+from apportion.runtime.supervisor.failures import Notice, WorkerFinished, WorkerLost, WorkerRaised
+from apportion.runtime.supervisor.rank_pool import KILL_SECONDS, OpenChange, PoolHistory, RankPool
+from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, Watchdog
+from apportion.runtime.supervisor.worker_channels import WorkerChannels
+from apportion.runtime.worker import progress
 from apportion.runtime.worker.job import Job, WorkerJob
 
 
-class AnyThreadPool(Protocol):
-    """The part of a worker pool that any thread may call. Everything else belongs to the one thread that the pool was
-    handed to (``RecoveryLoop``), or to the thread that made it."""
-
-    def pids(self) -> list[int]:
-        """Returns the process ids by rank; none while all are started again."""
-
-    def wake(self) -> None:
-        """Makes ``hear`` return now."""
-
-    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-        """Sends an order to these ranks (None: to all; "stop" also goes to workers that are started later)."""
-
-
-class WorkerPool:
+class WorkerPool(RankPool):
     """Worker processes that run ``target`` (``module:function``) on a job, one for each rank. ``importer``: the spare
     that they are forked from, where it can fork; it belongs to the caller."""
 
-    survives = True
-
     def __init__(self, launcher: Local, target: str, job: WorkerJob, ranks: int, importer: Spare | None = None) -> None:
+        policy, replaceable = (job.policy, job.replaceable) if isinstance(job, Job) else (Policy(), False)
+        super().__init__(PoolHistory(ranks, policy, survives=replaceable), replaceable=replaceable)
         self._launcher, self._target, self._job, self._payload = launcher, target, job, cloudpickle.dumps(job)
-        self._replaceable = isinstance(job, Job) and job.replaceable
         self._imports = job.strategy.imports if isinstance(job, Job) and ranks > 1 else ()
-        self.ranks = ranks
-        policy = job.policy if isinstance(job, Job) else Policy()
-        self.history = PoolHistory(ranks, policy, survives=self._replaceable)
-        """Everything that has happened to the workers."""
-        self._stopping = self._begun = False
+        self._ranks = ranks
         self._channels = WorkerChannels()
         self._shared: SharedResources | None = None
-        self.spare: Spare | None = None
         try:
             self._start(importer)
         except BaseException:
@@ -101,30 +83,31 @@ class WorkerPool:
         """Makes ``hear`` return now."""
         self._channels.wake()
 
-    def send(self, order: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
-        """Sends an order to these ranks (None: to all; "stop" also goes to workers that are started later)."""
-        self._stopping = self._stopping or order["kind"] == "stop"
+    def _send(self, order: Mapping[str, Any], ranks: Sequence[int] | None) -> None:
         self._channels.send(order, ranks)
 
     # What happens
 
     def hear(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks say within this time, and returns at the first words. What happens to the ranks is
+        """Yields what ranks report within this time, and returns after the first reports. What happens to the ranks is
         noted."""
         if self._shared is not None and self._shared.members is not None:
             self._shared.members.tick()
         for slot, messages in self._channels.receive(seconds):
+            # In this order: the exit status is there only once the process is reaped, and only then is the rank lost.
+            # Its slot stays taken until a change of the membership clears it, so that ranks keep their numbers.
             if messages is None:
                 code = self._channels.reap(slot)
-                self.history.note_exit(self._channels.rank(slot), code, self._seen_by(slot))
+                self.history.add_exit(self._channels.rank_of(slot), code, self._seen_by(slot))
                 continue
             for message in messages:
+                # Requests for memory are answered here, at once: a worker cannot go on without.
                 if message["kind"] == "shared":
                     self._hand_out(slot, message)
                 elif message["kind"] in ("raised", "finished"):
                     self._note_message(slot, message)
                 else:
-                    yield self._channels.rank(slot), self._channels.dated(slot, message)
+                    yield self._channels.rank_of(slot), self._channels.with_run_seconds(slot, message)
 
     def _hand_out(self, slot: int, asked: Message) -> None:
         assert self._shared is not None
@@ -136,11 +119,16 @@ class WorkerPool:
         self._channels.reply(slot, reply, *given)
 
     def _note_message(self, slot: int, message: Message) -> None:
-        rank = self._channels.rank(slot)
+        rank = self._channels.rank_of(slot)
         if message.pop("kind") == "finished":
-            self.history.note(WorkerFinished(rank))
+            self.history.add(WorkerFinished(rank))
         else:
-            self.history.note(WorkerRaised(rank, **message, step=self._seen_by(slot)))
+            self.history.add(WorkerRaised(rank, **message, step=self._seen_by(slot)))
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that are in the run."""
+        return self._ranks
 
     @property
     def step(self) -> int:
@@ -156,12 +144,11 @@ class WorkerPool:
         """Decides what to do about all that has happened so far."""
         if self._shared is not None:
             watch = self._shared.watch
-            if self._replaceable and not self._begun and watch.begun:
-                self._begun = True
-                self.history.note(WorkerBegan())
+            self._note_begun(watch)
             stopped = [rank for rank, pid in enumerate(self.pids()) if is_stopped(pid)]
+            # Ranks that have finished stand still from then on, while others may still go on: they are excused.
             late = watch.late(time.monotonic(), stopped, self.history.finished)
-            if late is not None and self.history.note_late(late, stopped):
+            if late is not None and self.history.add_late(late, stopped):
                 tell_to_print_stacks(self.pids())
         return self.history.action()
 
@@ -174,42 +161,38 @@ class WorkerPool:
         self._channels.kill(lost)  # one may only be stopped, and write again one day
         return MembershipChange(self._channels, self._shared.members, self._shared.watch, self.history)
 
-    @property
-    def finishing(self) -> bool:
-        """True once a rank has passed the end, which is there for the others, too."""
-        return self.history.finishing
-
-    def offered(self) -> bool:
-        """Tells that no workers are offered: on one host all that can take part do."""
-        return False
-
     def admit(self) -> MembershipChange:
-        """Opens a change in which nobody is lost."""
+        """Opens a change in which no rank is lost."""
         return self.open_change([])
 
     def grow(self) -> None:
-        """Closes a change in which nobody was lost."""
+        """Closes a change in which no rank was lost."""
         self._changed([])
         self._close_change()
 
     def notices(self) -> list[Notice]:
-        """Returns what is to be told, since the last call, of ranks that stand still while others go on."""
-        told = self._shared.watch.notices() if self._shared is not None else []
+        """Returns what the user is to know, since the last call, of ranks that stand still while others go on."""
+        notices = self._shared.watch.notices() if self._shared is not None else []
         pids = self.pids()
-        tell_to_print_stacks(pids[notice.rank] for notice in told if notice.rank < len(pids))
-        return told
+        tell_to_print_stacks(pids[notice.rank] for notice in notices if notice.rank < len(pids))
+        return notices
 
     def replace(self, losses: Sequence[WorkerLost]) -> list[WorkerLost]:
         """Puts new workers in the places of the lost ones, and closes the change. Returns the losses in whose places
         there are none: none of them."""
         assert self._shared is not None
+        # The history first: what happens from here on happens to the ranks of the new world, and an exit of a new
+        # worker must not be counted among those of the old one.
         self._changed(losses)
         for loss in losses:
             slot = self._channels.slots[loss.rank]
+            # The marks of the lost one are cleared before its successor starts: it would otherwise be taken for a rank
+            # that waits, or that has begun, until it has written its own.
             self._channels.clear(slot)
             self._shared.watch.reset(slot)
             port = self._shared.port
             self._channels.add(slot, self._launcher.replace(self._payload, slot, self._places, port, self.spare))
+        # The order was sent before these workers existed.
         self._close_change()
         if self._stopping:
             self.send({"kind": "stop"}, [loss.rank for loss in losses])
@@ -227,7 +210,7 @@ class WorkerPool:
 
     def dismiss(self) -> None:
         """Closes the change for the workers that are left, which are to save and to leave."""
-        listened = set(self._channels.listened())
+        listened = set(self._channels.open_slots())
         self._without([slot for slot in self._channels.slots if slot not in listened])
         self._close_change(ending=True)
 
@@ -241,12 +224,14 @@ class WorkerPool:
         self._channels.remove(gone)
         for slot in gone:
             self._shared.watch.reset(slot)
-        self.ranks = len(self._channels.slots)
+        self._ranks = len(self._channels.slots)
 
     def restart(self, losses: Sequence[WorkerLost]) -> Iterator[tuple[int, Message]]:
         """Ends every process, and begins again with others and with memory of their own. What ranks still say is not
         waited for."""
-        self._channels.end()
+        # In this order: workers use the memory and the store until they have ended. The new ones get memory of their
+        # own, which a process that was killed and has not ended yet cannot reach.
+        self._channels.end_all()
         self.release()
         self._changed(losses, restarted=True)
         assert isinstance(self._job, Job), "what only measures has no workers that are replaced"
@@ -260,9 +245,9 @@ class WorkerPool:
         return iter(())
 
     def _changed(self, losses: Sequence[WorkerLost], *, restarted: bool = False) -> None:
-        self.history.note_change(losses, self.ranks, restarted=restarted)
+        self.history.add_change(losses, self.ranks, restarted=restarted)
         if self._shared is not None:
-            self._shared.watch.sit(self._channels.slots)
+            self._shared.watch.assign_slots(self._channels.slots)
 
     # Asking all ranks
 
@@ -290,11 +275,8 @@ class WorkerPool:
 
     # Ending
 
-    def part(self, seconds: float = GONE_SECONDS) -> Iterator[tuple[int, Message]]:
-        """Yields what ranks that are done still say, until they have ended by themselves or the time is up."""
-        allowed = Allowance(seconds)
-        while self._channels.listened() and (left := allowed.left) > 0:
-            yield from self.hear(min(LOOK_SECONDS, left))
+    def _may_report(self) -> bool:
+        return bool(self._channels.open_slots())
 
     def close(self) -> None:
         """Ends every process, waits until they are gone, and lets go of what they shared."""
@@ -302,3 +284,73 @@ class WorkerPool:
             self.spare.close()
         self._channels.close()
         self.release()
+
+
+@final
+class SharedResources:
+    """What the workers of one start share, which the driver holds for them: memory, and a store where ranks with GPUs
+    find each other. ``replaceable``: whether there is a page of the membership, since workers may be replaced;
+    ``on_cpu``: the ranks exchange through memory alone, and need no store."""
+
+    def __init__(self, ranks: int, *, replaceable: bool, on_cpu: bool) -> None:
+        self.memory = SharedMemoryOwner()
+        try:
+            self.watch = Watchdog(progress.lines(self.memory.map("progress", progress.NBYTES * ranks)))
+            self.members: Membership | None = None
+            if replaceable:
+                page = memoryview(self.memory.map("members", Membership.nbytes(ranks)))
+                self.members = Membership(page, ranks)
+                self.members.begin()
+            self._store = _open_store() if ranks > 1 and not on_cpu else None
+        except BaseException:
+            self.memory.close()
+            raise
+        self.port = self._store.port if self._store is not None else 0
+        """The port of the store; 0 where there is none."""
+
+    def close(self) -> None:
+        """Lets go of the memory, which ranks that map it keep; nothing else may hold this object any more."""
+        self.memory.close()
+
+
+def _open_store() -> Any:
+    """Returns a store that is reachable from this host alone."""
+    import torch.distributed as dist  # what computes on the CPU needs none
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+
+
+@final
+class MembershipChange(OpenChange):
+    """An open change of the membership, until its table can be written (``comm/membership.py``): the lost are killed,
+    and all others have to answer."""
+
+    def __init__(self, channels: WorkerChannels, members: Membership, watch: Watchdog, history: PoolHistory) -> None:
+        self._channels, self._members, self._history = channels, members, history
+        members.open_change()
+        self._silence = watch.silence()
+
+    def settled(self, lost: Collection[int]) -> bool:
+        """Tells whether the lost have been waited for, and all others have answered or ended. A rank that does not
+        answer is ended. Raises WorkerFailed where a killed process has not ended within KILL_SECONDS."""
+        channels = self._channels
+        listened = {channels.rank_of(slot) for slot in channels.open_slots()}
+        asked = [r for r in listened.difference(lost) if not self._members.acknowledged(channels.slots[r])]
+        late = self._silence.broken_by(asked, time.monotonic()) if asked else None
+        if late is not None:
+            self._history.add(late)
+            channels.kill(late.ranks)
+        undead = listened.intersection(lost)
+        channels.kill(undead)  # also who was found to be lost since the change was opened
+        if undead and self._history.quiet > KILL_SECONDS:
+            raise WorkerFailed(
+                f"rank {min(undead)} was killed, and has not ended within {KILL_SECONDS:.0f} s: it waits for a "
+                "device, or the process that it was forked from is stopped"
+            )
+        return not asked and not undead

@@ -19,9 +19,8 @@ import torch
 from apportion.comm.group import collective
 from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.parts.deal import deal_parts
-from apportion.core.parts.sent_rows import broadcast_rows
+from apportion.core.data.sent_rows import broadcast_rows
+from apportion.core.parts import PartedDataset, deal_parts
 from apportion.core.strategy import Step, Strategy
 from apportion.core.workload import Workload
 from apportion.errors import WorkerFailed
@@ -93,6 +92,7 @@ class RunAgreement:
         except Exception as error:  # whatever it is, the others are waiting for this rank
             own["raised"], raised = f"{type(error).__name__}: {error}", error
         own["code"] = self._code
+        # A rank that has failed takes part too: the others would wait for it in the collective for ever.
         described = gather_messages(own, self._world.group(), device=self._world.device)
         if raised is not None:
             raise raised
@@ -104,7 +104,7 @@ class RunAgreement:
 
 @runtime_checkable
 class Introduced(Protocol):
-    """A step whose ranks come and go: each says what it was given when it comes."""
+    """A step whose ranks join and leave: each describes what it was given when it joins."""
 
     def introduce(self, given: Description, refuse: Callable[[Description, Description, int], str | None]) -> None:
         """Say what this rank was given; on rank 0 ``refuse`` says why another rank may not take part."""
@@ -112,8 +112,8 @@ class Introduced(Protocol):
 
 def introduce(job: Job, workload: Workload, step: Step, world: World) -> None:
     """Has a step whose ranks come and go say what this rank was given, so that rank 0 refuses one that was given
-    something else. Where a run goes on, and what rank 0 saves, is no other rank's affair. Raises ValueError where the
-    data are in parts that several hosts have."""
+    something else. Where a run goes on, and what rank 0 saves, does not concern other ranks. Raises ValueError where
+    the data are in parts that several hosts have."""
     assert isinstance(step, Introduced), f"{job.strategy} lets ranks come and go"
     whole = world.unmet
     if workload.parts is not None and whole is not None and whole.local_size != whole.size:

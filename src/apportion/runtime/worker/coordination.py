@@ -1,23 +1,62 @@
-"""Ranks stop and save at the same step: rank 0 decides, and says when it will be asked next."""
+"""The requests that reach a run from outside its loop, and how ranks stop and save at the same step: rank 0 decides,
+and announces the step after which it is asked next."""
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from apportion.comm.group import Group, collective
 from apportion.comm.world import World
+from apportion.core.event import Event
 from apportion.core.policy import Policy
 from apportion.core.strategy import Step
 from apportion.core.workload import Workload
-from apportion.runtime.worker.outside_events import OutsideEvents
 from apportion.runtime.worker.progress import Progress
+
+
+@final
+class OutsideEvents:
+    """Events that are given from one thread and recorded in another. Each has a number, by which one that is given
+    twice, since the sender has not learnt that it was recorded, is recorded once."""
+
+    def __init__(self) -> None:
+        self._given = queue.SimpleQueue[tuple[int, Event]]()
+        self._seen: set[int] = set()
+        self._recorded: list[int] = []
+
+    def add_events(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Adds events, each a mapping of ``number`` and ``event``, its fields; from any thread."""
+        for given in events:
+            self._given.put((given["number"], Event(**given["event"])))
+
+    def pop_events(self) -> list[tuple[int, Event]]:
+        """Returns what was given since the last call, in the order of its numbers."""
+        found: dict[int, Event] = {}
+        # Only this thread takes from the queue: an event that is seen in it stays there until get().
+        while not self._given.empty():
+            number, event = self._given.get()
+            if number not in self._seen:
+                found[number] = event
+        self._seen.update(found)
+        return sorted(found.items(), key=lambda item: item[0])
+
+    def mark_recorded(self, number: int) -> None:
+        """Records that an event has been written."""
+        self._recorded.append(number)
+
+    def recorded(self) -> list[int]:
+        """Returns the numbers of what has been recorded since the last call."""
+        found, self._recorded = self._recorded, []
+        return found
+
 
 ASK_SECONDS = 0.25
 """The seconds between two polls: how long a request to stop may wait for a step that all ranks agree on."""
@@ -32,9 +71,9 @@ class RunControl:
 
     stop: bool = False
     notice: int = 0
-    """The number of the signal by which this rank, or another one, was told to end; 0: none was."""
+    """The number of the signal by which this rank, or another one, was notified to end; 0: none was."""
     resume: str | None = None
-    """How a run goes on that was told to end."""
+    """How a run goes on that was notified to end."""
     ending: bool = False
     """True once the ranks have agreed to stop."""
     progress: Progress = field(default_factory=Progress)
@@ -59,8 +98,8 @@ class RunControl:
     rejoined: Callable[[World], None] = lambda world: None
     """Called when this rank has its place in a world whose membership has changed."""
 
-    def was_told(self) -> bool:
-        """Tells whether a rank was told to end by another signal than Ctrl-C: time is short."""
+    def was_notified(self) -> bool:
+        """Tells whether a rank was notified to end by another signal than Ctrl-C: time is short."""
         return self.notice not in (0, signal.SIGINT)
 
 
@@ -93,11 +132,12 @@ class StepCoordinator:
         self.next = done + 1
         """The step after which ``poll`` is called, by all ranks."""
 
-    def again(self, group: Group, done: int) -> None:
+    def rejoin(self, group: Group, done: int) -> None:
         """Goes on in a world whose membership has changed, where ``poll`` is called before the next step. What was to
         be saved after the last one may not have been."""
         self._group = group
         self._last, self._gap, self.next = done, 1, done
+        # The last save may have been lost with the rank that wrote it.
         self._saved_at = min(self._saved_at, max(0, done - 1))
 
     @collective
@@ -110,6 +150,8 @@ class StepCoordinator:
         answer = [int(control.stop), int(save), self._next(done, now), control.notice]
         self.differ = False
         if self._group.size > 1:
+            # One collective carries all four answers. Columns 0 to 2 count as rank 0 gives them, whose clock decides; a
+            # notice counts whichever rank has it.
             gathered = self._group.all_gather(torch.tensor([*answer, mark], dtype=torch.int64, device=self._device))
             self.differ = bool((gathered[:, 4] != gathered[0, 4]).any())
             answer = [*gathered[0, :3].tolist(), int(gathered[:, 3].max())]
@@ -117,7 +159,7 @@ class StepCoordinator:
             self._note_save()
             self._saved_at = done
         self._asked, self._last, self.next = time.monotonic(), done, answer[2]
-        control.notice = answer[3] or control.notice  # one that came meanwhile is for the next time
+        control.notice = answer[3] or control.notice  # one that arrived meanwhile is for the next poll
         control.ending = bool(answer[0] or answer[3])
         return control.ending, bool(answer[1])
 
@@ -132,6 +174,7 @@ class StepCoordinator:
 
     def _next(self, done: int, now: float) -> int:
         seconds_a_step = max(now - self._asked, 1e-9) / max(1, done - self._last)
+        # The gap at most doubles: a few fast steps at the start must not put the next poll hours ahead.
         self._gap = max(1, min(2 * self._gap, int(ASK_SECONDS / seconds_a_step)))
         after = done + self._gap
         if self._steps is not None:

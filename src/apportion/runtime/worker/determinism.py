@@ -1,21 +1,21 @@
 """Finds the random numbers that a network draws while it computes: dropout is turned off for a proof and named;
-anything else is found."""
+anything else is found. Tensors that depend on parameters or inputs are distinguished from constants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from apportion.core.sampling.rng import plain_rng_states, strategy_is_drawing
-from apportion.core.sampling.sampler import mix
+from apportion.core import tree
+from apportion.core.rng import plain_rng_states, strategy_is_drawing
+from apportion.core.sampler import mix
 from apportion.core.torch_private import DispatchMode
-from apportion.runtime.proof.computed_values import ComputedValues
 from apportion.runtime.proof.row_draws import RowSeeds, drawn_alike, drawn_by_row, has_rows, is_ambiguous
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,7 +92,7 @@ class Observed(DispatchMode):
 
     def __init__(self, accepted: Collection[str] = (), *, coarse: bool = False) -> None:
         """``accepted``: the names of classes and functions whose draws are accepted; ``coarse``: rounding may make so
-        much of a row's numbers that rows cannot be told by them, so that all rows have one number."""
+        much of a row's numbers that rows cannot be distinguished by them, so that all rows have one number."""
         super().__init__()
         self._coarse = coarse
         self.row_draws: set[str] = set()
@@ -113,7 +113,7 @@ class Observed(DispatchMode):
         return self
 
     def watch(self, model: nn.Module) -> None:
-        """Watches the model from here on, whichever of its layers is called first."""
+        """Watches the model from now on, whichever of its layers is called first."""
         for name, layer in model.named_modules():
             layer.register_forward_pre_hook(partial(self._begin_layer, name), with_kwargs=True)
             layer.register_forward_hook(self._end, always_call=True)
@@ -129,7 +129,7 @@ class Observed(DispatchMode):
             self._end()
 
     def _begin_layer(self, name: str, layer: nn.Module, *inputs: Any) -> None:
-        self._values.begin(layer, () if self._calls else inputs)
+        self._values.mark_layer(layer, () if self._calls else inputs)
         kind = next(c.__name__ for c in type(layer).__mro__ if not c.__name__.startswith("FSDP"))
         self._begin(name, kind, kind in self._accepted, inputs)
 
@@ -138,6 +138,7 @@ class Observed(DispatchMode):
             self.__enter__()
         else:
             self._note_plain()
+            # What an accepted layer calls is accepted with it.
             accepted = accepted or self._calls[-1].accepted
         called = f"{name} ({kind})" if name else kind
         self._calls.append(_Call(called, kind, RowSeeds(inputs), accepted, plain_rng_states()))
@@ -167,7 +168,7 @@ class Observed(DispatchMode):
             result = self._drawn(func, args, given)
         else:
             result = func(*args, **given)
-        computed = self._values.take(func, args, given, result)
+        computed = self._values.record_operation(func, args, given, result)
         first = result[0] if isinstance(result, tuple | list) and result else result
         if computed and isinstance(first, torch.Tensor) and first.dtype in NARROW:
             self.narrow.add(name)
@@ -201,3 +202,71 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
             given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
             return bool(given)
     return True
+
+
+WIDE = (torch.float64, torch.complex128)
+
+
+class ComputedValues:
+    """Follows the operations of a forward pass in float64, by the memory that tensors lie in.
+
+    A value is computed where it depends on parameters, buffers or floating inputs. What depends on numbers that the
+    forward makes by itself (a causal mask, an index, a random number) is a constant: the same on every rank, however
+    coarsely it is rounded. Whole numbers and truth values are exact, and nothing that they are made into is computed.
+    """
+
+    def __init__(self) -> None:
+        self._computed: set[int] = set()
+        self._constant: set[int] = set()
+
+    def mark_layer(self, layer: nn.Module, inputs: Any = ()) -> None:
+        """Marks a layer that is about to be called: its own parameters and buffers are computed. ``inputs``:
+        those of the network, which are computed too."""
+        own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+        found = {place for t in (*own, *tree.tensors(inputs)) if (place := _place(t))}
+        self._computed |= found
+        self._constant -= found
+
+    def is_computed(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor depends on parameters or inputs. One of unknown origin does where it has float64,
+        which is what they have."""
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return False
+        place = _place(tensor)
+        return place in self._computed or (tensor.dtype in WIDE and (not place or place not in self._constant))
+
+    def record_operation(self, func: Any, args: Iterable[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Records an operation with its result; tells whether that is computed."""
+        computed = any(self.is_computed(t) for t in _tensors((args, kwargs)))
+        returns = func._schema.returns
+        for at, one in enumerate(result if isinstance(result, tuple | list) else (result,)):
+            if not isinstance(one, Tensor) or not (place := _place(one)):
+                continue
+            fresh = at < len(returns) and returns[at].alias_info is None
+            if computed:
+                self._computed.add(place)
+                self._constant.discard(place)
+            elif fresh:  # memory that held something else before
+                # The allocator reuses addresses: a mark of the tensor that was there before must not survive.
+                self._computed.discard(place)
+                self._constant.add(place)
+        return computed
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _place(tensor: Tensor) -> int:
+    """Returns the address of the memory that a tensor lies in; 0 where it has none of its own."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one of another class
+        return 0

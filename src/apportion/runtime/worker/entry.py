@@ -1,4 +1,4 @@
-"""The program of a worker process from its first line to its last: become a rank, do its job, tell how it went."""
+"""The program of a worker process from its first line to its last: become a rank, do its job, report how it went."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(sock: socket.socket, payload: bytes) -> int:
 
 
 def steps(sock: socket.socket, payload: bytes) -> int:
-    """Make steps when told to."""
+    """Make steps on command."""
     return run_program(sock, payload, serve_steps)
 
 
@@ -82,6 +82,7 @@ def train_job(job: Job, world: World, channel: Channel) -> None:
     """Train as one rank, under the supervisor's orders, and tell it every event."""
     control = RunControl()
     settled = queue.SimpleQueue[dict[str, Any]]()
+    # Orders are carried out while the main thread is inside a collective that may never return.
     threading.Thread(target=_obey, args=(channel, control, settled), name="orders", daemon=True).start()
     supervise(control, world)
     control.settle = lambda asked: _settle(asked, world, channel, settled)
@@ -97,7 +98,7 @@ def supervise(control: RunControl, world: World) -> None:
 
 def progress(world: World) -> Progress:
     """Returns this rank's line of the progress that the supervisor reads; its group notes there when it waits."""
-    line = Progress.of_slot(world.shared("progress", NBYTES * world.seats), world.seat)
+    line = Progress.of_slot(world.shared("progress", NBYTES * world.slots), world.slot)
     world.group().waiting = line.waiting_word
     return line
 
@@ -111,7 +112,8 @@ def _rejoined(world: World, control: RunControl) -> None:
 def _settle(
     asked: dict[str, Any], world: World, channel: Channel, settled: queue.SimpleQueue[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the supervisor's answer whether the run is proved; a run that the supervisor ends is waiting here."""
+    """Returns the supervisor's answer whether the run is proved; a run that the supervisor ends is waiting in this
+    call."""
     if world.rank == 0:
         channel.send({"kind": "prove", **asked})
     return settled.get()
@@ -126,12 +128,13 @@ def _obey(channel: Channel, control: RunControl, settled: queue.SimpleQueue[dict
             settled.put(order["proof"])
         elif order["kind"] == "save":
             channel.send({"kind": "saved", **_save_now(control, order["seconds"])})
+    # The main thread may wait in C code for ranks that are gone; nothing but the end of the process ends that.
     os._exit(1)  # the supervisor is gone
 
 
 def _save_now(control: RunControl, seconds: float) -> dict[str, Any]:
     """Writes the last update without waiting for the step under way; returns its number, or None and why not. A
-    replacement has so many seconds until it has a state."""
+    replacement has ``seconds`` until it has a state."""
     if not control.begun.wait(seconds):
         return {"step": None, "why": "its worker had not begun"}
     try:

@@ -13,7 +13,7 @@ from torch import nn
 
 from apportion.core import fast_paths, tree
 from apportion.core.address import load_workload
-from apportion.core.parts.sent_rows import SentRows
+from apportion.core.data.sent_rows import SentRows
 from apportion.core.policy import Policy
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
@@ -22,7 +22,7 @@ from apportion.parallel.replica.loss_precision import loss_in_precision
 from apportion.runtime.proof.coarse_rounding import moved
 
 MANY_STEPS = 1_000_000
-"""The number of steps that a schedule is told where steps are only timed: it may refuse to go on where it takes the
+"""The number of steps that a schedule is given where steps are only timed: it may refuse to go on where it takes the
 training to be over."""
 
 
@@ -80,8 +80,8 @@ class Job:
     replaceable: bool = False
     """True where workers may be lost and replaced."""
     workers: int = 1
-    """The number of workers at the start, which ``reference`` is told; a spare gets ready for the share of one of so
-    many."""
+    """The number of workers at the start, which ``reference`` is given; a spare prepares for the share of one of
+    these."""
     proof: bool = False
     """True for a proof: dropout is off and named, and what else draws is found."""
     rows: int = 0
@@ -93,7 +93,8 @@ class Job:
     lengths: tuple[int, ...] = ()
     """The lengths of the parts of the data, where they are known: a proof then opens no part to know them."""
     sent: SentRows | None = None
-    """The rows of the parts of the data that were sent here, in the place of the workload's data; None: those."""
+    """The rows of the parts of the data that were sent to this host, in the place of the workload's data; None:
+    those."""
     cut: int = 0
     """The number of steps that a proof makes, with the short last batch of an epoch among them; 0: the steps as they
     come."""
@@ -112,8 +113,8 @@ class Job:
     """The fast paths that each process leaves for the plain ones (``plain_paths``)."""
 
     def open(self) -> Workload:
-        """Returns the workload, imported where it is an address, with the changes; what this process builds from here
-        on takes the plain paths that the job names."""
+        """Returns the workload, imported where it is an address, with the changes; what this process builds from now on
+        takes the plain paths that the job names."""
         fast_paths.switch_off(self.plain)
         workload = replace(self.as_written(), **self.changes)
         if workload.precision == "float64":
@@ -128,7 +129,7 @@ class Job:
 
     def _as_proved(self, workload: Workload) -> Workload:
         from apportion.runtime.proof.proof_workload import (
-            dealt_evenly,
+            divided_evenly,
             few_rows,
             moving,
             short_sequences,
@@ -143,7 +144,7 @@ class Job:
         if self.short:
             workload = short_sequences(workload)
         if not self.strategy.exact and not self.strategy.replays(self.workers):
-            workload = dealt_evenly(workload, self.workers)
+            workload = divided_evenly(workload, self.workers)
         return with_plain_sgd(workload) if self.gradients else workload
 
     def as_written(self) -> Workload:

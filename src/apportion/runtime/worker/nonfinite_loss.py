@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.policy import Policy
-from apportion.core.sampling.rng import fork_rng
-from apportion.core.sampling.sampler import mix
+from apportion.core.rng import fork_rng
+from apportion.core.sampler import mix
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
 from apportion.errors import NotFinite
 
 OTHERS_SECONDS = 1.0
-"""The seconds that a rank in whose rows nothing is found waits: the rank that holds the row is to tell it."""
+"""The seconds that a rank in whose rows nothing is found waits: the rank that holds the row reports it."""
 ROWS = 1024
 """The number of rows that are looked at in one forward pass."""
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,10 +45,10 @@ class LossGuard:
         self._each = self._watches and step.device.type == "cpu"
         # Where a step is a backward pass and an update, the loss is known before anything changes.
         self._apart = self._each and workload.update is None
-        self._told = False
+        self._reported = False
         self._exempt = frozenset(n for n, b in step.model.named_buffers() if b.is_floating_point() and _has_nan(b))
         self.news: list[str] = []
-        """The warnings that are to be told, under ``on_nan="warn"``."""
+        """The warnings that are to be reported, under ``on_nan="warn"``."""
 
     def __call__(self, batch: Batch) -> Mapping[str, Tensor]:
         """Makes one step, and returns the named values of the global batch. Raises NotFinite where the run ends
@@ -86,7 +86,7 @@ class LossGuard:
         )
 
     def not_kept(self, state: State, name: str) -> None:
-        """Tells that this state is not written down. Raises NotFinite where the run ends here."""
+        """Reports that this state is not written down. Raises NotFinite where the run ends here."""
         self._say(
             f"{name} holds a NaN after step {state.step}, though the loss was finite until then: the gradient was not; "
             "this state is not saved"
@@ -94,18 +94,20 @@ class LossGuard:
 
     def _found(self, number: int, name: str, value: float, batch: Batch | None = None) -> None:
         """Tells of a value that is not finite. ``batch``: the batch with which to look where it begins."""
-        if self._told:
+        if self._reported:
             return
         where = None if batch is None else where_it_begins(self._step, self._workload, batch)
         if where is None and self._policy.on_nan == "stop" and self._ranks > 1:
+            # The first error that reaches the supervisor ends the run; that of the rank which holds the row names the
+            # layer.
             time.sleep(OTHERS_SECONDS)
         self._say(f"{name} is {value} at step {number}" + (f": {where}" if where else ""))
 
     def _say(self, text: str) -> None:
         if self._policy.on_nan == "stop":
             raise NotFinite(text)
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             self.news.append(text)
 
 
@@ -124,7 +126,7 @@ def where_it_begins(step: Step, workload: Workload, batch: Batch) -> str | None:
     It looks at the rows of this rank, with the draws of the step, on a copy of the plain network: it asks no other
     rank, and leaves the step as it was.
     """
-    weights = [name for name, p in step.model.named_parameters() if not bool(_here(p).isfinite().all())]
+    weights = [name for name, p in step.model.named_parameters() if not bool(_local_part(p).isfinite().all())]
     if weights:
         return (
             f"{weights[-1]} is not finite since the update before, whose gradient was not: look at what is computed "
@@ -139,10 +141,11 @@ def where_it_begins(step: Step, workload: Workload, batch: Batch) -> str | None:
 
 def _look(step: Step, workload: Workload, batch: Batch) -> str | None:
     model = workload.make_model().to(device=step.device, dtype=step.source.dtype)
-    wanted, here = model.state_dict(), step.model.state_dict()
-    if wanted.keys() != here.keys() or any(wanted[n].shape != _here(here[n]).shape for n in wanted):
+    wanted, local = model.state_dict(), step.model.state_dict()
+    if wanted.keys() != local.keys() or any(wanted[n].shape != _local_part(local[n]).shape for n in wanted):
         return "this rank holds a part of the network; single_device names the layer"
-    model.load_state_dict(here)
+    model.load_state_dict(local)
+    # Dropout has to drop the same elements, or the value may not appear.
     torch.manual_seed(mix(workload.seed, batch.step, step.rank))  # as the step drew
     first = FirstNotFinite(model)
     dtype = _AUTOCAST.get(workload.precision)
@@ -186,7 +189,7 @@ class FirstNotFinite:
             self.found = f"the output of {label} is the first that is not finite"
 
 
-def _here(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     """Returns what this rank holds of a tensor: to ask for a whole sharded tensor would be to wait for the other
     ranks."""
     part: Any = tensor.detach()

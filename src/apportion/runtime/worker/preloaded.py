@@ -22,17 +22,17 @@ import torch
 from torch import nn
 
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.rng import RngState, seed_everything
+from apportion.core.rng import RngState, seed_everything
 from apportion.core.workload import Workload
-from apportion.parallel.replica.single_process import OneDeviceStep
+from apportion.parallel.replica.step import OneDeviceStep
 from apportion.runtime.spawn.fork_server import ForkServer
 from apportion.runtime.spawn.imports import Imports, repeat
-from apportion.runtime.spawn.standby import UNFIT
+from apportion.runtime.spawn.template import UNFIT
 from apportion.runtime.worker.entry import run_loaded, train_job
 from apportion.runtime.worker.job import Job
 
 opened: Any = None
-"""The job that the processes forked here find open."""
+"""The job that is already open in the processes that are forked from this one."""
 
 
 def train_opened(sock: socket.socket, payload: bytes) -> int:
@@ -60,6 +60,7 @@ def stand_by(sock: socket.socket, open_job: Callable[[], Any], *, sets: Mapping[
     environment variables that the forked processes have besides those of their task."""
     global opened
     torch.set_num_threads(1)
+    # Compared after the job is open: a copy of an open file or of a second thread is not safe to fork.
     files = _files()
     with _silent(), suppress(Exception):  # whatever it is, the workers have it too
         opened = open_job()

@@ -31,6 +31,7 @@ class _Word:
         return self if line is None else int(line.words[self.index])
 
     def __set__(self, line: Progress, value: int) -> None:
+        # An aligned store of 8 bytes is not torn on the processors that torch supports, so no lock is needed.
         line.words[self.index] = value
 
 
@@ -51,7 +52,7 @@ class Progress:
     saved_at = _Word(4)
     """The time when the ranks last agreed to save, by ``time.monotonic_ns()``; 0: never."""
     started = _Word(5)
-    """1 once rank 0 has told the start of the run."""
+    """1 once rank 0 has reported the start of the run."""
 
     def __init__(self, words: Any = None) -> None:
         """Wraps ``words``: int64 of shape (WORDS,); None: a line that no other process reads."""

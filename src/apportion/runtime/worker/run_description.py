@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from apportion.core.parts.dataset import PartedDataset
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.parts import PartedDataset
+from apportion.core.rng import seeded_rng
 from apportion.core.strategy import Step
 from apportion.core.torch_private import pytree
 from apportion.core.workload import Workload
@@ -33,17 +33,9 @@ from apportion.runtime.worker.schedule_lookahead import FOLLOWED, rates_ahead
 Description = Mapping[str, Any]
 """What a rank was given, as plain JSON: its ``host``, ``processor`` and ``code``, and its settings by kind and name."""
 SETTINGS = (
-    "seed",
-    "batch_size",
-    "parts",
-    "steps",
-    "epochs",
-    "order",
-    "precision",
-    "clip_grad_norm",
-    "compile",
+    "seed", "batch_size", "parts", "steps", "epochs", "order", "precision", "clip_grad_norm", "compile",
     "per_rank_draws",
-)
+)  # fmt: skip
 """The fields of the workload that are described by their values."""
 CODE = ("model", "loss", "update", "count", "collate", "augment", "carry", "schedule", "optimizer")
 """The fields of the workload that are functions."""
@@ -84,7 +76,8 @@ def describe_run(job: Job, workload: Workload) -> dict[str, Any]:
 
 
 def _layout(model: nn.Module, of: Digester) -> dict[str, str | None]:
-    """Returns the tensors of a model in their order, by name and shape; of a model with very many a digest of that."""
+    """Returns the tensors of a model in their order, by name and shape; of a model with more than MOST_TENSORS a digest
+    of that."""
     kinds = [
         f"{name} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}{'' if t.requires_grad else ' without gradient'}"
         for name, t in _tensors(model)
@@ -102,69 +95,69 @@ def describe_data(job: Job, workload: Workload, step: Step, rows: Sequence[Any] 
     ``rows``: the examples that the first update is made of, the same on all ranks; None: it is not made.
     """
     dataset = step.source.dataset
-    told: dict[str, Any] = {"examples": len(dataset), "updates": step.source.total}  # type: ignore[arg-type]
+    described: dict[str, Any] = {"examples": len(dataset), "updates": step.source.total}  # type: ignore[arg-type]
     same = replace(workload, evaluation=None, compile=False)
     if isinstance(dataset, PartedDataset):
         found = _of_parts(workload, dataset)
-        told["examples of each part"] = ",".join(map(str, dataset.lengths))
+        described["examples of each part"] = ",".join(map(str, dataset.lengths))
         same = replace(same, parts=None, data=lambda: _Rows(rows or ()))
     else:
         found = _of_examples(workload, dataset, EXAMPLES, "")
         same = replace(same, data=lambda: dataset)  # opened once: it may be large
-    told |= found[0]
+    described |= found[0]
     if workload.schedule is not None:
         for name, optimizer in step.optimizers.items():
-            told[f"rates of optimizer {name}".rstrip()] = _rates(workload, optimizer, step.source.total)
+            described[f"rates of optimizer {name}".rstrip()] = _rates(workload, optimizer, step.source.total)
     can_update = step.parameters <= MOST_PARAMETERS and not (workload.parts is not None and rows is None)
     update = _first_update(job, same) if can_update else None
     return {
-        "settings": told,
+        "settings": described,
         "numbers of the examples": found[1],
         "numbers after the first update": {"sum of squares after the first update": update},
     }
 
 
 def _of_examples(
-    workload: Workload, dataset: Dataset[Any], many: int, where: str
+    workload: Workload, dataset: Dataset[Any], samples: int, where: str
 ) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Returns what tells so many examples, spread evenly over the data, from others: by their values, and by the
-    numbers that may be rounded. ``where``: which part they are of, for their names."""
+    """Returns what distinguishes ``samples`` examples, spread evenly over the data, from others: by their values, and
+    by the numbers that may be rounded. ``where``: which part they are of, for their names."""
     of, count = Digester(portable=True), len(dataset)  # type: ignore[arg-type]
-    told: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     sizes: dict[str, float | None] = {}
-    for place in _places(count, many):
+    for place in _places(count, samples):
         with seeded_rng(place):
             whole, computed = _parts(dataset[place])
-        told[f"digest of example {place}{where}"] = _digest(of, whole)
+        described[f"digest of example {place}{where}"] = _digest(of, whole)
         sizes[f"sum of squares of example {place}{where}"] = _squares(enumerate(computed))
-    told[f"loss terms of an example{where}"] = _count(workload, dataset[0])
-    return told, sizes
+    described[f"loss terms of an example{where}"] = _count(workload, dataset[0])
+    return described, sizes
 
 
 def _of_parts(workload: Workload, dataset: PartedDataset) -> tuple[dict[str, Any], dict[str, float | None]]:
     """Returns the same of the parts that this rank has opened; None stands for the examples of the others."""
-    many = max(2, EXAMPLES // dataset.parts)
-    told: dict[str, Any] = {}
+    samples = max(2, EXAMPLES // dataset.parts)
+    described: dict[str, Any] = {}
     sizes: dict[str, float | None] = {}
     for part, length in enumerate(dataset.lengths):
         where = f" of part {part}"
         if part in dataset.opened:
-            found = _of_examples(workload, dataset.open(part), many, where)
+            found = _of_examples(workload, dataset.open(part), samples, where)
         else:
-            places = _places(length, many)
+            places = _places(length, samples)
             digests = {f"digest of example {place}{where}": None for place in places}
             found = (
                 {**digests, f"loss terms of an example{where}": None},
                 {f"sum of squares of example {place}{where}": None for place in places},
             )
-        told |= found[0]
+        described |= found[0]
         sizes |= found[1]
-    return told, sizes
+    return described, sizes
 
 
 @dataclass(frozen=True)
 class _Rows(Dataset[Any]):
-    """Examples that were sent here, as a data set."""
+    """Examples that were sent to this rank, as a data set."""
 
     examples: Sequence[Any]
 
@@ -175,8 +168,8 @@ class _Rows(Dataset[Any]):
         return self.examples[index]
 
 
-def _places(count: int, many: int) -> list[int]:
-    return sorted({round(i * (count - 1) / (many - 1)) for i in range(many)})
+def _places(count: int, samples: int) -> list[int]:
+    return sorted({round(i * (count - 1) / (samples - 1)) for i in range(samples)})
 
 
 def describe_code(workload: Workload) -> dict[str, str | None]:
@@ -231,14 +224,16 @@ def _evaluation(workload: Workload) -> dict[str, Any]:
 def _optimizers(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """Returns the classes of the optimizers and the settings of their groups, by name."""
     made = workload.make_optimizer(model.named_parameters())
-    told: dict[str, Any] = {}
+    described: dict[str, Any] = {}
     for name, optimizer in (made if isinstance(made, Mapping) else {"": made}).items():
         of = f"optimizer {name}".rstrip()
-        told[of] = type(optimizer).__name__
+        described[of] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             place = of if number == 0 else f"{of} group {number}"
-            told.update({f"{place} {k}": _plain(v) for k, v in group.items() if k not in ("params", "param_names")})
-    return told
+            described.update(
+                {f"{place} {k}": _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+            )
+    return described
 
 
 def _rates(workload: Workload, optimizer: Optimizer, total: int) -> str | None:
@@ -251,7 +246,7 @@ def _rates(workload: Workload, optimizer: Optimizer, total: int) -> str | None:
 
 
 def _digest(of: Digester, value: Any) -> str | None:
-    """Returns a short digest of a value; None where it has none, so that it cannot be told from another."""
+    """Returns a short digest of a value; None where it has none, so that it cannot be distinguished from another."""
     try:
         return of("", value).hex()[:8]
     except UnhashableError:

@@ -25,7 +25,7 @@ _LAST = 0.1
 def rates_ahead(
     schedule: Callable[[Optimizer, int], Any], optimizer: Optimizer, total: int, updates: int
 ) -> list[float]:
-    """Returns the learning rate of the first group before each of so many updates. The optimizer is not touched."""
+    """Returns the learning rate of the first group before each of ``updates`` updates. The optimizer is not touched."""
     copied = copy.copy(optimizer)
     copied.defaults = dict(optimizer.defaults)
     # Its own weights, hyperparameters and hooks: a schedule writes into the groups, and wraps ``step``.

@@ -12,11 +12,11 @@ from apportion.comm.group import collective
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.data.rows import rows_of
-from apportion.core.sampling.rng import seeded_rng
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.rng import seeded_rng
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
-from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState
+from apportion.parallel.replica.step import OneDeviceStep, ReferenceState
 
 
 @collective
@@ -54,7 +54,7 @@ def unrepeatable(state: State | None, before: State | None, again: Iterator[Stat
 
 @collective
 def predicted(step: Step, rank: int, ranks: int, path: str) -> dict[str, Any]:
-    """Writes what the step predicts for this rank's rows of the first batch, as an evaluation deals them, into the
+    """Writes what the step predicts for this rank's rows of the first batch, as an evaluation divides them, into the
     file; returns which rows these are, how many tensors the outputs have (None: it has none for them), and whether one
     rank has the outputs of whole batches. Of data in parts a rank has the rows of its own parts. Called by all
     ranks."""
@@ -99,12 +99,12 @@ def _writes_alone(step: Step, rank: int, rows: Sequence[int], path: str) -> bool
     whole = step.source.at(0)
     if list(rows) in ([whole.rows.start, whole.rows.stop], [rows[0], rows[0]]):
         return False
-    step.source.sit(rank)  # which draws for itself
+    step.source.set_rank(rank)  # which draws for itself
     try:
         alone = step.source.rows(0, slice(*rows))
         return not _placed_alike(whole, alone) and bool(_write_predicted(step, alone, f"{path}{rank}"))
     finally:
-        step.source.sit(0)
+        step.source.set_rank(0)
 
 
 def _placed_alike(whole: Batch, alone: Batch) -> bool:

@@ -28,15 +28,15 @@ from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.sampling.sampler import DataShard
+from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Evaluation, Update, Workload
 from apportion.parallel.replica.replica import Replica
-from apportion.parallel.replica.single_process import OneDeviceStep, ReferenceState, reference
+from apportion.parallel.replica.step import OneDeviceStep, ReferenceState, reference
 from apportion.parallel.tracing.uncompiled import uncompiled
 from apportion.runtime.proof.coarse_rounding import coarse_types
 from apportion.runtime.proof.module_taps import taps
-from apportion.runtime.proof.opened_once import opened_once
+from apportion.runtime.proof.proof_workload import opened_once
 from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.determinism import Observed, silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.evaluation import evaluate
@@ -48,7 +48,7 @@ class StepChannel(Protocol):
     """The part of a channel by which steps are commanded."""
 
     commands: SimpleQueue[Message | None]
-    """What is to be done; None where nobody commands any more."""
+    """What is to be done; None where no more commands can arrive."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends an answer."""
@@ -58,9 +58,10 @@ Failed = Callable[[BaseException], None]
 
 
 def serve_steps(job: Job, world: World, channel: StepChannel, *, failed: Failed | None = None) -> None:
-    """Build the step, say so, and obey: ``go`` (so many steps, timed), ``state`` and ``log`` (into a file), ``reload``
-    (the last step once more, from the state before it), ``predict``, ``facts`` (what a plan for this workload holds
-    for), ``evaluate`` (the loss on held-out examples), ``again`` (from the beginning, in another precision), ``close``.
+    """Build the step, report that, and obey: ``go`` (``steps`` steps, timed), ``state`` and ``log`` (into a file),
+    ``reload`` (the last step once more, from the state before it), ``predict``, ``facts`` (what a plan for this
+    workload holds for), ``evaluate`` (the loss on held-out examples), ``again`` (from the beginning, in another
+    precision), ``close``.
 
     ``failed``: for a process that goes on after an error; it is called with it before the step is closed.
     """
@@ -165,8 +166,8 @@ class _Serving:
         return {}
 
     def _loss(self, examples: int) -> float | None:
-        """Returns the mean loss on at most so many examples of the evaluation set, or of the training set where there
-        is none. None on a rank that takes no part: where each trains on its own, all but the first."""
+        """Returns the mean loss on at most ``examples`` examples of the evaluation set, or of the training set where
+        there is none. None on a rank that takes no part: where each trains on its own, all but the first."""
         if not self._step.lockstep and self._world.rank != 0:
             return None
         if self._held_out is None:
@@ -203,9 +204,10 @@ def _held_out(workload: Workload, examples: int) -> Evaluation:
 
 
 def _facts(step: Step, workload: Workload, written: Workload) -> dict[str, Any]:
-    """Returns what tells this workload from others whose steps take another time, and how many steps there are."""
+    """Returns what distinguishes this workload from others whose steps take another time, and how many steps there
+    are."""
     mark = step.fingerprint(workload)
-    for name in ("seed", "total steps", "schedule"):  # of no account here
+    for name in ("seed", "total steps", "schedule"):  # the time of a step does not depend on these
         mark.pop(name, None)
     batch = step.source.at(0, DataShard())
     shapes = [[list(t.shape), str(t.dtype)] for t in tree.tensors((batch.inputs, batch.targets))]
@@ -285,7 +287,7 @@ def _values_of(state: State) -> dict[str, float] | None:
 
 
 def _after(workload: Workload, steps: int) -> Step:
-    """Returns the step of one device that has made so many steps."""
+    """Returns the step of one device that has made ``steps`` steps."""
     step = OneDeviceStep(workload, torch.device("cpu"))
     for batch in batches(step, stop=steps):
         step(batch)
@@ -346,7 +348,9 @@ class _Seen:
 
         @functools.wraps(update)
         def watched(step: Step, batch: Batch) -> Mapping[str, Tensor]:
-            inputs = batch.inputs  # loaded before anything is watched: what is drawn for that is no draw of the network
+            inputs = (
+                batch.inputs
+            )  # loaded before anything is watched: what is drawn for that is not drawn by the network
             with observed.within(update, "update", inputs):
                 return update(step, batch)
 
@@ -396,6 +400,7 @@ def _watched_losses(observed: Observed) -> Iterator[None]:
         with observed.within(self.workload.loss, "loss", (outputs, targets)):
             return plain(self, outputs, targets)
 
+    # The class is patched, not an instance: strategies make replicas of their own after this point.
     Replica.loss = loss  # type: ignore[method-assign]
     try:
         yield
@@ -415,7 +420,8 @@ def _can_be_made_again(step: Step) -> bool:
 
 
 def _steps(step: Step) -> int:
-    """Returns the number of steps that there are: where whole batches are dealt in turn, a round of them is a step."""
+    """Returns the number of steps that there are: where whole batches are given out in turn, a round of them is a
+    step."""
     shard = step.data_shard
     return step.source.total // (shard.of if shard is not None and shard.whole_batches else 1)
 
@@ -427,7 +433,7 @@ def _each(step: Step, world: World, steps: int) -> int:
     return steps // world.size if shared else steps
 
 
-def _go(step: Step, world: World, many: int) -> Message:
+def _go(step: Step, world: World, count: int) -> Message:
     """Makes steps, each timed; returns what the time went to, and every wait, by a clock that the host's processes
     share."""
     group, values, shard = world.group(), [], step.data_shard
@@ -436,7 +442,7 @@ def _go(step: Step, world: World, many: int) -> Message:
     group.waits.clear()
     waited, blocked = Waited(), group.waited
     before, times, examples = dict(step.spent()), [time.perf_counter()], 0
-    for _ in range(many if shard is not None else 0):  # a server answers the others meanwhile
+    for _ in range(count if shard is not None else 0):  # a server answers the others meanwhile
         batch = step.take()
         assert batch is not None, "more steps were asked for than there are"
         values.append(step(batch))

@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
 from apportion.comm.channel import Channel
+from apportion.comm.group import unlike_rows
 from apportion.comm.world import World
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
+from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
-from apportion.core.loss_terms import Count, description_of
-from apportion.core.model_loss import resolved
-from apportion.core.sampling.rng import seeded_rng
+from apportion.core.loss_terms import Count, description_of, examples, resolved
+from apportion.core.rng import seeded_rng
+from apportion.core.sampler import DataShard
+from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.parallel.batch_coupling.loss_probe import (
     ROWS,
@@ -34,13 +39,13 @@ from apportion.parallel.batch_coupling.loss_probe import (
 )
 from apportion.parallel.batch_coupling.row_probe import Steady
 from apportion.parallel.replica.initial_model import fresh_model
+from apportion.parallel.replica.loss_weighting import refuse_unjoined
 from apportion.parallel.replica.replica import called
-from apportion.runtime.proof.opened_once import opened_once
-from apportion.runtime.proof.proof_workload import chosen_rows, spread_with
+from apportion.runtime.proof.proof_workload import chosen_rows, opened_once, spread_with
 from apportion.runtime.proof.rare_rows import RareRows, rare_rows
-from apportion.runtime.worker.collate_survey import BatchDivision, refused_batch
 from apportion.runtime.worker.determinism import silence_recurrent_dropout, without_dropout
 from apportion.runtime.worker.job import Job
+from apportion.runtime.worker.mistakes import is_mistake
 
 FORWARD_ROWS = 6
 """The number of rows that the model is called with, to see what its outputs are like."""
@@ -64,7 +69,7 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
             collates = workload.collate is not default_collate or workload.augment is not None
             seconds = order["seconds"] / (2 if collates else 1)
             found = RareRows((), 0, 0) if data is None else rare_rows(data, seconds)
-            division = BatchDivision.of(job.strategy, order["ranks"])
+            division = BatchDivision.from_strategy(job.strategy, order["ranks"])
             refused = None
             if collates and division is not None and data is not None and workload.parts is None:
                 refused = refused_batch(workload, division, found.rows, seconds)
@@ -80,7 +85,7 @@ def serve_survey(job: Job, world: World, channel: Channel) -> None:
 
 def _opened(workload: Workload, *, sent: bool) -> Dataset[Any] | None:
     """Returns the data set; None where its rows cannot be chosen: it is in parts on several hosts, of which some rows
-    alone were sent here, or the network makes it."""
+    alone were sent to this host, or the network makes it."""
     if sent:
         return None
     data = workload.open_data()
@@ -106,11 +111,11 @@ def _tried(workload: Workload, data: Dataset[Any] | None, found: RareRows) -> tu
 
 
 class _Tried:
-    """A model, and many rows, the rare ones among them, for its loss to be tried on."""
+    """A model and rows of its data, the rare ones among them, for its loss to be tried on."""
 
     def __init__(self, workload: Workload, data: Dataset[Any], found: RareRows) -> None:
-        many: int = len(data)  # type: ignore[arg-type]
-        index = spread_with(found.rows[: ROWS // 2], many, min(ROWS, many))
+        count: int = len(data)  # type: ignore[arg-type]
+        index = spread_with(found.rows[: ROWS // 2], count, min(ROWS, count))
         # In the order of their rarity, so that few of them have the rarest.
         order = sorted(index, key=lambda row: found.rows.index(row) if row in found.rows else len(found.rows))
         self._workload = workload
@@ -183,3 +188,102 @@ class _Tried:
         gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)]
         gradient = torch.cat([g.to_dense().flatten() for g in gradients]).double()
         return ModelValue(float(loss.detach()), gradient, loss.dtype is torch.float64)
+
+
+MOST_ROWS = 4096
+"""The number of rows of a batch up to which batches are made: larger ones may not fit the memory beside a proof."""
+
+
+AUGMENT_SECONDS = 0.25
+"""The seconds in which batches are made of rows that are collated as usual, at most."""
+
+
+@dataclass(frozen=True)
+class BatchDivision:
+    """How a strategy divides each batch."""
+
+    ranks: int
+    """The number of ranks that have a share of each batch; 1: each has the whole one."""
+    parts: int
+    """The number of micro-batches into which a rank divides what it has."""
+
+    @classmethod
+    def from_strategy(cls, strategy: Strategy, ranks: int) -> BatchDivision | None:
+        """Returns how a strategy divides batches over a number of ranks; None where that is not known of it."""
+        if not (strategy.exact and strategy.divides_batches) or getattr(strategy, "of", None) is not None:
+            return None
+        staged = hasattr(strategy, "cuts")  # whose ranks each have the whole batch
+        return cls(1 if staged else ranks, getattr(strategy, "microbatches", 1))
+
+
+def refused_batch(workload: Workload, division: BatchDivision, rare: Sequence[int], seconds: float) -> str | None:
+    """Makes the batches of the first epoch, one of each size and those with rare rows first, for as long as there is
+    time; returns how one of them cannot be divided, as a clause; None where each that was made can. What the workload
+    itself raises is left to the run. Where rows are collated as usual, and augmented, AUGMENT_SECONDS are enough: what
+    augment makes of a batch seldom depends on its rows."""
+    if workload.collate is default_collate:
+        seconds = min(seconds, AUGMENT_SECONDS)
+    until = time.monotonic() + seconds
+    source = BatchSource(workload)
+    if source.keeps_rows or source.deal.lanes or workload.batch_size > MOST_ROWS:
+        return None
+    if workload.batch_size * _seconds_a_row(source) > seconds:  # not even one batch could be made in time
+        return None
+    for step in _steps(source, rare):
+        if time.monotonic() > until:
+            break
+        try:
+            _divide(workload, source, step, division)
+        except ValueError as error:
+            if not is_mistake(error):
+                return None
+            return f"the batch of step {step + 1} cannot be trained on: {error}"
+        except Exception:
+            return None
+    return None
+
+
+def _seconds_a_row(source: BatchSource) -> float:
+    """Returns the seconds that a row takes to be loaded and collated. The first one may take longer than others."""
+    began = time.monotonic()
+    for row in range(2):
+        began = time.monotonic()
+        with suppress(Exception):  # a collate may leave out what it is given
+            _ = source.rows(0, slice(row, row + 1)).inputs
+    return time.monotonic() - began
+
+
+def _steps(source: BatchSource, rare: Sequence[int]) -> Iterator[int]:
+    steps = range(min(source.total, source.deal.batches))
+    wanted = np.array(rare, dtype=np.int64)
+    rare_steps = [step for step in steps if np.isin(source.deal.index(step), wanted).any()] if len(wanted) else []
+    sizes = {source.deal.size(step): step for step in reversed(steps)}
+    first = [*dict.fromkeys([*sizes.values(), *rare_steps])]
+    yield from first
+    made = set(first)
+    yield from (step for step in steps if step not in made)
+
+
+def _divide(workload: Workload, source: BatchSource, step: int, division: BatchDivision) -> None:
+    """Divides a batch as the ranks will. ValueError, which names the leaf, where it cannot be divided."""
+    shares = [source.at(step, DataShard(rank, division.ranks)) for rank in range(division.ranks)]
+    shares = [share for share in shares if len(share)]
+    for share in shares:
+        if source.count is examples:
+            _ = share.row_count
+        for part in share.parts(division.parts):
+            _ = part.inputs
+    if workload.count is None and workload.update is None:
+        _refuse_unlike(shares)
+
+
+def _refuse_unlike(shares: Sequence[Batch]) -> None:
+    """Raise ValueError where the targets of all ranks cannot be joined for a loss over all of them."""
+    if len(shares) == 1:
+        return
+    for share in shares:
+        refuse_unjoined(share.targets, "targets")
+    rows = [[(t.shape[1:], t.dtype) for t in tree.tensors(share.targets)] for share in shares]
+    if any(each != rows[0] for each in rows):
+        shapes = [[f"{tuple(t.shape)} {t.dtype}" for t in tree.tensors(share.targets)] for share in shares]
+        raise ValueError(unlike_rows([", ".join(each) for each in shapes]))

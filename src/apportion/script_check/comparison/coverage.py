@@ -1,4 +1,5 @@
-"""How much of the ranks' work was compared with one process, and whether both computed with the same rows."""
+"""What was compared, in numbers; how much of the ranks' work has a counterpart in one process; whether both computed
+with the same rows."""
 
 from __future__ import annotations
 
@@ -77,16 +78,12 @@ def untrained(ranks: Sequence[RankRecord], union: RankRecord) -> list[Finding]:
     gradients = [each for record in (*ranks, union) for step in record.steps for each in step["gradients"].values()]
     if not union.steps or any(each is not None and np.any(each) for each in gradients):
         return []
-    return [
-        Finding(
-            "zero_gradients",
-            "note",
-            f"All gradients are zero in all {len(union.steps)} steps: the loss does not depend on the weights, and "
-            f"equal weights prove little.",
-            "See that the loss can change; the cross entropy of a single class, for example, is always 0.",
-            site=union.steps[0]["site"],
-        )
-    ]
+    sentence = (
+        f"All gradients are zero in all {len(union.steps)} steps: the loss does not depend on the weights, and "
+        f"equal weights prove little."
+    )
+    remedy = "See that the loss can change; the cross entropy of a single class, for example, is always 0."
+    return [Finding("zero_gradients", "note", sentence, remedy, site=union.steps[0]["site"])]
 
 
 def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> bool:
@@ -95,8 +92,8 @@ def same_rows(ranks: Sequence[RankRecord], union: RankRecord, steps: int) -> boo
     A script that reads from a loader has them, as one process is fed with what the ranks have read, unless it reads
     from loaders that the ranks do not have; so has one of which no rows were recorded.
     """
-    if any(event["step"] < steps for record in ranks for event in record.of("batch")):
-        return any(event["step"] < steps for event in union.of("batch"))
+    if any(event["step"] < steps for record in ranks for event in record.events_of("batch")):
+        return any(event["step"] < steps for event in union.events_of("batch"))
     for step in range(steps):
         wanted, found = set[Any](), set[Any]()
         for record in ranks:
@@ -120,10 +117,10 @@ def gradients_alike(ranks: Sequence[RankRecord], number: int) -> bool:
 
 def _rows(record: RankRecord, step: int) -> set[Any]:
     """The rows of a step: those of the networks' inputs, or where these have none, of all that was brought into it."""
-    calls = [e["rows"] for e in record.of("forward") if e["step"] == step and e["rows"]]
+    calls = [e["rows"] for e in record.events_of("forward") if e["step"] == step and e["rows"]]
     if calls:
         return {row for rows in calls for row in rows}
-    brought = [e["values"] or () for e in record.of("constant") if e["step"] == step]
+    brought = [e["values"] or () for e in record.events_of("constant") if e["step"] == step]
     return {
         row.tobytes()
         for values in brought
@@ -131,3 +128,17 @@ def _rows(record: RankRecord, step: int) -> set[Any]:
         if each.values.ndim
         for row in (np.round(each.values, ROW_DIGITS) + 0 if each.values.dtype.kind in "fc" else each.values)
     }
+
+
+REFERENCE = "the script as one process on the union of the ranks' rows"
+
+
+def extent(ranks: Sequence[RankRecord], union: RankRecord | None, reference: str = REFERENCE) -> dict[str, Any]:
+    """Returns the number of ranks, of the optimizer steps that all of them and the reference have made, and of the
+    tensors in these. ``union``: the record of the reference; None where the ranks are compared with each other alone,
+    and ``reference`` is left out."""
+    records = [*ranks, *([] if union is None else [union])]
+    steps = min((len(record.steps) for record in records), default=0)
+    tensors = {name for record in ranks for step in record.steps[:steps] for name in step["weights"]}
+    compared = {"ranks": len(ranks), "steps": steps, "tensors": len(tensors)}
+    return {**compared, "reference": reference if union is not None else "each other"}

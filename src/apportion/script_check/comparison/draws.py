@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from apportion.script_check.comparison.reading import Iteration
-from apportion.script_check.comparison.replicas import are_replicas, compute_the_same
-from apportion.script_check.comparison.row_values import random_values
+from apportion.script_check.comparison.reading import Iteration, random_values
+from apportion.script_check.comparison.shared_rows import are_replicas, compute_the_same
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
 _REMEDY = (
     "Seed the generator with a value that differs between the ranks after the network is made, such as seed + rank."
 )
-
-
+_SEED_ALIKE = "Seed the generator alike on the ranks that hold parts of one network."
+_SAME_MASKS = "draw the same masks for different rows: the generator is in the same state on both"
+_UNLIKE_MASKS = "draw different masks for the same activations: the states of their generators differ"
 _WHOLE_NUMBERS = ("randint", "randrange", "random_", "choice")
 
 
@@ -27,55 +27,34 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     distributed = are_replicas(ranks) and not _same_rows(readings)
     found = list[Finding]()
     if distributed:
-        found += _same_masks(ranks) or _same_draws(ranks, readings) or _same_worker_seeds(readings)
+        found += _masks(ranks, True) or _same_draws(ranks, readings) or _same_worker_seeds(readings)
     elif not are_replicas(ranks):
-        found += _unlike_masks(ranks)
+        found += _masks(ranks, False)
     return found
 
 
 def _same_rows(readings: Sequence[Sequence[Iteration]]) -> bool:
     """Whether all ranks train on the same rows in the same order."""
-    rows = [[row for each in iterations for batch in each.trained for row in batch.rows] for iterations in readings]
+    rows = [[row for each in iterations for row in each.trained_rows] for iterations in readings]
     return bool(rows[0]) and all(each == rows[0] for each in rows[1:])
 
 
-def _same_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
+def _masks(ranks: Sequence[RankRecord], alike: bool) -> list[Finding]:
+    """Masks of dropout that rank 0 and another rank draw ``alike`` for different rows, or differently for the same."""
+    field = "shape" if alike else "site"
     for record in ranks[1:]:
-        for one, two in zip(ranks[0].of("mask"), record.of("mask"), strict=False):
-            same_call = one["function"] == two["function"] and one["shape"] == two["shape"]
-            if same_call and one["state"] == two["state"] and one["rows"] != two["rows"] and not one["sharded"]:
-                return [
-                    Finding(
-                        "same_draws",
-                        "warning",
-                        f"Ranks 0 and {record.rank} draw the same masks for different rows: the generator is in the "
-                        f"same state on both when {one['function']} at {one['site']} draws for step {one['step'] + 1}.",
-                        _REMEDY,
-                        ranks=(0, record.rank),
-                        step=one["step"] + 1,
-                        site=one["site"],
-                    )
-                ]
-    return []
-
-
-def _unlike_masks(ranks: Sequence[RankRecord]) -> list[Finding]:
-    for record in ranks[1:]:
-        for one, two in zip(ranks[0].of("mask"), record.of("mask"), strict=False):
-            same_call = one["function"] == two["function"] and one["site"] == two["site"]
-            if same_call and one["rows"] == two["rows"] and one["state"] != two["state"] and not one["sharded"]:
-                return [
-                    Finding(
-                        "unlike_draws",
-                        "warning",
-                        f"Ranks 0 and {record.rank} draw different masks for the same activations: the states of their "
-                        f"generators differ when {one['function']} at {one['site']} draws for step {one['step'] + 1}.",
-                        "Seed the generator alike on the ranks that hold parts of one network.",
-                        ranks=(0, record.rank),
-                        step=one["step"] + 1,
-                        site=one["site"],
-                    )
-                ]
+        for one, two in zip(ranks[0].events_of("mask"), record.events_of("mask"), strict=False):
+            same_call = one["function"] == two["function"] and one[field] == two[field]
+            wrong = (one["state"] == two["state"]) == alike and (one["rows"] == two["rows"]) != alike
+            if not same_call or not wrong or one["sharded"]:
+                continue
+            where = f"{one['function']} at {one['site']} draws for step {one['step'] + 1}"
+            name, sentence, remedy = "same_draws", _SAME_MASKS, _REMEDY
+            if not alike:
+                name, sentence, remedy = "unlike_draws", _UNLIKE_MASKS, _SEED_ALIKE
+            sentence = f"Ranks 0 and {record.rank} {sentence} when {where}."
+            ranks_of = (0, record.rank)
+            return [Finding(name, "warning", sentence, remedy, (), ranks_of, one["step"] + 1, one["site"])]
     return []
 
 
@@ -124,7 +103,7 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
                     _REMEDY,
                     ranks=tuple(alike),
                     step=first.trained[0].step,
-                    site=first.loader.partition(" ")[0],
+                    site=first.site,
                 )
             ]
     return []
@@ -133,9 +112,9 @@ def _same_worker_seeds(readings: Sequence[Sequence[Iteration]]) -> list[Finding]
 def _per_row(record: RankRecord, iterations: Sequence[Iteration]) -> dict[str, list[Event]]:
     """The draws of each place that are made for single rows, or have an entry for each row of the network's batch, at
     places where the script draws again after its first step."""
-    sizes = {event["rows"] for event in record.of("computed")}
+    sizes = {event["rows"] for event in record.events_of("computed")}
     found = defaultdict[str, list[Event]](list)
-    for event in record.of("draw"):
+    for event in record.events_of("draw"):
         entries = event["shape"][0] if event["shape"] else None
         if event["function"] == "randperm" or not event["gradients"]:
             continue

@@ -53,7 +53,7 @@ def findings(
 ) -> list[Finding]:
     """Returns the first figure that differs, and rows that count twice. ``union``: the script as one process on the
     rows that the ranks evaluated, each once; None where its weights are not those of the ranks. ``again``: a repeat of
-    it; figures that it has otherwise, such as times, are none of the evaluation."""
+    it; figures that change between the two, such as times, do not belong to the evaluation."""
     twice, dropping = _rows_twice(ranks, readings), _gathers_for_metrics(ranks)
     records = [record for record in (*ranks, union, again) if record is not None]
     batches = {place for record in records for place in _of_batches(record)}
@@ -67,7 +67,7 @@ def findings(
         value = _aggregated(found, len(ranks))
         single = len(reference.after) == 1 and reference.direct and len(reference.numbers) <= _FEW
         if value is None or not single or len(value) != len(reference.numbers):
-            continue  # values of rows, batches or ranks, of which a figure may be computed later
+            continue  # values of rows, batches or ranks, from which a figure may be computed later
         if not _equal(value, reference.numbers, len(ranks)) and not _proportional(value, reference.numbers):
             return [_differs(place, value, reference.numbers, None if dropping else twice, len(ranks))]
     if twice is not None and not _dropped(figures, alone, len(ranks)) and not dropping:
@@ -123,7 +123,7 @@ def _dropped(figures: Sequence[dict[Place, _Figures]], alone: dict[Place, _Figur
 
 
 def _gathers_for_metrics(ranks: Sequence[RankRecord]) -> bool:
-    return all(record.of("gather_for_metrics") for record in ranks)
+    return all(record.events_of("gather_for_metrics") for record in ranks)
 
 
 def _of_batches(record: RankRecord) -> set[tuple[str, str]]:
@@ -177,7 +177,7 @@ def _rows_twice(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iterati
         found = [
             each for iterations in readings for each in iterations if (each.loader, each.number) == (loader, number)
         ]
-        rows = [[row for batch in each.batches for row in batch.rows] for each in found]
+        rows = [each.rows for each in found]
         if not all(batch.indexed for each in found for batch in each.batches):
             continue
         counts = Counter(row for each in rows for row in each)
@@ -204,7 +204,7 @@ def _padded(found: Sequence[Iteration], twice: Sequence[Hashable], read: int, ro
         else "Evaluate each row once: give each rank its own part without padding, and divide the sum over all ranks "
         "by the number of rows.",
         step=iteration.batches[-1].step - 1 or None,
-        site=iteration.loader.partition(" ")[0],
+        site=iteration.site,
     )
 
 
@@ -226,14 +226,11 @@ def _differs(
     if len(value) > 1:
         what = f"figures of the evaluation at {site} are {_listed(value)}"
         other = f"they are {_listed(alone)}"
-    return Finding(
-        "evaluation",
-        "warning",
-        f"The {what}, and {other} for one process that evaluates the same rows once with the same weights. {cause}",
-        "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks.",
-        step=step or None,
-        site=site,
+    sentence = (
+        f"The {what}, and {other} for one process that evaluates the same rows once with the same weights. {cause}"
     )
+    remedy = "Sum over the rows of all batches and ranks, each row once, and divide by the number of rows of all ranks."
+    return Finding("evaluation", "warning", sentence, remedy, step=step or None, site=site)
 
 
 def _listed(values: Sequence[float]) -> str:

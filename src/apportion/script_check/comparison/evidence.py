@@ -1,4 +1,4 @@
-"""What is known of the step at which the ranks and one process part, under the names of tensors in one process."""
+"""What is known of the step at which the ranks and one process diverge, under the names of tensors in one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from typing import TypeVar
 import numpy as np
 
 from apportion.script_check.comparison.combination import Combination, combination, proportional
+from apportion.script_check.comparison.first_difference import FirstDifference
 from apportion.script_check.comparison.places import Places, placed
-from apportion.script_check.comparison.table import Parting
-from apportion.script_check.comparison.tensors import IN_FLOAT64, RELATIVE, Array, Bounds, shown, step_of
+from apportion.script_check.comparison.tensors import (
+    IN_FLOAT64,
+    RELATIVE,
+    Array,
+    Bounds,
+    contributions_of,
+    events_before_step,
+    shown,
+    step_of,
+)
+from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
 _T = TypeVar("_T")
@@ -20,10 +30,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Evidence:
-    """The parting, and the records. ``split``: of the pass that looked for modules that mix rows, where it was run;
-    ``bounds``: what rounding may change at the step of the parting."""
+    """The first difference, and the records. ``split``: that of the pass that looked for modules that mix rows, where
+    it was run; ``bounds``: what rounding may change at the step of the difference."""
 
-    found: Parting
+    found: FirstDifference
     ranks: Sequence[RankRecord]
     union: RankRecord
     split: RankRecord | None = None
@@ -37,6 +47,12 @@ class Evidence:
     def count(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether a network of rank 0 is sharded by fully_shard."""
+        networks = self.ranks[0].events_of("network")
+        return any(kind.startswith("FSDP") for event in networks for kind in event["modules"].values())
 
     @cached_property
     def steps(self) -> list[Event | None]:
@@ -73,7 +89,7 @@ class Evidence:
         ]
 
     @cached_property
-    def own(self) -> list[dict[str, Array]]:
+    def own_gradients(self) -> list[dict[str, Array]]:
         """What the backward of each rank has added to each gradient, before any average; tensors of which that is not
         known, such as sharded ones, are left out."""
         return [
@@ -84,12 +100,12 @@ class Evidence:
     @cached_property
     def weights_of_ranks(self) -> Combination:
         """How the gradients of all ranks together are made of the ranks' own ones; those of rank 0 stand for all."""
-        return combination(self._whole(self.gradients[0]), self.own, self.bounds.relative)
+        return combination(self._whole(self.gradients[0]), self.own_gradients, self.bounds.relative)
 
     @cached_property
     def weights_in_reference(self) -> Combination:
         """How the gradients of one process are made of the ranks' own ones."""
-        return combination(self._whole(self.reference), self.own, self.bounds.relative)
+        return combination(self._whole(self.reference), self.own_gradients, self.bounds.relative)
 
     @cached_property
     def micro_batches(self) -> list[list[dict[str, Array]]]:
@@ -121,16 +137,16 @@ class Evidence:
         return {names.get(name, name): a for name, a in arrays.items() if name in names or name not in known}
 
     def _whole(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        shapes = [{name: array.shape for name, array in own.items()} for own in self.own]
+        shapes = [{name: array.shape for name, array in own.items()} for own in self.own_gradients]
         return {n: a for n, a in arrays.items() if any(shape.get(n) == a.shape for shape in shapes)}
 
     @cached_property
-    def alone(self) -> list[str]:
-        """The tensors whose gradient is on every rank a multiple of the rank's own one, and another on each."""
-        return [name for name in self.found.compared if self._is_alone(name)]
+    def unaveraged(self) -> list[str]:
+        """The tensors whose gradient is on every rank a multiple of what this rank alone has computed."""
+        return [name for name in self.found.compared if self._is_unaveraged(name)]
 
-    def _is_alone(self, name: str) -> bool:
-        own = [each.get(name) for each in self.own]
+    def _is_unaveraged(self, name: str) -> bool:
+        own = [each.get(name) for each in self.own_gradients]
         given = [each.get(name) for each in self.gradients]
         pairs = [(a, b) for a, b in zip(given, own, strict=True) if a is not None and b is not None]
         if len(pairs) < 2 or any(proportional(a, b, self.bounds.relative) is None for a, b in pairs):
@@ -140,7 +156,7 @@ class Evidence:
         return any(not self._alike(own, pairs[0][1]) for _, own in pairs[1:])
 
     @property
-    def alike(self) -> bool:
+    def ranks_agree(self) -> bool:
         """Whether all ranks have the same gradients."""
         first = self.gradients[0]
         return all(
@@ -160,12 +176,26 @@ class Evidence:
         """Returns names as they are printed."""
         return tuple(shown(name, self.found.compared) for name in names)
 
+    def finding(  # noqa: PLR0913 (the fields of a finding)
+        self,
+        name: str,
+        sentence: str,
+        remedy: str,
+        *,
+        tensors: tuple[str, ...] | None = None,
+        ranks: tuple[int, ...] = (),
+        site: str | None = None,
+        factor: float | None = None,
+    ) -> Finding:
+        """Returns a finding about the difference. ``tensors``: as they are printed, all that differ where they are left
+        out; ``site``: the line of the step where it is left out."""
+        tensors = self.shown(self.found.names) if tensors is None else tensors
+        site = self.found.site if site is None else site
+        return Finding(name, "difference", sentence, remedy, tensors, ranks, self.found.shown, site, factor)
+
     def window(self, rank: RankRecord, *kinds: str) -> list[Event]:
         """Returns a rank's events of some kinds between the step before this one and this one."""
-        step = step_of(rank, self.found.optimizer, self.found.step)
-        before = step_of(rank, self.found.optimizer, self.found.step - 1)
-        first = 0 if before is None else before["step"]
-        return [] if step is None else [event for event in rank.of(*kinds) if first <= event["step"] < step["step"]]
+        return events_before_step(rank, self.found.optimizer, self.found.step, *kinds)
 
 
 def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]:
@@ -175,10 +205,8 @@ def own_sum(record: RankRecord, optimizer: int, number: int) -> dict[str, Array]
 
 def own_parts(record: RankRecord, optimizer: int, number: int) -> dict[str, list[Array]]:
     """Returns what each call of backward on a rank has added to each gradient before a step of an optimizer."""
-    for event in record.of("contributions"):
-        if event["optimizer"] == optimizer and event["number"] == number:
-            return {name: list(arrays) for name, arrays in event["own"].items() if arrays}
-    return {}
+    event = contributions_of(record, optimizer, number)
+    return {} if event is None else {name: list(arrays) for name, arrays in event["own"].items() if arrays}
 
 
 def _present(arrays: Mapping[str, Array | None]) -> dict[str, Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from apportion.script_check.comparison.reading import Iteration
 from apportion.script_check.comparison.resumes import RESTORES
@@ -29,8 +29,8 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
 
 
 def _epochs(record: RankRecord, iterations: Sequence[Iteration]) -> list[tuple[Iteration, Iteration]]:
-    """The pairs of one epoch and the next of the same loader, or of one that the same line has made anew; none where a
-    run that was resumed reads an epoch anew."""
+    """The pairs of one epoch and the next of the same loader, or of a loader that the same line has made anew; an epoch
+    that a resumed run reads again makes no pair."""
     found = list[tuple[Iteration, Iteration]]()
     last = dict[str, Iteration]()
     for iteration in iterations:
@@ -76,13 +76,9 @@ def _made_anew(record: RankRecord, earlier: Iteration, later: Iteration) -> bool
 
 
 def _same(earlier: Iteration, later: Iteration) -> bool:
-    first, second = _order(earlier), _order(later)
+    first, second = earlier.rows, later.rows
     length = min(len(first), len(second))
     return length >= FEWEST_ROWS and len(set(first[:length])) > 1 and first[:length] == second[:length]
-
-
-def _order(iteration: Iteration) -> list[Hashable]:
-    return [row for batch in iteration.batches for row in batch.rows]
 
 
 def _shuffled(iteration: Iteration) -> bool:
@@ -91,7 +87,7 @@ def _shuffled(iteration: Iteration) -> bool:
     begun: Event = iteration.begun
     if begun["shuffles"] or any(batch.random for batch in iteration.batches):
         return True
-    order = [row for row in _order(iteration) if isinstance(row, int)]
+    order = [row for row in iteration.rows if isinstance(row, int)]
     return begun["shuffles"] is None and bool(begun["epochs"]) and order != sorted(order)
 
 
@@ -103,7 +99,7 @@ def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
     epochs = "Two epochs" if anew else f"Epochs {earlier.number + 1} and {later.number + 1}"
     made = ", which is made anew for each," if anew else ""
     indexed = earlier.batches[0].indexed
-    first = f" (rows {', '.join(map(str, _order(earlier)[:_SHOWN]))}, ...)" if indexed else ""
+    first = f" (rows {', '.join(map(str, earlier.rows[:_SHOWN]))}, ...)" if indexed else ""
     where = f"on rank {ranks[0]}" if len(ranks) == 1 else f"on ranks {', '.join(map(str, ranks))}"
     if not _shuffled(earlier):
         return Finding(
@@ -121,25 +117,20 @@ def _finding(found: Sequence[tuple[int, Iteration, Iteration]]) -> Finding:
         if begun["epochs"]
         else "Do not seed the generator of the order with the same value in each epoch; add the number of the epoch."
     )
-    return Finding(
-        "same_order",
-        "warning",
+    sentence = (
         f"{epochs} have the same order of rows {where}{first}, although the {kind} of the loader at {line}{made} "
-        f"shuffles.",
-        remedy,
-        ranks=ranks,
-        step=step,
-        site=line,
+        f"shuffles."
     )
+    return Finding("same_order", "warning", sentence, remedy, ranks=ranks, step=step, site=line)
 
 
 def _permutations(ranks: Sequence[RankRecord]) -> list[Finding]:
     """The same for scripts without loaders: a permutation that a line draws again after steps."""
-    if any(record.of("iteration") for record in ranks):
+    if any(record.events_of("iteration") for record in ranks):
         return []
     for record in ranks:
         last = dict[str, Event]()
-        for event in record.of("draw", "permutation", "restart"):
+        for event in record.events_of("draw", "permutation", "restart"):
             if event["kind"] == "restart":
                 last.clear()
                 continue

@@ -27,7 +27,7 @@ class Place:
     start: int = 0
     size: int = 0
 
-    def of(self, array: Array, like: Array | None) -> Array:
+    def part_of(self, array: Array, like: Array | None) -> Array:
         """Returns the part of one process's tensor that a rank holds. ``like``: the rank's tensor."""
         if self.dimension is None or (like is None and not self.size):
             return array
@@ -49,6 +49,8 @@ def placed(ranks: Sequence[RankRecord], union: RankRecord) -> list[Places]:
     found = list[Places]()
     for rank, record in enumerate(ranks):
         weights = initial(record)
+        # Names count where they agree with values. Stages of a pipeline can have the names of one process, as each
+        # begins to count at 0, for other tensors.
         parts = _whole(weights, reference)
         if parts is None:
             parts = {**_parts(rank, weights, reference, set(names.values())), **_runs(record, union)}
@@ -77,7 +79,7 @@ def _shards(rank: int, ranks: Sequence[RankRecord], union: RankRecord) -> dict[s
 def _names_of_tied(union: RankRecord) -> dict[str, str]:
     """The further names of parameters of one process that have several, with those that its steps are recorded by."""
     names = dict[str, str]()
-    for event in union.of("network"):
+    for event in union.events_of("network"):
         if not event["step"]:
             added = dict(event.get("tied", {}))
             names = {further: added.get(name, name) for further, name in names.items()} | added
@@ -111,15 +113,17 @@ def _runs(record: RankRecord, union: RankRecord) -> dict[str, Place]:
     tied = {_value(reference[name]) for name in _names_of_tied(union).values() if name in reference}
     order, values = list(reference), [_value(array) for array in reference.values()]
     found = dict[str, Place]()
-    for event in record.of("network"):
+    for event in record.events_of("network"):
         weights = {} if event["step"] else event["weights"]
-        here = {name: array for name, array in weights.items() if _value(array) not in tied}  # others lie elsewhere
+        here = {name: array for name, array in weights.items() if _value(array) not in tied}  # tied ones lie elsewhere
         for part in (weights, here):
             wanted = [_value(array) for array in part.values()]
             ends = range(len(wanted), len(order) + 1) if wanted else ()
             runs = [order[end - len(wanted) : end] for end in ends if values[end - len(wanted) : end] == wanted]
             if runs:
                 names = list(part)
+                # Layers that are copies of each other begin with the same values in several places; only gradients
+                # distinguish them.
                 run = runs[0] if len(runs) == 1 else min(runs, key=lambda each: _distance(names, each, record, union))
                 found |= {name: Place(other) for name, other in zip(names, run, strict=True)}
                 break
@@ -180,7 +184,7 @@ def _slice(rank: int, name: str, array: Array, reference: Mapping[str, Array]) -
     starts = [rank * size, *range(0, whole.shape[dimensions[0]] - size + 1, max(size, 1))]
     for start in starts:
         place = Place(name, dimensions[0], start)
-        if np.array_equal(place.of(whole, array), array):
+        if np.array_equal(place.part_of(whole, array), array):
             return place
     return None
 
@@ -195,7 +199,7 @@ def _value(array: Array) -> tuple[Any, ...]:
 
 
 def unplaced(ranks: Sequence[RankRecord], union: RankRecord) -> list[str]:
-    """Returns the trained tensors of ranks that are no part of those of one process, as ``0.weight on rank 1``."""
+    """Returns the trained tensors of ranks that are not found in one process, as ``0.weight on rank 1``."""
     known = {name for step in union.steps for name in step["gradients"]}
     found = list[str]()
     for record, places in zip(ranks, placed(ranks, union), strict=True):

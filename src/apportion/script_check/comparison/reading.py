@@ -1,17 +1,18 @@
-"""What a rank read: its iterations over loaders, which of their batches it trained on, and which it evaluated."""
+"""What a rank read: its iterations over loaders, which of their batches it trained on, which it evaluated, and whether
+a row has the same values each time that it is read."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from apportion.script_check.record import Event, RankRecord
-from apportion.script_check.rows import arrays_of
+from apportion.script_check.rows import Rows, Structure, arrays_of
 
 _SHARED = 0.1
 """The share of all values that two ranks have to have in common for their rows to come from one data set."""
@@ -21,7 +22,7 @@ _SHARED = 0.1
 class ReadBatch:
     """One batch. ``rows``: what identifies its rows, indices where there are any and digests of their values elsewhere.
     ``values``: the batch as a tree, None where it was not recorded. ``contents``: the digests of the values of its
-    rows, none where the batch does not have one value for each index. ``step``: the optimizer step for which it was
+    rows, empty where the batch does not have one value for each index. ``step``: the optimizer step for which it was
     read, from 1. ``position``: of its event in the record. ``trained``: whether a forward with gradients followed
     before the next batch was read."""
 
@@ -64,6 +65,21 @@ class Iteration:
         return [] if self.evaluation else [batch for batch in self.batches if batch.trained]
 
     @property
+    def rows(self) -> list[Hashable]:
+        """What identifies the rows of all its batches, in order."""
+        return [row for batch in self.batches for row in batch.rows]
+
+    @property
+    def trained_rows(self) -> list[Hashable]:
+        """What identifies the rows of the batches that the rank trained on, in order."""
+        return [row for batch in self.trained for row in batch.rows]
+
+    @property
+    def site(self) -> str:
+        """The line of the script that made the loader."""
+        return self.loader.partition(" ")[0]
+
+    @property
     def whole(self) -> bool:
         """Whether the loader was neither shortened nor left before its end."""
         return self.exhausted and self.begun["length"] == self.begun["full"]
@@ -81,7 +97,7 @@ class _BatchRun:
 
 def reading(record: RankRecord) -> list[Iteration]:
     """Returns the iterations of a rank over its loaders, in order."""
-    return _Passage(record).iterations
+    return _EventReader(record).iterations
 
 
 def identified(readings: Sequence[Sequence[Iteration]]) -> Sequence[Sequence[Iteration]]:
@@ -147,8 +163,8 @@ def _are_local(of_loader: Sequence[Sequence[Iteration]]) -> bool:
     return 2 * sum(one != two for one, two in pairs) > len(pairs)
 
 
-class _Passage:
-    """Goes through the events of a rank once."""
+class _EventReader:
+    """Builds the iterations of a rank in one pass over its events."""
 
     def __init__(self, record: RankRecord) -> None:
         self.iterations = list[Iteration]()
@@ -156,37 +172,37 @@ class _Passage:
         self._runs = dict[str, _BatchRun]()
         self._closed = dict[int, list[_BatchRun]]()
         self._last = ""
-        self._ahead = {(e["loader"], e["iteration"]) for e in record.of("taken")}
+        self._ahead = {(e["loader"], e["iteration"]) for e in record.events_of("taken")}
         self._fetched = dict[tuple[str, int, int], ReadBatch]()
         for position, event in enumerate(record.events):
-            self._see(position, event)
+            self._process_event(position, event)
         for run in list(self._runs.values()):
             self._close(run)
         for iteration in self.iterations:
             _attribute(self._closed.get(id(iteration), []))
 
-    def _see(self, position: int, event: Event) -> None:
+    def _process_event(self, position: int, event: Event) -> None:
         kind = event["kind"]
         if kind == "iteration":
             iteration = Iteration(event["loader"], event["number"], position, event)
             self.iterations.append(iteration)
             self._places[event["loader"], event["number"]] = iteration
         elif kind == "batch":
-            self._read(position, event)
+            self._add_batch(position, event)
         elif kind == "taken":
             batch = self._fetched.get((event["loader"], event["iteration"], event["number"]))
             if batch is not None:
                 batch.step, batch.position = event["step"] + 1, position
-                self._take(self._places[event["loader"], event["iteration"]], batch)
+                self._add_to_run(self._places[event["loader"], event["iteration"]], batch)
         elif kind == "exhausted" and (event["loader"], event["iteration"]) in self._places:
             self._places[event["loader"], event["iteration"]].exhausted = True
             run = self._runs.get(event["loader"])
             if run is not None and (run.with_gradients or run.without):
                 self._close(run)
         elif kind == "forward":
-            self._count(bool(event["gradients"]))
+            self._count_forward(bool(event["gradients"]))
 
-    def _read(self, position: int, event: Event) -> None:
+    def _add_batch(self, position: int, event: Event) -> None:
         place = (event["loader"], event["iteration"])
         iteration = self._places.get(place)
         if iteration is None:
@@ -202,9 +218,9 @@ class _Passage:
         if place in self._ahead:
             self._fetched[(*place, event["number"])] = batch
         else:
-            self._take(iteration, batch)
+            self._add_to_run(iteration, batch)
 
-    def _take(self, iteration: Iteration, batch: ReadBatch) -> None:
+    def _add_to_run(self, iteration: Iteration, batch: ReadBatch) -> None:
         for loader, other in list(self._runs.items()):
             if (other.with_gradients or other.without) and loader != iteration.loader:
                 self._close(other)
@@ -221,7 +237,7 @@ class _Passage:
         self._closed.setdefault(id(run.iteration), []).append(run)
         del self._runs[run.iteration.loader]
 
-    def _count(self, gradients: bool) -> None:
+    def _count_forward(self, gradients: bool) -> None:
         for loader, run in self._runs.items():
             if gradients:
                 run.with_gradients += 1
@@ -242,6 +258,12 @@ def _attribute(runs: list[_BatchRun]) -> None:
             batch.trained = True
 
 
+def listed_rows(rows: Sequence[Hashable], most: int) -> str:
+    """Returns the numbers of at most ``most`` rows in brackets, as a sentence has them; empty for rows without any."""
+    numbers = [str(row) for row in rows if isinstance(row, int)][:most]
+    return f" ({', '.join(numbers)}{', ...' if len(rows) > most else ''})" if numbers else ""
+
+
 def row_digests(tree: Any) -> Iterator[str]:
     """Yields for each row of a batch a digest of its values."""
     arrays = [array for array in arrays_of(tree) if array.ndim]
@@ -257,3 +279,70 @@ def row_digests(tree: Any) -> Iterator[str]:
 
 def _key(index: Any) -> Hashable:
     return index if isinstance(index, int | str | bytes | tuple) else repr(index)
+
+
+Array = np.ndarray[Any, Any]
+Column = Sequence[Any] | Array
+"""One value for each row of a batch: an array, or the list of arrays of an entry of a list."""
+
+
+def random_values(iterations: Sequence[Iteration]) -> bool:
+    """Returns whether a row has other values when it is read again, in parts of batches that have one for each row."""
+    batches = [batch for iteration in iterations for batch in iteration.batches if batch.indexed]
+    found = [columns(batch.values, len(batch.rows)) for batch in batches]
+    always = [place for place in (found[0] if found else ()) if all(place in each for each in found)]
+    seen = dict[tuple[str, object], object]()
+    return any(
+        not same_values(seen.setdefault((place, row), value), value)
+        for batch, parts in zip(batches, found, strict=True)
+        for place in always
+        for row, value in zip(batch.rows, parts[place], strict=True)
+    )
+
+
+def columns(tree: Any, rows: int) -> dict[str, Column]:
+    """Returns, by their place in a batch of ``rows`` rows, its parts that have one value for each row: tensors of which
+    the first dimension is that of the rows, and lists with an entry for each row. Parts that are made of the rows in
+    another way, such as the nodes of all graphs in one tensor, are left out."""
+    return dict(_columns(tree, rows, ""))
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values of a column are the same. Where one is longer, which padding to the longest row of a batch
+    does, the shorter one has to be its beginning or its end."""
+    if isinstance(one, list) or isinstance(other, list):
+        if not (isinstance(one, list) and isinstance(other, list) and len(one) == len(other)):
+            return False
+        return all(map(same_values, one, other))
+    a, b = np.asarray(one), np.asarray(other)
+    if a.ndim != b.ndim:
+        return False
+    return any(
+        np.array_equal(_cut(a, b, at_end), _cut(b, a, at_end), equal_nan=a.dtype.kind == "f")
+        for at_end in (False, True)
+    )
+
+
+def _cut(array: Array, other: Array, at_end: bool) -> Array:
+    """The beginning, or the end, of an array, no longer in any dimension than the other one."""
+    sizes = [(size, min(size, limit)) for size, limit in zip(array.shape, other.shape, strict=True)]
+    return array[tuple(slice(size - most, size) if at_end else slice(most) for size, most in sizes)]
+
+
+def _columns(tree: Any, rows: int, place: str) -> Iterator[tuple[str, Column]]:
+    if isinstance(tree, Rows):
+        if tree.values.ndim and len(tree.values) == rows:
+            yield place, tree.values
+    elif isinstance(tree, Structure):
+        yield from _columns(tree.parts, rows, place)
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _columns(value, rows, f"{place}.{key}")
+    elif isinstance(tree, list | tuple):
+        if len(tree) != rows or all(isinstance(each, Rows) and each.values.shape[:1] == (rows,) for each in tree):
+            for number, value in enumerate(tree):
+                yield from _columns(value, rows, f"{place}.{number}")
+        else:
+            entries = [list(arrays_of(each)) for each in tree]
+            if not all(array.shape[:1] == (rows,) for entry in entries for array in entry):  # else it can be either
+                yield place, entries

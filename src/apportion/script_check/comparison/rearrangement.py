@@ -8,7 +8,8 @@ many scripts mean to train with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,12 +17,86 @@ import numpy as np
 
 from apportion.script_check.comparison.accumulation import REGULAR
 from apportion.script_check.comparison.causes import statistics
+from apportion.script_check.comparison.combination import Divisors, adds_up, divisors, position_weights
 from apportion.script_check.comparison.reading import reading
-from apportion.script_check.comparison.separation import Divisors, adds_up, divisors, position_weights
-from apportion.script_check.comparison.tensors import Array, TensorDifference, difference, scale_of, shown, step_of
-from apportion.script_check.comparison.windows import AccumulationWindow, windows
+from apportion.script_check.comparison.tensors import (
+    Array,
+    TensorDifference,
+    contributions_of,
+    difference,
+    events_before_step,
+    scale_of,
+    shown,
+    step_of,
+)
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
+from apportion.script_check.rows import count
+
+Place = tuple[str, int, int]
+"""The loader of a batch, the number of the iteration over it, and that of the batch in it."""
+
+
+@dataclass(frozen=True)
+class AccumulationWindow:
+    """The micro-batches of one step of all optimizers. ``batches``: the place of each batch; ``rows``: what identifies
+    the rows of each batch; ``sizes``: the rows of each micro-batch, of which a step that divides the one batch that it
+    reads has several; ``moved``: by how many places a further pass moves the rows."""
+
+    batches: tuple[Place, ...]
+    rows: tuple[tuple[Hashable, ...], ...]
+    sizes: tuple[int, ...]
+    moved: int
+
+    @property
+    def moves_whole(self) -> bool:
+        """Whether the further pass changes the order of the micro-batches alone, and not which rows share one."""
+        return self.moved == self.sizes[0]
+
+
+def windows(record: RankRecord) -> dict[int, AccumulationWindow]:
+    """Returns the windows of several micro-batches by the step of all optimizers that they end with, counted from 1.
+
+    Every other one, and each whose micro-batches are of unequal size, has its rows moved by half a micro-batch, the
+    rest by a whole one. Steps for which several loaders
+    are read are left out, as the rows of one may belong to those of the other.
+    """
+    parts = _parts(record)
+    found = dict[int, AccumulationWindow]()
+    for step, batches in sorted(trained_batches(record).items()):
+        places, rows = tuple(place for place, _ in batches), tuple(each for _, each in batches)
+        sizes = tuple(map(len, rows))
+        if len({loader for loader, _, _ in places}) > 1 or not all(sizes):
+            continue
+        if len(places) == 1 and (several := parts.get(step, 1)) > 1:
+            sizes = tuple([sizes[0] // several] * several)
+        if len(sizes) > 1:
+            half = sizes[0] // 2 if len(found) % 2 == 0 or len(set(sizes)) > 1 else 0
+            found[step] = AccumulationWindow(places, rows, sizes, half or sizes[0])
+    return found
+
+
+def trained_batches(record: RankRecord) -> dict[int, list[tuple[Place, tuple[Hashable, ...]]]]:
+    """Returns the places, and what identifies the rows, of the batches that a rank read for each step and trained on,
+    by the step of all optimizers, counted from 1."""
+    read = defaultdict[int, list[tuple[Place, tuple[Hashable, ...]]]](list)
+    for iteration in reading(record):
+        for number, batch in enumerate(iteration.batches):
+            if batch.trained and not iteration.evaluation:
+                read[batch.step].append(((iteration.loader, iteration.number, number), batch.rows))
+    return dict(read)
+
+
+def _parts(record: RankRecord) -> Mapping[int, int]:
+    """The number of equal parts of its rows in which each step computes its loss, where it reads one batch and each row
+    counts once."""
+    read, losses = defaultdict[int, list[int | None]](list), defaultdict[int, list[int]](list)
+    for event in record.events_of("batch"):
+        read[event["step"] + 1].append(count(event["rows"]) or len(event["indices"] or ()))
+    for event in record.events_of("criterion"):
+        losses[event["step"] + 1].append(event["rows"] or 0)
+    return {step: len(rows) for step, rows in losses.items() if len(set(rows)) == 1 and [sum(rows)] == read.get(step)}
+
 
 Kind = Literal["position", "counts", "sizes", "unknown"]
 
@@ -86,7 +161,7 @@ def _draws(record: RankRecord, step: Event) -> bool:
     if before is not None and before["generators"] != step["generators"]:
         return True
     first, computes = 0 if before is None else before["step"], before is not None
-    for event in record.of("draw", "forward"):
+    for event in record.events_of("draw", "forward"):
         if first <= event["step"] < step["step"]:
             computes = computes or (event["kind"] == "forward" and event["gradients"])
             if event["kind"] == "draw" and computes:
@@ -102,25 +177,20 @@ def _judged(union: RankRecord, other: RankRecord, found: Rearranged, again: Even
     differences = tuple(d for name, a, b in pairs if (d := difference(name, 0, a, b, scale)) is not None)
     if not differences:
         return found
-    for site, first, second in _own(union, other, step, len(window.sizes)):
+    for site, first, second in _contributions_by_line(union, other, step, len(window.sizes)):
         kind, weights = _kind(window, first, second, _counted(union, step), _counted(other, again))
         if kind != "unknown":
             return Rearranged(window, step, differences, kind, weights, site)
     return Rearranged(window, step, differences)
 
 
-def _own(
+def _contributions_by_line(
     union: RankRecord, other: RankRecord, step: Event, parts: int
 ) -> Iterator[tuple[str, list[Array], list[Array]]]:
     """Yields for each line that calls backward once for each micro-batch what each of them has added in both
     distributions, as vectors of all tensors."""
-    place = (step["optimizer"], step["number"])
-    events = [
-        event
-        for record in (union, other)
-        for event in record.of("contributions")
-        if (event["optimizer"], event["number"]) == place
-    ]
+    found = [contributions_of(record, step["optimizer"], step["number"]) for record in (union, other)]
+    events = [event for event in found if event is not None]
     if len(events) != 2:
         return
     names = dict[tuple[str, ...], list[str]]()
@@ -140,9 +210,7 @@ def _own(
 
 def _counted(record: RankRecord, step: Event) -> list[float] | None:
     """The targets that count in each micro-batch of a step, where a loss function of torch was called for each."""
-    before = step_of(record, step["optimizer"], step["number"] - 1)
-    first = 0 if before is None else before["step"]
-    events = [event for event in record.of("criterion") if first <= event["step"] < step["step"]]
+    events = events_before_step(record, step["optimizer"], step["number"], "criterion")
     if any(event["counted"] is None or event["reduction"] != "mean" for event in events):
         return None
     return [float(event["counted"]) for event in events]
@@ -232,7 +300,7 @@ def _unknown(steps: Sequence[Rearranged], split: RankRecord | None) -> Finding:
     first, count = steps[0], len(steps[0].window.sizes)
     layers = statistics.modules(split) if split is not None else ()
     if split is not None and layers:
-        kind = next(event["type"] for event in split.of("mixes_rows") if event["module"] == layers[0])
+        kind = next(event["type"] for event in split.events_of("mixes_rows") if event["module"] == layers[0])
         layer = shown(layers[0], list(first.step["gradients"]))
         why = f"Layer {layer} ({kind}) takes statistics of the rows of one micro-batch"
     else:

@@ -1,11 +1,12 @@
-"""Which rows a run reads after it has loaded the state that it saved in the middle of an epoch."""
+"""What a run loses at a resume: rows of the epoch in which it was saved and, in a process of its own, the weights or
+the state of an optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from apportion.script_check.comparison.reading import Iteration, ReadBatch
+from apportion.script_check.comparison.reading import Iteration, ReadBatch, listed_rows
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import Event, RankRecord
 
@@ -82,7 +83,7 @@ def _compare(record: RankRecord, iterations: Sequence[Iteration], resume: _Resum
     finished = len(read) == len(order) if order else whole and read[-1] is before.batches[-1]
     if after is None or finished or _begins_another(before, after, resume):
         return None
-    again = _again(read, after, resume)
+    again = _read_again(read, after, resume)
     return again if again is not None else _left_out(read, order, before, after, resume)
 
 
@@ -94,7 +95,7 @@ def _begins_another(before: Iteration, after: Iteration, resume: _ResumePoint) -
 
 
 def _order(record: RankRecord, iteration: Iteration) -> list[tuple[Hashable, ...]]:
-    for event in record.of("order"):
+    for event in record.events_of("order"):
         if (event["loader"], event["iteration"]) == (iteration.loader, iteration.number):
             return [tuple(batch) for batch in event["batches"]]
     return []
@@ -104,7 +105,7 @@ def _trained_after(after: Iteration, resume: _ResumePoint) -> list[ReadBatch]:
     return [batch for batch in after.trained if resume.loaded < batch.position < resume.until]
 
 
-def _again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoint) -> Finding | None:
+def _read_again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoint) -> Finding | None:
     old = {row for batch in read for row in batch.rows}
     batches = _trained_after(after, resume)
     if after.exhausted and len(batches) > 1 and batches[-1] is after.batches[-1]:
@@ -115,8 +116,9 @@ def _again(read: Sequence[ReadBatch], after: Iteration, resume: _ResumePoint) ->
         return None
     first, last = read[0].step, read[-1].step
     return _finding(
-        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} rows{_named(again)} are read "
-        f"again: the run had trained on them in steps {first} to {last}, in the same epoch.",
+        f"After the resume from step {resume.step}, {len(again)} of the first {len(new)} "
+        f"rows{listed_rows(again, _SHOWN)} are read again: the run had trained on them in steps {first} to "
+        f"{last}, in the same epoch.",
         batches[0].step,
         after,
     )
@@ -139,25 +141,71 @@ def _left_out(
     if set(left) <= {row for batch in _trained_after(after, resume) for row in batch.rows}:
         return None
     return _finding(
-        f"After the resume from step {resume.step}, {len(left)} rows{_named(left)} are left out: the run goes on with "
-        f"batch {place + 1} of the epoch, and had trained on {following}.",
+        f"After the resume from step {resume.step}, {len(left)} rows{listed_rows(left, _SHOWN)} are left out: the "
+        f"run goes on with batch {place + 1} of the epoch, and had trained on {following}.",
         first.step,
         after,
     )
 
 
-def _named(rows: Sequence[Hashable]) -> str:
-    numbers = [str(row) for row in rows if isinstance(row, int)][:_SHOWN]
-    return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
-
-
 def _finding(sentence: str, step: int, after: Iteration) -> Finding:
-    return Finding(
-        "resumed_rows",
-        "warning",
-        sentence,
+    remedy = (
         "Save the position in the epoch with the weights, and skip exactly the batches that the run has trained on "
-        "(a stateful loader, or a skip of the first batches).",
-        step=step,
-        site=after.loader.partition(" ")[0],
+        "(a stateful loader, or a skip of the first batches)."
     )
+    return Finding("resumed_rows", "warning", sentence, remedy, step=step, site=after.site)
+
+
+def lost_in_second_run(ranks: Sequence[RankRecord]) -> list[Finding]:
+    """Returns what is lost between the two runs of a script, for the first rank that loses it; nothing where it was run
+    once."""
+    if not ranks or not all(record.runs for record in ranks):
+        return []
+    if not any(map(_goes_on, ranks)):
+        return [_not_resumed(ranks[0])]
+    return [finding for record in ranks for finding in _lost_state(record)][:1]
+
+
+def _goes_on(record: RankRecord) -> bool:
+    """Whether the second run begins with weights that a step of the first one has left."""
+    first, second = record.runs
+    left = {step["weights_after"] for step in first.steps}
+    return any(begun["weights_before"] in left for begun in _first_steps(second))
+
+
+def _first_steps(record: RankRecord) -> Iterator[Event]:
+    return (step for step in record.steps if step["number"] == 1)
+
+
+def _not_resumed(record: RankRecord) -> Finding:
+    first, second = record.runs
+    loads = second.events_of("load", "load_state", "restore")
+    how = "loads nothing and " if not loads else ""
+    return Finding(
+        "not_resumed",
+        "warning",
+        f"The second run {how}begins with weights that none of the {len(first.steps)} steps of the first one has left.",
+        "Load the weights that the first run has saved before the first step, and give with --then the arguments with "
+        "which the script does so.",
+        step=len(first.steps) + 1,
+        site=loads[-1]["site"] if loads else "",
+    )
+
+
+def _lost_state(record: RankRecord) -> Iterator[Finding]:
+    first, second = record.runs
+    last = {step["optimizer"]: step for step in first.steps}
+    for begun in _first_steps(second):
+        before = last.get(begun["optimizer"])
+        states = {} if before is None else {key: None for state in before["state"].values() for key in state}
+        if states and not begun["stateful"] and begun["type"] == last[begun["optimizer"]]["type"]:
+            yield Finding(
+                "resumed_state",
+                "warning",
+                f"The second run goes on with the weights of the first one, and its {begun['type']} has lost its state "
+                f"({', '.join(states)}) on rank {record.rank}: its next steps are not those of a run that goes on.",
+                "Save optimizer.state_dict() with the weights, and load it before the first step.",
+                ranks=(record.rank,),
+                step=len(first.steps) + 1,
+                site=begun["site"],
+            )

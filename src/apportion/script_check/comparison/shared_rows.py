@@ -1,13 +1,16 @@
-"""Which rows each rank reads in an epoch: rows that several ranks read, rows that none does, ranks that end early."""
+"""Which rows each rank reads in an epoch: rows that several ranks read, rows that no rank reads, ranks that end early.
+Ranks that hold whole replicas of the network ought to read different rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
-from apportion.script_check.comparison.reading import Iteration, unlike_selections
-from apportion.script_check.comparison.replicas import are_replicas, average_gradients, compute_the_same
+import numpy as np
+
+from apportion.script_check.comparison.reading import Iteration, listed_rows, unlike_selections
 from apportion.script_check.comparison.resumes import RESTORES
+from apportion.script_check.comparison.tensors import initial
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 
@@ -22,7 +25,9 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
     found = list[Finding]()
     replicas = are_replicas(ranks)
     seen = set[tuple[str, str]]()
-    joining = all(record.of("join") for record in ranks)  # a rank that has ended takes part in the steps of the others
+    joining = all(
+        record.events_of("join") for record in ranks
+    )  # a rank that has ended takes part in the steps of the others
     for epoch in _epochs(readings):
         each = [None if joining else _uneven(epoch)]
         if replicas:
@@ -31,7 +36,7 @@ def findings(ranks: Sequence[RankRecord], readings: Sequence[Sequence[Iteration]
             if finding is not None and (finding.name, finding.site) not in seen:
                 seen.add((finding.name, finding.site))
                 found.append(finding)
-    if replicas and not any(record.of("iteration") for record in ranks):
+    if replicas and not any(record.events_of("iteration") for record in ranks):
         found += _without_loader(ranks)
     return found
 
@@ -50,13 +55,9 @@ def _epochs(readings: Sequence[Sequence[Iteration]]) -> Iterator[dict[int, Itera
             yield epoch
 
 
-def _rows(iteration: Iteration) -> list[Hashable]:
-    return [row for batch in iteration.trained for row in batch.rows]
-
-
 def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding | None:
     first = next(iter(epoch.values()))
-    rows = {rank: _rows(iteration) for rank, iteration in epoch.items()}
+    rows = {rank: iteration.trained_rows for rank, iteration in epoch.items()}
     readers = Counter(row for each in rows.values() for row in set(each))
     twice = [row for row in readers if readers[row] > 1]
     if unlike_selections(epoch.values()) and (twice or not first.local):
@@ -74,7 +75,7 @@ def _shared(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
         or (not first.batches[0].indexed and _may_be_equal(rows, len(twice), len(readers)))
     ):
         return None
-    alone = not any(record.of("collective", "recorder_collective", "ddp") for record in ranks)
+    alone = not any(record.events_of("collective", "recorder_collective", "ddp") for record in ranks)
     return _shared_finding(first, sharing, twice, len(readers), alone)
 
 
@@ -116,22 +117,16 @@ SPLIT_ALIKE = (
 
 def _split_finding(first: Iteration, twice: list[Hashable], every: int, ranks: list[int]) -> Finding:
     """One row number stands for different rows on different ranks, whether or not the same rows were read so far."""
-    read = f": in epoch {first.number + 1}, {len(twice)} of {every} rows{_listed(twice)} are read by several"
-    return Finding(
-        "shared_rows",
-        "warning",
-        f"The data set of the loader at {first.loader} has different rows on each rank, as each rank splits or draws "
-        f"it by itself, and the sampler {first.begun['sampler']} divides only their numbers{read if twice else ''}.",
-        SPLIT_ALIKE,
-        ranks=tuple(ranks),
-        step=first.trained[0].step,
-        site=first.loader.partition(" ")[0],
+    read = (
+        f": in epoch {first.number + 1}, {len(twice)} of {every} rows{listed_rows(twice, _SHOWN)} are read by several"
     )
-
-
-def _listed(rows: list[Hashable]) -> str:
-    numbers = [str(row) for row in rows if isinstance(row, int)][:_SHOWN]
-    return f" ({', '.join(numbers)}{', ...' if len(rows) > _SHOWN else ''})" if numbers else ""
+    sentence = (
+        f"The data set of the loader at {first.loader} has different rows on each rank, as each rank splits or draws "
+        f"it by itself, and the sampler {first.begun['sampler']} divides only their numbers{read if twice else ''}."
+    )
+    return Finding(
+        "shared_rows", "warning", sentence, SPLIT_ALIKE, ranks=tuple(ranks), step=first.trained[0].step, site=first.site
+    )
 
 
 def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable], every: int, alone: bool) -> Finding:
@@ -153,15 +148,12 @@ def _shared_finding(first: Iteration, sharing: list[int], twice: list[Hashable],
             "Call torch.distributed.init_process_group, wrap the network in DistributedDataParallel, and give the "
             "loader a DistributedSampler, if the ranks are to train one network."
         )
+    sentence = (
+        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{listed_rows(twice, _SHOWN)} are read by more "
+        f"than one of the ranks {', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}."
+    )
     return Finding(
-        "shared_rows",
-        "warning",
-        f"In epoch {first.number + 1}, {len(twice)} of {every} rows{_listed(twice)} are read by more than one of the "
-        f"ranks {', '.join(map(str, sharing))} through the loader at {first.loader}, {cause}.",
-        remedy,
-        ranks=tuple(sharing),
-        step=first.trained[0].step,
-        site=first.loader.partition(" ")[0],
+        "shared_rows", "warning", sentence, remedy, ranks=tuple(sharing), step=first.trained[0].step, site=first.site
     )
 
 
@@ -177,14 +169,12 @@ def _unread(ranks: Sequence[RankRecord], epoch: dict[int, Iteration]) -> Finding
     left = [row for row in range(every) if row not in read]
     if not left or any(not isinstance(row, int) for row in read):
         return None
-    return Finding(
-        "unread_rows",
-        "note",
+    sentence = (
         f"In epoch {first.number + 1}, {len(left)} of {every} rows of the loader at {first.loader} are read by no rank "
-        f"({', '.join(map(str, left[:_SHOWN]))}{', ...' if len(left) > _SHOWN else ''}).",
-        "Leave drop_last out if all rows are to be read in each epoch.",
-        site=first.loader.partition(" ")[0],
+        f"({', '.join(map(str, left[:_SHOWN]))}{', ...' if len(left) > _SHOWN else ''})."
     )
+    remedy = "Leave drop_last out if all rows are to be read in each epoch."
+    return Finding("unread_rows", "note", sentence, remedy, site=first.site)
 
 
 def _uneven(epoch: dict[int, Iteration]) -> Finding | None:
@@ -207,23 +197,56 @@ def _uneven(epoch: dict[int, Iteration]) -> Finding | None:
         "Give all ranks the same number of batches, by a sampler that pads or drops the last rows.",
         ranks=(fewest, most),
         step=first.trained[-1].step + 1,
-        site=first.loader.partition(" ")[0],
+        site=first.site,
     )
 
 
 def _without_loader(ranks: Sequence[RankRecord]) -> list[Finding]:
     if not average_gradients(ranks) or not all(compute_the_same(ranks[0], record) for record in ranks[1:]):
         return []
-    site = next((event["site"] for event in ranks[0].of("forward")), "")
+    site = next((event["site"] for event in ranks[0].events_of("forward")), "")
+    sentence = (
+        f"For step 1, all ranks compute the same values from the same rows at {site}, and average "
+        f"{len(ranks)} equal gradients."
+    )
+    remedy = "Have each rank read or draw rows of its own."
     return [
         Finding(
-            "shared_rows",
-            "warning",
-            f"For step 1, all ranks compute the same values from the same rows at {site}, and average "
-            f"{len(ranks)} equal gradients.",
-            "Have each rank read or draw rows of its own.",
-            ranks=tuple(record.rank for record in ranks),
-            step=1,
-            site=site,
+            "shared_rows", "warning", sentence, remedy, ranks=tuple(record.rank for record in ranks), step=1, site=site
         )
     ]
+
+
+def are_replicas(ranks: Sequence[RankRecord]) -> bool:
+    """Returns whether all ranks begin with the same whole network: not so where tensors are placed by tensor
+    parallelism, by hand or as DTensors, and for the stages of a pipeline."""
+    if len(ranks) < 2:
+        return False
+    for record in ranks:
+        for network in record.events_of("network"):
+            if network["placements"] and not network["sharded"]:
+                return False
+    first, *others = (initial(record) for record in ranks)
+    return bool(first) and all(
+        set(other) == set(first)
+        and all(
+            other[name].shape == array.shape and np.array_equal(other[name], array, equal_nan=array.dtype.kind in "fc")
+            for name, array in first.items()
+        )
+        for other in others
+    )
+
+
+def average_gradients(ranks: Sequence[RankRecord]) -> bool:
+    """Returns whether a wrapper averages the gradients of all ranks: DistributedDataParallel or fully_shard."""
+    return all(any(event["averaged"] or event["sharded"] for event in record.events_of("network")) for record in ranks)
+
+
+def compute_the_same(one: RankRecord, other: RankRecord) -> bool:
+    """Returns whether two ranks compute the same values in all modules for their first step. Later ones may differ by
+    accident, as where one rank draws more random numbers than the other."""
+    first, second = (
+        [(event["inputs"], event["outputs"]) for event in record.events_of("computed") if not event["step"]]
+        for record in (one, other)
+    )
+    return bool(first) and first == second

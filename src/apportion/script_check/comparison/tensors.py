@@ -1,4 +1,5 @@
-"""The tensors of all ranks beside those of one process: which is which, and by how much they differ."""
+"""The tensors of all ranks beside those of one process: which is which, by how much they differ, and how much of that
+rounding explains, in float64 or as measured in the script's own precision."""
 
 from __future__ import annotations
 
@@ -50,6 +51,7 @@ class TensorDifference:
     @property
     def scaled(self) -> bool:
         """Whether the tensor is a multiple of the reference, and nothing else."""
+        # The cosine of the angle between two nearly parallel vectors differs from 1 by half of the square of the angle.
         return self.cosine > 1 - max(1e-9, self.rounding**2)
 
 
@@ -70,6 +72,8 @@ def difference(
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return None if np.array_equal(a, b, equal_nan=True) else TensorDifference(name, rank, float("inf"), 0.0, 0.0)
     distance, norm, other = (float(np.linalg.norm(each)) for each in (a - b, b, a))
+    # The second term is for a tensor that is zero but for rounding: what rounding leaves there is relative to the other
+    # tensors from which it was computed.
     if distance <= bounds.relative * norm + bounds.floor * scale:
         return None
     product = float(a @ b)
@@ -86,13 +90,32 @@ def scale_of(arrays: Mapping[str, Array | None]) -> float:
 def initial(record: RankRecord) -> dict[str, Array]:
     """Returns the parameters and buffers of a rank before its first step, by name."""
     return {
-        name: array for event in record.of("network") if not event["step"] for name, array in event["weights"].items()
+        name: array
+        for event in record.events_of("network")
+        if not event["step"]
+        for name, array in event["weights"].items()
     }
 
 
 def step_of(record: RankRecord, optimizer: int, number: int) -> Event | None:
     """Returns the n-th step of an optimizer on a rank, from 1; None where it has not made it."""
     return next((s for s in record.steps if s["optimizer"] == optimizer and s["number"] == number), None)
+
+
+def events_before_step(record: RankRecord, optimizer: int, number: int, *kinds: str) -> list[Event]:
+    """Returns a rank's events of some kinds between a step of an optimizer and the one before it."""
+    step, before = step_of(record, optimizer, number), step_of(record, optimizer, number - 1)
+    first = 0 if before is None else before["step"]
+    return (
+        [] if step is None else [event for event in record.events_of(*kinds) if first <= event["step"] < step["step"]]
+    )
+
+
+def contributions_of(record: RankRecord, optimizer: int, number: int) -> Event | None:
+    """Returns the event on what backward added to the gradients before a step of an optimizer; None where there is
+    none."""
+    events = record.events_of("contributions")
+    return next((e for e in events if (e["optimizer"], e["number"]) == (optimizer, number)), None)
 
 
 def places(record: RankRecord) -> list[tuple[int, int]]:
@@ -115,3 +138,42 @@ def listed(names: Sequence[str]) -> str:
 def ranks_listed(ranks: Sequence[int]) -> str:
     """Returns ranks as a sentence lists them, such as ``ranks 0 and 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + listed(list(map(str, ranks)))
+
+
+NOISE_FACTOR = 8.0
+"""The multiple of the measured noise that rounding alone does not reach."""
+LEAST_NOISE = {"float64": 1e-9, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+"""The relative rounding of gradients in each element type, below which no measurement of a single order goes: one
+process rounds a sum over all rows once, and each rank the sum over its own."""
+MOST_NOISE = 0.1
+"""The noise from which on a step is not compared: it hides what a mistake changes."""
+
+
+def measured_bounds(union: RankRecord, reordered: RankRecord) -> dict[tuple[int, int], Bounds]:
+    """Returns the bounds of the steps that can be compared, by optimizer and number, from two runs of one process that
+    differ by the order of the rows in each batch."""
+    found = dict[tuple[int, int], Bounds]()
+    types = [event["type"] for event in union.events_of("precision")] or ["float32"]
+    least = max(LEAST_NOISE.get(each, 0.0) for each in types)
+    for optimizer, number in places(union):
+        first, second = step_of(union, optimizer, number), step_of(reordered, optimizer, number)
+        if first is None or second is None:
+            break
+        relative, floor = least, least
+        for what in ("gradients", "weights"):
+            scale = scale_of(first[what]) or 1.0
+            for name, array in first[what].items():
+                other = second[what].get(name)
+                if array is not None and other is not None:
+                    distance, norm = _distance(array, other)
+                    floor = max(floor, NOISE_FACTOR * distance / scale)
+                    # A tensor that is nearly zero has a large relative error; it counts towards the floor alone.
+                    relative = max(relative, NOISE_FACTOR * distance / norm if distance > least * scale else 0.0)
+        if max(relative, floor) > MOST_NOISE:
+            break
+        found[optimizer, number] = Bounds(relative, floor)
+    return found
+
+
+def _distance(array: Array, other: Array) -> tuple[float, float]:
+    return float(np.linalg.norm((array - other).ravel())), float(np.linalg.norm(array.ravel())) or 1.0

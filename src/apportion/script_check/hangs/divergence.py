@@ -1,13 +1,15 @@
-"""Where the collectives of the ranks diverge: the first position of a group at which they do not fit together."""
+"""Where the calls of the ranks diverge: the first position of a group at which collectives do not fit together, and
+messages of which one side is missing or unlike the other."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from apportion.script_check.hangs.sequences import Sequences
+from apportion.script_check.hangs.states import Sequences
 from apportion.script_check.record import Event, RankRecord
 
 What = Literal["op", "shape", "type", "root", "reduction", "ranks", "parameters", "order", "count"]
@@ -46,7 +48,7 @@ def _first(
     group: str, calls: Mapping[int, Sequence[Event]], networks: Mapping[int, Mapping[str, Any]]
 ) -> Divergence | None:
     for position in range(max(map(len, calls.values()), default=0)):
-        here = {rank: own[position] if position < len(own) else None for rank, own in calls.items()}
+        here = calls_at(calls, position)
         there = [rank for rank, call in here.items() if call is not None]
         for rank in there[1:]:
             what = _conflict(here, there[0], rank, networks)
@@ -57,6 +59,11 @@ def _first(
     return None
 
 
+def calls_at(calls: Mapping[int, Sequence[Event]], position: int) -> dict[int, Event | None]:
+    """Returns the call that each rank made at a position of a group; None for a rank that has not made one."""
+    return {rank: own[position] if position < len(own) else None for rank, own in calls.items()}
+
+
 def surplus(found: Sequences) -> list[Divergence]:
     """Returns the groups in which a rank has made more calls than another, where all have ended."""
     divergences = list[Divergence]()
@@ -64,7 +71,7 @@ def surplus(found: Sequences) -> list[Divergence]:
         fewest, most = (choose(calls, key=lambda rank: len(calls[rank])) for choose in (min, max))
         position = len(calls[fewest])
         if position < len(calls[most]):
-            here = {rank: own[position] if position < len(own) else None for rank, own in calls.items()}
+            here = calls_at(calls, position)
             divergences.append(Divergence(group, position, "count", here, (most, fewest)))
     return divergences
 
@@ -86,6 +93,8 @@ def _conflict(
     one, other = here[first], here[second]
     assert one is not None
     assert other is not None
+    # Of several differences the first here counts, as it explains those that follow: other operations have other
+    # tensors.
     if one["op"] != other["op"]:
         return "op"
     if one["root"] != other["root"] and one["op"] != "recv":
@@ -96,6 +105,7 @@ def _conflict(
         return "reduction"
     tensors = _tensors(one, other, first, second)
     if tensors is not None:
+        # Calls from different lines are not one call with unlike tensors: a rank is at another place of the script.
         return tensors if _same_place(one, other) else "op"
     return "parameters" if _other_parameters(one, other, networks[first], networks[second]) else None
 
@@ -163,7 +173,7 @@ def _other_parameters(one: Event, other: Event, first: Mapping[str, Any], second
 
 def _values(record: RankRecord) -> dict[str, Any]:
     """The values of each parameter before the first step, by name."""
-    return {name: array for event in record.of("network") for name, array in event["weights"].items()}
+    return {name: array for event in record.events_of("network") for name, array in event["weights"].items()}
 
 
 def _swapped(calls: Mapping[int, Sequence[Event]], position: int, first: int, second: int) -> bool:
@@ -191,3 +201,64 @@ def _swapped(calls: Mapping[int, Sequence[Event]], position: int, first: int, se
 
 def _count(own: Sequence[Event], text: str, step: int) -> int:
     return sum(event["line"] == text and event["step"] == step for event in own)
+
+
+Channel = tuple[str, int, int, int]
+"""A group, the rank that sends, the rank that receives, and a tag: its messages arrive in order."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The messages of one channel, in order, as begun by the rank that sends and by the rank that receives."""
+
+    sent: Sequence[Event]
+    received: Sequence[Event]
+
+
+def traffic(records: Sequence[RankRecord]) -> Mapping[Channel, Traffic]:
+    """Returns the messages by channel; receives from any rank are left out."""
+    sent = defaultdict[Channel, list[Event]](list)
+    received = defaultdict[Channel, list[Event]](list)
+    for record in records:
+        for event in record.events_of("collective"):
+            if event["sequence"] is None and event["root"] is not None:
+                tag = int(event.get("tag") or 0)
+                if event["op"].startswith("send"):
+                    sent[event["group"], record.rank, event["root"], tag].append(event)
+                else:
+                    received[event["group"], event["root"], record.rank, tag].append(event)
+    return {channel: Traffic(sent[channel], received[channel]) for channel in {*sent, *received}}
+
+
+def first_unlike_message(traffics: Mapping[Channel, Traffic]) -> tuple[Channel, Event, Event] | None:
+    """Returns the first message that is sent with another number of elements, or type, than it is received with."""
+    found = list[tuple[Channel, Event, Event]]()
+    for channel, each in traffics.items():
+        for send, receive in zip(each.sent, each.received, strict=False):
+            gives, gets = send["inputs"], receive["outputs"]
+            if (
+                gives
+                and gets
+                and (_element_count(gives[0][0]), gives[0][1]) != (_element_count(gets[0][0]), gets[0][1])
+            ):
+                found.append((channel, send, receive))
+                break
+    return min(found, key=lambda each: each[1]["time"], default=None)
+
+
+def unmatched_channel(traffics: Mapping[Channel, Traffic], rank: int, event: Event) -> Channel | None:
+    """Returns the channel of a message that a rank waits for and whose counterpart no rank has begun; None where it is
+    there, or for a receive from any rank."""
+    for channel, each in traffics.items():
+        own, other = (each.sent, each.received) if event["op"].startswith("send") else (each.received, each.sent)
+        if rank in channel[1:3] and any(message is event for message in own):
+            position = next(at for at, message in enumerate(own) if message is event)
+            return channel if position >= len(other) else None
+    return None
+
+
+def _element_count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

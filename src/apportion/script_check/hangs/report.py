@@ -8,13 +8,16 @@ from typing import Any
 
 from apportion.script_check.findings import Finding
 from apportion.script_check.hangs import sentences
-from apportion.script_check.hangs.causes import Cause, cause
-from apportion.script_check.hangs.divergence import SILENT, Divergence, conflicts, surplus
-from apportion.script_check.hangs.messages import traffic, unlike
-from apportion.script_check.hangs.mismatches import mismatch, unlike_message
-from apportion.script_check.hangs.sequences import sequences
-from apportion.script_check.hangs.stacks import shown
-from apportion.script_check.hangs.states import RankState, states
+from apportion.script_check.hangs.causes import Cause, cause, mismatch, unlike_message
+from apportion.script_check.hangs.divergence import (
+    SILENT,
+    Divergence,
+    conflicts,
+    first_unlike_message,
+    surplus,
+    traffic,
+)
+from apportion.script_check.hangs.states import RankState, sequences, stack_lines, states
 from apportion.script_check.record import Event, RankRecord
 
 
@@ -49,9 +52,9 @@ def hang(
         return None
     lines = list[str]()
     for state in found:
-        lines.append(sentences.capital(sentences.state(state)))
+        lines.append(sentences.capitalized(sentences.describe_state(state)))
         if state.stacks:
-            lines += [f"    {line}" for line in shown(state.stacks[0], folder)]
+            lines += [f"    {line}" for line in stack_lines(state.stacks[0], folder)]
     all_wait = not any(state.how in ("loading", "elsewhere") for state in found)
     return Hang(why.finding, all_wait, tuple(lines), _details(why, found, quiet))
 
@@ -60,19 +63,19 @@ def findings(records: Sequence[RankRecord]) -> list[Finding]:
     """Returns what the collectives of ranks that have all ended show: calls that do not fit together, of which the
     backend has taken no notice. None are compared under torch's ``Join``, by which a rank that has no more batches
     answers the collectives of the others with calls of its own."""
-    if records and all(record.of("join") for record in records):
+    if records and all(record.events_of("join") for record in records):
         return []
     calls = sequences(records)
-    found = silent(records)
+    found = silent_divergences(records)
     found += [mismatch(each) for each in conflicts(calls, records) if each.what not in SILENT]
-    pair = unlike(traffic(records))
+    pair = first_unlike_message(traffic(records))
     found += [] if pair is None else [unlike_message(*pair)]
     if not found and all(record.outcome is not None and record.outcome["how"] == "ended" for record in records):
         found = [mismatch(each) for each in surplus(calls)]
     return found
 
 
-def silent(records: Sequence[RankRecord]) -> list[Finding]:
+def silent_divergences(records: Sequence[RankRecord]) -> list[Finding]:
     """Returns the divergences that no backend notices, and by which ranks do not wait: unlike tensors are combined."""
     return [mismatch(each) for each in conflicts(sequences(records), records) if each.what in SILENT]
 
@@ -87,7 +90,7 @@ def _details(why: Cause, found: Sequence[RankState], quiet: float) -> dict[str, 
                 "state": state.how,
                 "site": state.site,
                 "steps": state.steps,
-                "collective": None if state.waiting is None else _call(state.waiting.call),
+                "collective": _call(state.call),
                 "last_collective": _call(state.last),
                 "outcome": None if state.outcome is None else {k: v for k, v in state.outcome.items() if k != "kind"},
                 "stacks": [

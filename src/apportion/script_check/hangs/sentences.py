@@ -22,15 +22,15 @@ def operation(call: Event) -> str:
     return _OPERATIONS.get(call["op"], str(call["op"]))
 
 
-def at(site: str) -> str:
+def at_site(site: str) -> str:
     """Returns " at train.py:31"; nothing where the place is not known."""
     return f" at {site}" if site else ""
 
 
-def call(event: Event) -> str:
+def describe_call(event: Event) -> str:
     """Returns a call with its place, its tensors and its group: "all_reduce at train.py:31 of float64 (24, 12)"."""
-    parts = [operation(event) + at(event["site"])]
-    if written := tensors(event):
+    parts = [operation(event) + at_site(event["site"])]
+    if written := describe_tensors(event):
         parts.append(f"of {written}")
     if event["root"] is not None:
         word = {"send": "to", "send_object_list": "to", "reduce": "to", "gather": "to", "gather_object": "to"}
@@ -42,7 +42,7 @@ def call(event: Event) -> str:
     return " ".join(parts)
 
 
-def tensors(event: Event) -> str:
+def describe_tensors(event: Event) -> str:
     """Returns the tensors that a rank gives in a call, or gets: type, shape, and the parameter they belong to."""
     listed = list(event["inputs"] or event["outputs"])
     if not listed:
@@ -62,40 +62,40 @@ def shape_of(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def ranks(numbers: Sequence[int]) -> str:
+def list_ranks(numbers: Sequence[int]) -> str:
     """Returns "rank 1", or "ranks 0, 1 and 3"."""
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
-def capital(sentence: str) -> str:
+def capitalized(sentence: str) -> str:
     """Returns a sentence with a capital letter."""
     return sentence[:1].upper() + sentence[1:]
 
 
-def state(each: RankState) -> str:
+def describe_state(each: RankState) -> str:
     """Returns what a rank was doing, as a clause: "rank 0 waits in all_reduce at train.py:31 ..."."""
     rank = f"rank {each.rank}"
     if each.how == "waits":
         assert each.waiting is not None
         awaited = each.waiting.call
         if awaited is None:
-            return f"{rank} waits for a collective{at(each.waiting.site)}"
+            return f"{rank} waits for a collective{at_site(each.waiting.site)}"
         number = "" if awaited["sequence"] is None else f", its call {awaited['sequence'] + 1} in that group"
-        begun = "" if awaited["site"] == each.waiting.site else f" (waited for{at(each.waiting.site)})"
-        return f"{rank} waits in {call(awaited)}{begun}{number}"
+        begun = "" if awaited["site"] == each.waiting.site else f" (waited for{at_site(each.waiting.site)})"
+        return f"{rank} waits in {describe_call(awaited)}{begun}{number}"
     if each.how == "raised":
         assert each.outcome is not None
-        return f"{rank} raised {each.outcome['type']}: {first_line(each.outcome['message'])}{at(each.site)}"
+        return f"{rank} raised {each.outcome['type']}: {first_line(each.outcome['message'])}{at_site(each.site)}"
     if each.how == "ended":
         assert each.outcome is not None
         exited = each.outcome["how"] == "exited"
         how = f"left the script with status {each.outcome.get('code')}" if exited else "reached the end of the script"
         return f"{rank} {'has made all of its steps' if each.outcome['how'] == 'enough steps' else how}"
     if each.how == "died":
-        return f"{rank}'s process ended without an exception" + (at(each.site) or "")
-    return f"{rank} {'waits for a batch of its DataLoader' if each.how == 'loading' else 'is'}{at(each.site)}"
+        return f"{rank}'s process ended without an exception" + (at_site(each.site) or "")
+    return f"{rank} {'waits for a batch of its DataLoader' if each.how == 'loading' else 'is'}{at_site(each.site)}"
 
 
 def first_line(message: str) -> str:

@@ -1,15 +1,143 @@
-"""What each rank of a pass was doing when it was stopped: waiting in a collective, ended, raised, or something else."""
+"""What each rank of a pass was doing when it was stopped: waiting in a collective, ended, raised, or something else.
+The collectives of each rank in order, group by group, show what it is inside of, and the Python stacks of its threads
+are those that ``faulthandler`` has written."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from apportion.script_check.hangs.sequences import KINDS, Waiting, begun_call
-from apportion.script_check.hangs.stacks import Stack, place, stacks, user_frames, waits_for_batch
 from apportion.script_check.record import Event, RankRecord
+
+KINDS = ("collective", "recorder_collective")
+Sequences = Mapping[str, Mapping[int, Sequence[Event]]]
+"""The calls of each rank in each group, in order, by group and rank."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The call that a rank is inside of, or waits for. ``call``: its event ``collective``; None for a work handle that
+    no recorded function has returned. ``site``, ``line``: where the rank waits, and ``time``: since when."""
+
+    call: Event | None
+    site: str
+    line: str
+    time: float
+
+
+def sequences(records: Sequence[RankRecord]) -> Sequences:
+    """Returns the calls in each group, by rank; also for a rank of the group that has made none."""
+    found = defaultdict[str, dict[int, list[Event]]](dict)
+    for record in records:
+        for event in record.events_of(*KINDS):
+            if event["sequence"] is not None:
+                for rank in event["ranks"]:
+                    found[event["group"]].setdefault(rank, [])
+                found[event["group"]][record.rank].append(event)
+    return found
+
+
+def begun_call(record: RankRecord) -> Waiting | None:
+    """Returns what a rank is inside of: the last call, or wait for one, that has begun and not ended; None where the
+    rank is in code of its own, or has ended."""
+    if record.outcome is not None:
+        return None
+    calls = {event["call"]: event for event in record.events_of(*KINDS)}
+    ended = {event["call"] for event in record.events_of("collective_end")}
+    open_waits = list[Event]()
+    for event in record.events_of("wait", "wait_end"):
+        if event["kind"] == "wait":
+            open_waits.append(event)
+        elif open_waits:
+            open_waits.pop()
+    if open_waits and open_waits[-1]["call"] not in ended:
+        wait = open_waits[-1]
+        return Waiting(calls.get(wait["call"]), wait["site"], wait["line"], wait["time"])
+    inside = [event for number, event in calls.items() if number not in ended and not event["pending"]]
+    if not inside:
+        return None
+    last = inside[-1]
+    return Waiting(last, last["site"], last["line"], last["time"])
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stack of one thread, the innermost frame first."""
+
+    thread: int
+    frames: tuple[StackFrame, ...]
+
+
+def stacks(text: str) -> list[Stack]:
+    """Returns the stacks in the text of a dump, as they stand there."""
+    found = list[tuple[int, list[StackFrame]]]()
+    for line in text.splitlines():
+        if match := _THREAD.match(line):
+            found.append((int(match[1], 16), []))
+        elif (match := _FRAME.match(line)) and found:
+            found[-1][1].append(StackFrame(match[1], int(match[2]), match[3]))
+    return [Stack(thread, tuple(frames)) for thread, frames in found]
+
+
+def is_user_file(file: str, folder: str) -> bool:
+    """Returns whether a file is the user's: in the folder of the script and not of an installed package."""
+    return file.startswith(folder.rstrip(os.sep) + os.sep) and "site-packages" not in file
+
+
+def place(frame: StackFrame, folder: str) -> str:
+    """Returns file and line of a frame, as ``train.py:31``; the file as it is outside of the script's folder."""
+    file = os.path.relpath(frame.file, folder) if is_user_file(frame.file, folder) else frame.file
+    return f"{file}:{frame.line}"
+
+
+def user_frames(stack: Stack, folder: str) -> list[StackFrame]:
+    """Returns the frames of the user's code, the innermost first."""
+    return [frame for frame in stack.frames if is_user_file(frame.file, folder)]
+
+
+def innermost_call(stack: Stack, folder: str) -> StackFrame | None:
+    """Returns the frame of torch, or of another installed package, that the thread is in; None where it is in the
+    user's code, or in the standard library called from there."""
+    for frame in stack.frames:
+        if is_user_file(frame.file, folder):
+            return None
+        if "site-packages" in frame.file:
+            return frame
+    return None
+
+
+def stack_lines(stack: Stack, folder: str) -> list[str]:
+    """Returns the lines that are printed of a stack: the innermost call, and the frames of the user's code."""
+    inner = innermost_call(stack, folder)
+    lines = [] if inner is None else [f"{inner.function} ({_short(inner.file)}:{inner.line})"]
+    return [*lines, *(f"{place(frame, folder)} in {frame.function}" for frame in user_frames(stack, folder))]
+
+
+def _short(file: str) -> str:
+    return file.rpartition("site-packages" + os.sep)[2]
+
+
+def waits_for_batch(frames: Sequence[StackFrame]) -> bool:
+    """Returns whether a stack is that of a rank which waits for a batch from loader processes."""
+    return any(frame.file.endswith(os.path.join("utils", "data", "dataloader.py")) for frame in frames)
+
 
 How = Literal["waits", "raised", "ended", "died", "loading", "elsewhere"]
 _OF_THE_OTHERS = re.compile(
@@ -38,6 +166,11 @@ class RankState:
     last: Event | None = None
     steps: int = 0
 
+    @property
+    def call(self) -> Event | None:
+        """The event of the call that it waits in; None where it does not wait, or the call is not known."""
+        return None if self.waiting is None else self.waiting.call
+
 
 def states(
     records: Sequence[RankRecord], dumps: Mapping[int, str], died: Sequence[int], folder: str
@@ -48,11 +181,12 @@ def states(
 
 
 def _state(record: RankRecord, dump: str, died: bool, folder: str) -> RankState:
-    calls = record.of(*KINDS)
+    calls = record.events_of(*KINDS)
     last, steps = (calls[-1] if calls else None), len(record.steps)
     outcome = record.outcome
     if outcome is not None:
         how: How = "raised" if outcome["how"] == "raised" else "ended"
+        # A rank that raised since another one went away did wait, and is not the cause.
         failed = _failed_call(record) if how == "raised" else None
         if failed is not None:
             waiting = Waiting(failed, failed["site"], failed["line"], failed["time"])
@@ -75,15 +209,15 @@ def _state(record: RankRecord, dump: str, died: bool, folder: str) -> RankState:
 def _failed_call(record: RankRecord) -> Event | None:
     """The call by whose error about other ranks a rank has ended."""
     outcome = record.outcome
-    ends = record.of("collective_end")
+    ends = record.events_of("collective_end")
     if outcome is None or not ends or "error" not in ends[-1] or not _OF_THE_OTHERS.search(outcome["message"]):
         return None
     if not ends[-1]["error"].endswith(outcome["message"]):
         return None
-    return next(event for event in record.of(*KINDS) if event["call"] == ends[-1]["call"])
+    return next(event for event in record.events_of(*KINDS) if event["call"] == ends[-1]["call"])
 
 
 def _main_first(found: Sequence[Stack], record: RankRecord) -> tuple[Stack, ...]:
-    start = record.of("start")
+    start = record.events_of("start")
     main = start[0].get("thread") if start else None
     return tuple(sorted(found, key=lambda stack: stack.thread != main))

@@ -1,5 +1,5 @@
-"""Records each call of torch's functions that clip gradients, so that one can see whether it comes before or after the
-collectives that average them."""
+"""Records each call of torch's functions that clip gradients, the scale of each GradScaler after its updates, and when
+gradients are scaled and made unscaled: their order shows what is clipped."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ def install(collectives: Collectives) -> None:
     for name, limit in _LIMITS.items():
         function = getattr(torch.nn.utils, name, None)
         if function is not None:
-            replace_everywhere(function, _wrapper(collectives, function, limit, under_way), ("torch.nn.utils",))
+            replace_everywhere(
+                function, _recording_function(collectives, function, limit, under_way), ("torch.nn.utils",)
+            )
+    _watch_scalers(collectives)
 
 
-def _wrapper(collectives: Collectives, function: Any, limit: str, under_way: list[str]) -> Any:
+def _recording_function(collectives: Collectives, function: Any, limit: str, under_way: list[str]) -> Any:
     bind = inspect.signature(function).bind
 
     @wraps(function)
@@ -69,3 +72,33 @@ def _norm(parameters: list[Tensor]) -> float:
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     with torch.no_grad():
         return math.hypot(*(float(torch.linalg.vector_norm(each.to_dense().double())) for each in local))
+
+
+def _watch_scalers(collectives: Collectives) -> None:
+    """Watch torch's GradScaler. Records ``scaler`` after ``update``; ``scaled`` with the ``scale`` that a loss was
+    multiplied by; ``unscaled`` with the ``names`` of an optimizer's parameters, by ``unscale_`` or within ``step``."""
+    recorder = collectives.recorder
+    update, scale, unscale = (getattr(torch.amp.GradScaler, name) for name in ("update", "scale", "unscale_"))
+
+    @wraps(update)
+    def updated(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
+        update(self, *args, **kwargs)
+        recorder.emit("scaler", scale=float(self.get_scale()), site=recorder.site())
+
+    @wraps(scale)
+    def scaled(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        if self.is_enabled():
+            recorder.emit("scaled", scale=float(self.get_scale()), site=recorder.site())
+        return scale(self, outputs)
+
+    @wraps(unscale)
+    def unscaled(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        unscale(self, optimizer)
+        if self.is_enabled():
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            found = [collectives.names.find(each) for each in parameters]
+            recorder.emit("unscaled", names=[each[0] for each in found if each], site=recorder.site())
+
+    torch.amp.GradScaler.update = updated  # type: ignore[method-assign]
+    torch.amp.GradScaler.scale = scaled  # type: ignore[method-assign]
+    torch.amp.GradScaler.unscale_ = unscaled  # type: ignore[method-assign]

@@ -1,10 +1,10 @@
 """Records each collective and each message between two ranks: where it begins, where it ends, and with which tensors.
 
 A call is recorded once, by the outermost function: ``all_gather_object`` and not the two collectives that it consists
-of. No tensor is read. The events:
+of. The calls that make process groups, which all ranks have to make, count among them. No tensor is read. The events:
 
 ``collective``
-    A call begins. ``call``: its number on this rank. ``op``: see ``operations.py``. ``group``, ``ranks``, ``sequence``:
+    A call begins. ``call``: its number on this rank. ``op``: see ``Operation``. ``group``, ``ranks``, ``sequence``:
     label and global ranks of the group, and the number of the call among the collectives of this rank in the group,
     from 0 (None for a message). ``root``: the special rank, the peer of a message. ``inputs`` and ``outputs``: shape
     and type of each tensor. ``names``: for each input (each output of a receive) the parameter that it belongs to, or
@@ -18,6 +18,8 @@ of. No tensor is read. The events:
     The same as ``collective``, for one that is the recorder's own: it makes a DTensor whole.
 ``wait``, ``wait_end``
     The rank waits for a call that was pending; ``call`` is None for one that no function here has begun.
+``destroy``, ``destroyed``
+    The script takes all groups down, before and after.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -35,16 +38,95 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable_collectives
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from apportion.core import torch_private
 from apportion.script_check.recording.groups import Groups
 from apportion.script_check.recording.modules import Networks
-from apportion.script_check.recording.operations import DIFFERENTIABLE, FUNCTIONAL, PUBLIC, Operation
 from apportion.script_check.recording.recorder import Recorder
 from apportion.script_check.recording.tensor_names import TensorNames
-from apportion.script_check.recording.tensors import gathering
+from apportion.script_check.recording.tensors import gathering, local
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``name``: the name under which it is recorded, the same for functions that do the same. ``inputs``,
+    ``outputs``: arguments with tensors or lists of them. ``root``: the argument with the rank that is special, as a
+    global rank; its counterpart in the group's numbering begins with ``group_``. ``to_one``: between two ranks."""
+
+    name: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    root: str = ""
+    to_one: bool = False
+
+
+PUBLIC: dict[str, Operation] = {
+    "all_reduce": Operation("all_reduce", ("tensor",)),
+    "all_reduce_coalesced": Operation("all_reduce_coalesced", ("tensors",)),
+    "broadcast": Operation("broadcast", ("tensor",), root="src"),
+    "reduce": Operation("reduce", ("tensor",), root="dst"),
+    "all_gather": Operation("all_gather", ("tensor",), ("tensor_list",)),
+    "all_gather_single": Operation("all_gather_into_tensor", ("input_tensor",), ("output_tensor",)),
+    "all_gather_into_tensor": Operation("all_gather_into_tensor", ("input_tensor",), ("output_tensor",)),
+    "all_gather_coalesced": Operation("all_gather_coalesced", ("input_tensor_list",), ("output_tensor_lists",)),
+    "gather": Operation("gather", ("tensor",), ("gather_list",), "dst"),
+    "scatter": Operation("scatter", ("scatter_list",), ("tensor",), "src"),
+    "reduce_scatter": Operation("reduce_scatter", ("input_list",), ("output",)),
+    "reduce_scatter_single": Operation("reduce_scatter_tensor", ("input",), ("output",)),
+    "reduce_scatter_tensor": Operation("reduce_scatter_tensor", ("input",), ("output",)),
+    "all_to_all_single": Operation("all_to_all_single", ("input",), ("output",)),
+    "all_to_all": Operation("all_to_all", ("input_tensor_list",), ("output_tensor_list",)),
+    "barrier": Operation("barrier"),
+    "monitored_barrier": Operation("monitored_barrier"),
+    "all_gather_object": Operation("all_gather_object"),
+    "gather_object": Operation("gather_object", root="dst"),
+    "broadcast_object_list": Operation("broadcast_object_list", root="src"),
+    "scatter_object_list": Operation("scatter_object_list", root="src"),
+    "send": Operation("send", ("tensor",), root="dst", to_one=True),
+    "isend": Operation("send", ("tensor",), root="dst", to_one=True),
+    "recv": Operation("recv", (), ("tensor",), root="src", to_one=True),
+    "irecv": Operation("recv", (), ("tensor",), root="src", to_one=True),
+    "send_object_list": Operation("send_object_list", root="dst", to_one=True),
+    "recv_object_list": Operation("recv_object_list", root="src", to_one=True),
+}
+"""Functions of ``torch.distributed``. ``batch_isend_irecv`` calls isend and irecv, and is recorded as these."""
+
+FUNCTIONAL: dict[str, Operation] = {
+    "broadcast": Operation("broadcast", ("self",), root="src"),
+    "all_reduce": Operation("all_reduce", ("self",)),
+    "all_gather_single": Operation("all_gather_into_tensor", ("self",)),
+    "all_gather_single_autograd": Operation("all_gather_into_tensor", ("self",)),
+    "all_gather_tensor": Operation("all_gather_into_tensor", ("self",)),
+    "all_gather_tensor_autograd": Operation("all_gather_into_tensor", ("self",)),
+    "reduce_scatter_single": Operation("reduce_scatter_tensor", ("self",)),
+    "reduce_scatter_single_autograd": Operation("reduce_scatter_tensor", ("self",)),
+    "reduce_scatter_tensor": Operation("reduce_scatter_tensor", ("self",)),
+    "reduce_scatter_tensor_autograd": Operation("reduce_scatter_tensor", ("self",)),
+    "all_reduce_coalesced": Operation("all_reduce_coalesced", ("self",)),
+    "all_gather_single_coalesced": Operation("all_gather_coalesced", ("self",)),
+    "all_gather_into_tensor_coalesced": Operation("all_gather_coalesced", ("self",)),
+    "reduce_scatter_single_coalesced": Operation("reduce_scatter_coalesced", ("inputs",)),
+    "reduce_scatter_tensor_coalesced": Operation("reduce_scatter_coalesced", ("inputs",)),
+    "all_to_all_single": Operation("all_to_all_single", ("self",)),
+    "all_to_all_single_autograd": Operation("all_to_all_single", ("self",)),
+    "permute_tensor": Operation("permute_tensor", ("self",)),
+}
+"""Functions of torch's functional collectives, which DTensor calls."""
+
+DIFFERENTIABLE: dict[str, Operation] = {
+    "broadcast": Operation("broadcast", ("tensor",), root="src"),
+    "gather": Operation("gather", ("tensor",), root="dst"),
+    "scatter": Operation("scatter", ("tensors",), root="src"),
+    "reduce": Operation("reduce", ("tensor",), root="dst"),
+    "reduce_scatter": Operation("reduce_scatter", ("input_list",), ("output",)),
+    "all_gather": Operation("all_gather", ("tensor",)),
+    "all_to_all": Operation("all_to_all", ("input_tensor_list",), ("output_tensor_list",)),
+    "all_to_all_single": Operation("all_to_all_single", ("input",), ("output",)),
+    "all_reduce": Operation("all_reduce", ("tensor",)),
+}
+"""Functions of ``torch.distributed.nn.functional``, whose results have gradients."""
+
 
 _LISTED = 512
 """The most tensors of one call that are listed."""
@@ -59,8 +141,11 @@ class Collectives:
         self.groups = Groups(int(recorder.plan["ranks"]))
         self._calls = 0
         self._sequences = dict[str, int]()
+        # Weak, so that a handle for which the script does not wait keeps no tensor alive, and by identity, as tensors
+        # have an equality of their own.
         self._pending = WeakIdKeyDictionary()
         """The calls that go on, by what is waited for: a work handle, or the tensor of a functional collective."""
+        # Per thread, as autograd runs backward in threads of its own, of which each may be inside of another call.
         self._thread = threading.local()
         self.in_backward = 0
         """How many backward passes are under way, one within another."""
@@ -70,7 +155,7 @@ class Collectives:
         """Whether this thread is inside of a call that is recorded already, or this is not the rank's process."""
         return getattr(self._thread, "inside", False) or not self.recorder.active
 
-    def begin(self, op: str, group: str, ranks: tuple[int, ...], *, numbered: bool = True, **fields: Any) -> int:
+    def record_begin(self, op: str, group: str, ranks: tuple[int, ...], *, numbered: bool = True, **fields: Any) -> int:
         """Record that a call begins; returns its number."""
         call = self._calls
         self._calls += 1
@@ -106,18 +191,18 @@ class Collectives:
         )
         return call
 
-    def end(self, call: int, error: BaseException | None = None) -> None:
+    def record_end(self, call: int, error: BaseException | None = None) -> None:
         """Record that a call is complete, or has raised."""
         failure = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
         self.recorder.emit("collective_end", call=call, time=time.monotonic(), **failure)
 
-    def recorded(self, call: int, function: Callable[[], Any], *, pending: bool = False) -> Any:
+    def run(self, call: int, function: Callable[[], Any], *, pending: bool = False) -> Any:
         """Run the function of a call that has begun, and return its result."""
         self._thread.inside = True
         try:
             result = function()
         except BaseException as error:
-            self.end(call, error)
+            self.record_end(call, error)
             raise
         finally:
             self._thread.inside = False
@@ -125,10 +210,10 @@ class Collectives:
         if handle is not None and (pending or not isinstance(result, dist.Work)):
             self._pending[handle] = call
         else:
-            self.end(call)
+            self.record_end(call)
         return result
 
-    def waited(self, handle: Any, wait: Callable[[], Any]) -> Any:
+    def wait_for(self, handle: Any, wait: Callable[[], Any]) -> Any:
         """Wait for a work handle, or for the tensor of a functional collective, and record that."""
         call = self._pending.pop(handle, None)
         site, line = self._place()
@@ -137,14 +222,14 @@ class Collectives:
             result = wait()
         except BaseException as error:
             if call is not None:
-                self.end(call, error)
+                self.record_end(call, error)
             raise
         if call is not None:
-            self.end(call)
+            self.record_end(call)
         self.recorder.emit("wait_end", call=call)
         return result
 
-    def described(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
+    def describe(self, inputs: list[Tensor], outputs: list[Tensor]) -> dict[str, Any]:
         """Returns what is recorded of the tensors of a call."""
         named = [self.names.find(tensor) or ("", False) for tensor in (inputs or outputs)[:_LISTED]]
         return {
@@ -163,8 +248,8 @@ class Collectives:
 
 
 def _shape(tensor: Tensor) -> tuple[tuple[int, ...], str]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return tuple(local.shape), str(local.dtype).removeprefix("torch.")
+    held = local(tensor)
+    return tuple(held.shape), str(held.dtype).removeprefix("torch.")
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -174,12 +259,15 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
-def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, differentiable: bool = False) -> Any:
+def _recording_function(
+    collectives: Collectives, function: Any, operation: Operation, *, differentiable: bool = False
+) -> Any:
     """Returns a function of torch that records its calls."""
     bind = inspect.signature(function).bind
 
     @wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
+        # A call within a call that is recorded belongs to it: all_gather_object consists of two collectives.
         if torch.compiler.is_compiling() or collectives.inside:
             return function(*args, **kwargs)
         try:
@@ -187,6 +275,8 @@ def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, d
         except TypeError:
             return function(*args, **kwargs)  # which says what is wrong with the arguments
         found = collectives.groups.label(given.get("group"))
+        # Torch returns at once on a rank that is not a member of the group. To count such calls would shift the numbers
+        # by which the calls of different ranks are paired.
         if found is None or collectives.recorder.rank not in found[1]:
             return function(*args, **kwargs)
         label, ranks = found
@@ -194,7 +284,7 @@ def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, d
         outputs = [tensor for name in operation.outputs for tensor in tensors_in(given.get(name))]
         pending = (operation.to_one and function.__name__ in ("isend", "irecv")) or bool(given.get("async_op"))
         reduces = given.get("op", given.get("reduceOp", "sum" if "reduce" in operation.name else None))
-        call = collectives.begin(
+        call = collectives.record_begin(
             operation.name,
             label,
             ranks,
@@ -205,9 +295,9 @@ def _wrapper(collectives: Collectives, function: Any, operation: Operation, *, d
             pending=pending,
             differentiable=differentiable,
             by=sys._getframe(1).f_globals.get("__name__", ""),
-            **{**collectives.described(inputs, outputs), **_sharded_names(collectives)},
+            **{**collectives.describe(inputs, outputs), **_sharded_names(collectives)},
         )
-        return collectives.recorded(call, lambda: function(*args, **kwargs), pending=pending)
+        return collectives.run(call, lambda: function(*args, **kwargs), pending=pending)
 
     return recorded
 
@@ -226,6 +316,7 @@ def _root(operation: Operation, given: Mapping[str, Any], ranks: tuple[int, ...]
 
 def _sharded_names(collectives: Collectives) -> dict[str, Any]:
     """The parameters whose shards fully_shard sends as one tensor: those that its function was called with."""
+    # Past this function and the wrapper; fully_shard calls the collective from a few frames above at most.
     frame = sys._getframe(2)
     for _ in range(4):
         if frame.f_back is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
@@ -242,6 +333,8 @@ def _sharded_names(collectives: Collectives) -> dict[str, Any]:
 def replace_everywhere(function: Any, wrapper: Any, packages: tuple[str, ...]) -> None:
     """Put a wrapper in the place of a function in all modules of some packages that have it under any name."""
     for name, module in list(sys.modules.items()):
+        # Torch imports its collectives by name from one module into another: each of these has to be replaced, or calls
+        # that torch makes itself, such as those of DTensor, would not be seen.
         if name.startswith(packages):
             for attribute, value in list(vars(module).items()):
                 if value is function:
@@ -260,13 +353,15 @@ def install(recorder: Recorder, networks: Networks) -> Collectives:
         for name, operation in operations.items():
             function = getattr(module, name, None)
             if function is not None:
-                wrapper = _wrapper(collectives, function, operation, differentiable=differentiable)
+                wrapper = _recording_function(collectives, function, operation, differentiable=differentiable)
                 replace_everywhere(function, wrapper, ("torch.distributed",))
+    # On the class, as handles are made in C++ and have no other place for a wrapper.
     dist.Work.wait = _waiting(collectives, dist.Work.wait)  # type: ignore[method-assign]
     if functional is not None:
         replace_everywhere(
             functional.wait_tensor, _waiting(collectives, functional.wait_tensor), ("torch.distributed",)
         )
+    _install_group_makers(collectives)
     return collectives
 
 
@@ -275,6 +370,67 @@ def _waiting(collectives: Collectives, wait: Any) -> Any:
     def waited(handle: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or collectives.inside:
             return wait(handle, *args, **kwargs)
-        return collectives.waited(handle, lambda: wait(handle, *args, **kwargs))
+        return collectives.wait_for(handle, lambda: wait(handle, *args, **kwargs))
 
     return waited
+
+
+_MAKERS = ("init_process_group", "new_group", "split_group")
+
+
+def _install_group_makers(collectives: Collectives) -> None:
+    """Record these calls as collectives of the group of all ranks (``makes``: the ranks of the group that is made), and
+    the events ``destroy`` and ``destroyed`` around the end of all groups."""
+    for name in _MAKERS:
+        function = getattr(dist, name, None)
+        if function is not None:
+            replace_everywhere(function, _recording_maker(collectives, function), ("torch.distributed",))
+    destroy = dist.destroy_process_group
+    replace_everywhere(destroy, _recording_end(collectives.recorder, destroy), ("torch.distributed",))
+
+
+def _recording_maker(collectives: Collectives, function: Any) -> Any:
+    """Returns a function that makes groups, and records its calls."""
+    bind = inspect.signature(function).bind
+
+    @wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if collectives.inside:
+            return function(*args, **kwargs)
+        given = bind(*args, **kwargs).arguments
+        world = collectives.groups.label(None)
+        assert world is not None
+        label, members = world
+        wanted = given.get("ranks") or given.get("split_ranks")
+        if given.get("use_local_synchronization") and wanted:  # only its members call it, or have to
+            members = tuple(sorted(wanted))
+            label = f"making of ranks {', '.join(map(str, members))}"
+        if function.__name__ == "split_group" and given.get("parent_pg") is not None:
+            found = collectives.groups.label(given["parent_pg"])
+            label, members = found or (label, members)
+        if collectives.recorder.rank not in members:
+            return function(*args, **kwargs)
+        by = sys._getframe(1).f_globals.get("__name__", "")
+        call = collectives.record_begin(function.__name__, label, members, makes=_listed(wanted or members), by=by)
+        made = collectives.run(call, lambda: function(*args, **kwargs))
+        if isinstance(made, dist.ProcessGroup):
+            collectives.groups.label_new(made, tuple(dist.get_process_group_ranks(made)))
+        return made
+
+    return recorded
+
+
+def _listed(ranks: Any) -> Any:
+    return [_listed(each) for each in ranks] if isinstance(ranks, list | tuple) else ranks
+
+
+def _recording_end(recorder: Recorder, destroy: Any) -> Any:
+    @wraps(destroy)
+    def destroyed(group: Any = None) -> None:
+        if group is None:
+            recorder.emit("destroy", time=time.monotonic())
+        destroy(group)
+        if group is None:
+            recorder.emit("destroyed")
+
+    return destroyed

@@ -42,8 +42,11 @@ class Constants:
         """Whether constants are replaced."""
         return bool(self._windows)
 
-    def seen(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a function of torch: returns the arguments to call it with."""
+    def exchange(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a function of torch: records the constants among its arguments, or, in a pass that is fed with them,
+        puts those of a rank in their place. Returns the arguments to call it with."""
         if name in (
             "__set__",
             "__deepcopy__",
@@ -56,11 +59,12 @@ class Constants:
         if not constants or len(constants) == len(flat):
             return args, kwargs
         constants = [each for each in constants if not self._networks.is_buffer(each)]
+        # Of a subclass such as DTensor a rank holds a part, for which the values of another rank are no substitute.
         if not constants or any(type(each) not in (Tensor, nn.Parameter) for each in constants):
             return args, kwargs
         if self.replaying:
             replaced = {id(a): b for a, b in zip(constants, self._next(name, len(constants)), strict=True)}
-            return _with(args, replaced), _with(kwargs, replaced)
+            return _replaced(args, replaced), _replaced(kwargs, replaced)
         self._record(name, constants)
         return args, kwargs
 
@@ -116,6 +120,7 @@ class Replay:
                     known = self._sums.get(id(parameter))
                     gradient = parameter.grad.detach().clone()
                     self._sums[id(parameter)] = (parameter, gradient if known is None else known[1] + gradient)
+                    # Without gradients an optimizer of torch's changes neither weights nor state.
                     parameter.grad = None
         self._constants.begin_window()
         return made
@@ -164,11 +169,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _with(tree: Any, replaced: dict[int, Tensor]) -> Any:
+def _replaced(tree: Any, replaced: dict[int, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return replaced.get(id(tree), tree)
     if type(tree) is dict:
-        return {key: _with(value, replaced) for key, value in tree.items()}
+        return {key: _replaced(value, replaced) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(_with(value, replaced) for value in tree)
+        return type(tree)(_replaced(value, replaced) for value in tree)
     return tree

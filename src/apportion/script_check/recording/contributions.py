@@ -1,25 +1,33 @@
-"""Records each rank's own gradients: what every backward adds to a parameter, before any average over the ranks.
+"""Records each rank's own gradients: what every backward adds to a parameter, before any average over the ranks. From
+them and from the gradient that the optimizer is given follows how ranks and micro-batches were weighted.
 
-From them and from the gradient that the optimizer is given one can tell how ranks and micro-batches were weighted.
+Collectives that cut the gradient are found here, too: their input has a graph, and their outputs have none. In a pass
+of one process with ``join_gathers``, the outputs of such collectives get the graph of their input: where that changes a
+gradient, the loss depends on them, and the script loses the part of the gradient that runs through them.
+
+A collective inside of ``no_grad()`` cuts the gradient as well, unless it belongs to an ``autograd.Function`` that has a
+backward of its own: what follows in the same block has to compute a graph, too, until the block ends.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import Optimizer
 
 from apportion.core.torch_private import parameters_of
 from apportion.script_check.recording.modules import Networks
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import values
+from apportion.script_check.recording.tensors import local, values
 
 MOST_IN_WINDOW = 64
 """The contributions to one parameter between two steps that are recorded."""
@@ -48,6 +56,8 @@ class Contributions:
         def added(gradient: Tensor) -> None:
             self._add(key, gradient)
 
+        # A hook of the tensor gets what one backward adds, before it is accumulated into .grad; DistributedDataParallel
+        # averages in a hook that runs after the accumulation.
         parameter.register_hook(added)
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -66,17 +76,16 @@ class Contributions:
             return
         if self._elements > MOST_ELEMENTS:
             return
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        array = values(local, self._networks.sampled)
+        array = values(local(gradient), self._networks.sampled)
         self._elements += array.size
         found.append((self._recorder.chain(), array))
 
-    def _taken(self, key: str | int) -> list[tuple[str, np.ndarray[Any, Any]]]:
+    def _pop_contributions(self, key: str | int) -> list[tuple[str, np.ndarray[Any, Any]]]:
         return self._found.pop(key) if key in self._found else []
 
     def before_step(self, optimizer: int, number: int, parameters: dict[str, Tensor]) -> None:
         """Write down what was added to the parameters of an optimizer since its last step."""
-        own = {name: self._taken(id(p)) or self._taken(name) for name, p in parameters.items()}
+        own = {name: self._pop_contributions(id(p)) or self._pop_contributions(name) for name, p in parameters.items()}
         self._recorder.emit(
             "contributions",
             optimizer=optimizer,
@@ -100,3 +109,36 @@ def install(recorder: Recorder, networks: Networks) -> Contributions:
 
     Optimizer.add_param_group = added  # type: ignore[method-assign]
     return contributions
+
+
+def watch_gathers(recorder: Recorder) -> None:
+    """Watch the collectives of torch.distributed that gather."""
+    for name in ("all_gather", "all_gather_into_tensor", "_all_gather_base"):
+        if hasattr(dist, name):
+            setattr(dist, name, _watched_gather(recorder, name, getattr(dist, name)))
+
+
+def _watched_gather(recorder: Recorder, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        into = args[0] if args else next((kwargs[k] for k in ("tensor_list", "output_tensor") if k in kwargs), None)
+        source = (
+            args[1] if len(args) > 1 else next((kwargs[k] for k in ("tensor", "input_tensor") if k in kwargs), None)
+        )
+        enabled = torch.is_grad_enabled()
+        if not isinstance(source, Tensor) or not source.requires_grad or (source.is_leaf and not enabled):
+            return result
+        outputs = [into] if isinstance(into, Tensor) else list(into) if isinstance(into, Sequence) else []
+        cut = [out for out in outputs if isinstance(out, Tensor) and not out.requires_grad]
+        if cut:
+            site = recorder.site()
+            recorder.emit("cut", function=name, shape=tuple(source.shape), site=site, gradients=enabled)
+            if recorder.plan.get("join_gathers") and len(cut) == 1 and cut[0].shape == source.shape:
+                if result is not None:
+                    result.wait()
+                torch.set_grad_enabled(True)
+                cut[0].copy_(source)
+        return result
+
+    return gathered

@@ -1,11 +1,14 @@
 """Records the random numbers that a script draws, and hands out those of all ranks in a pass that is fed.
 
 Ranks that draw the same numbers for different rows are found by it. Where ranks draw different numbers, as for the
-noise of a loss or for the rows of a batch, one process computes the same only with the ranks' own numbers.
+noise of a loss or for the rows of a batch, one process computes the same only with the ranks' own numbers. The orders
+of rows that a script draws with numpy or Python are recorded by a digest: a script without a loader may draw the same
+one in each epoch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections import defaultdict
@@ -55,11 +58,11 @@ class WatchedDraws:
         self._numbers = defaultdict[str, int](int)
         self._handed = dict[tuple[str, str], np.ndarray[Any, Any]]()
 
-    def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw with torch as the script asks, and record the result; in a pass that is fed, with the ranks' numbers.
         A checkpoint that computes a forward again gets the numbers that it had, and is not recorded."""
         self._recorder.draws += 1
-        if not self._counts():
+        if not self._is_of_script():
             return function(*args, **kwargs)
         generator = kwargs.get("generator")
         state = digest((generator if isinstance(generator, torch.Generator) else torch.default_generator).get_state())
@@ -69,6 +72,8 @@ class WatchedDraws:
         values = None if result.dtype == torch.bfloat16 else result.detach().to("cpu", copy=True).numpy()
         if values is None:
             return result
+        # A checkpoint that computes a forward again restores the generator first: its state before the draw identifies
+        # the draw of the forward.
         if in_backward():
             fed = self._handed.get((name, state))
         else:
@@ -79,10 +84,12 @@ class WatchedDraws:
                     del self._handed[next(iter(self._handed))]
         return result if fed is None else _replaced(result, fed, name.endswith("_"))
 
-    def call_numpy(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def draw_outside_torch(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The same for functions of numpy and Python that draw from their global generators."""
         self._recorder.draws += 1
-        if not self._counts():
+        if not self._is_of_script():
             return function(*args, **kwargs)
         result = function(*args, **kwargs)
         values = np.asarray(result)
@@ -93,9 +100,9 @@ class WatchedDraws:
             return result
         return fed.astype(values.dtype) if values.ndim else type(result)(fed)
 
-    def ordered(self, name: str, order: str, rows: int) -> None:
+    def record_order(self, name: str, order: str, rows: int) -> None:
         """Record an order of rows that the script itself has drawn, by a digest of it."""
-        if not self._counts():
+        if not self._is_of_script():
             return
         recorder = self._recorder
         place = f"{recorder.site()} {name}"
@@ -138,7 +145,7 @@ class WatchedDraws:
         )
         return fed
 
-    def _counts(self) -> bool:
+    def _is_of_script(self) -> bool:
         """Whether a draw is the script's own: not one by which a sampler makes an order."""
         recorder = self._recorder
         if recorder.drawing == "order" or not recorder.active or torch.compiler.is_compiling():
@@ -147,8 +154,9 @@ class WatchedDraws:
 
     def _is_setup(self) -> bool:
         """Whether torch itself draws: initial weights, the seed of loader processes."""
-        frame, own = sys._getframe(3), self._recorder.own
-        while frame is not None and not own(frame.f_code.co_filename):
+        # Past this function, its caller and the method of this class that the wrapper calls.
+        frame, is_user_file = sys._getframe(3), self._recorder.is_user_file
+        while frame is not None and not is_user_file(frame.f_code.co_filename):
             if any(part in frame.f_code.co_filename for part in _SETUP[:1]) or frame.f_code.co_name == "_next_seed":
                 return True
             if not self._recorder.drawing and any(part in frame.f_code.co_filename for part in _SETUP[1:]):
@@ -182,7 +190,7 @@ def install(recorder: Recorder, drawing: WatchedDraws) -> None:
     def watching(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            return drawing.call_numpy(name, function, args, kwargs)
+            return drawing.draw_outside_torch(name, function, args, kwargs)
 
         return watched
 
@@ -192,3 +200,60 @@ def install(recorder: Recorder, drawing: WatchedDraws) -> None:
     for owner, names in _DRAWING:
         for name in names:
             setattr(owner, name, watching(f"{owner.__name__}.{name}", getattr(owner, name)))
+    _watch_shuffles(recorder, drawing)
+
+
+_ORDERING: tuple[tuple[Any, str, int | None], ...] = (
+    (random, "shuffle", 0), (random, "sample", None), (random.Random, "shuffle", 1), (random.Random, "sample", None),
+    (np.random, "shuffle", 0), (np.random, "permutation", None),
+)  # fmt: skip
+"""The functions that bring rows into an order, and the place of the argument whose order they change."""
+
+
+def _watch_shuffles(recorder: Recorder, drawing: WatchedDraws) -> None:
+    """Watch the functions that shuffle, those of numpy's generators as well."""
+
+    def watching(name: str, function: Callable[..., Any], place: int | None) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            recorder.draws += 1
+            result = function(*args, **kwargs)
+            rows = result if place is None else args[place] if len(args) > place else None
+            if rows is not None and (order := _digest(rows)) is not None:
+                drawing.record_order(name, order, len(rows))
+            return result
+
+        return watched
+
+    for owner, name, place in _ORDERING:
+        setattr(owner, name, watching(name, getattr(owner, name), place))
+
+    class WatchedGenerator(np.random.Generator):
+        """A generator of numpy whose orders are recorded."""
+
+        permutation = watching("permutation", np.random.Generator.permutation, None)
+        shuffle = watching("shuffle", np.random.Generator.shuffle, 1)
+
+    default_rng = np.random.default_rng
+
+    @wraps(default_rng)
+    def generator(*args: Any, **kwargs: Any) -> np.random.Generator:
+        recorder.draws += 1
+        made = default_rng(*args, **kwargs)
+        return WatchedGenerator(made.bit_generator) if type(made) is np.random.Generator else made
+
+    np.random.default_rng = generator
+
+
+def _digest(rows: Any) -> str | None:
+    """A digest of an order of numbers, names, or tuples of such; None for anything else."""
+    if not isinstance(rows, list | np.ndarray) or not len(rows) or len(rows) > LARGEST:
+        return None
+    if not all(map(_is_name, rows)) if isinstance(rows, list) else rows.dtype.kind not in "iufUS":
+        return None
+    data = repr(rows).encode() if isinstance(rows, list) else rows.tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _is_name(row: Any) -> bool:
+    return isinstance(row, int | float | str) or (isinstance(row, tuple) and all(map(_is_name, row)))

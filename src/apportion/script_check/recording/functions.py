@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from apportion.core.torch_private import in_backward, wrap_backward
-from apportion.script_check.recording import draws, figures, losses, randomness, shuffles
+from apportion.script_check.recording import draws, figures, randomness
 from apportion.script_check.recording.constants import Constants
+from apportion.script_check.recording.figures import Reductions
 from apportion.script_check.recording.plain_optimizers import PlainOptimizers
 from apportion.script_check.recording.precision import Rewriting
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.reductions import Reductions
 from apportion.script_check.recording.splits import Splits
 
 
 class Functions(TorchFunctionMode):
-    """Rewrites arguments, leaves dropout out, and records losses."""
+    """Rewrites arguments, leaves dropout out, and records figures."""
 
     def __init__(
         self,
@@ -33,7 +33,6 @@ class Functions(TorchFunctionMode):
         self._recorder, self._rewriting = recorder, Rewriting(recorder.plan)
         self._draws = draws.WatchedDraws(recorder)
         draws.install(recorder, self._draws)
-        shuffles.install(recorder, self._draws)
         self._reductions = Reductions()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,17 +48,17 @@ class Functions(TorchFunctionMode):
         if done:
             return result
         if self._plain is not None and args:
-            self._plain.change(name, args[0])
+            self._plain.before_change(name, args[0])
         args, kwargs = self._rewriting.arguments(name, args, kwargs)
         if self._constants is not None:
-            args, kwargs = self._constants.seen(name, args, kwargs)
+            args, kwargs = self._constants.exchange(name, args, kwargs)
         if self._recorder.plan["no_dropout"]:
             done, result = randomness.dropout(self._recorder, name, args, kwargs)
             if done:
                 return result
             args, kwargs = randomness.attention(self._recorder, name, args, kwargs)
         if name in draws.NAMES:
-            return self._draws.call(name, function, args, kwargs)
+            return self._draws.draw(name, function, args, kwargs)
         result = self._rewriting.result(name, function(*args, **kwargs))
         self._record(name, args, kwargs, result)
         return result
@@ -68,13 +67,13 @@ class Functions(TorchFunctionMode):
         if in_backward():  # a checkpoint computes again what is recorded already
             return
         if self._splits is not None:
-            self._splits.function(name, args, kwargs, result)
+            self._splits.record_statistic(name, args, kwargs, result)
         if name in figures.NAMES:
-            figures.figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
+            figures.record_figure(self._recorder, name, args, self._reductions.marked(args[0]) if args else False)
         else:
             self._reductions.follow(args, result)
-        if name in losses.CRITERIA and isinstance(result, Tensor):
-            losses.criterion(self._recorder, name, args, kwargs, result)
+        if name in figures.CRITERIA and isinstance(result, Tensor):
+            figures.record_criterion(self._recorder, name, args, kwargs, result)
 
 
 def install(recorder: Recorder, splits: Splits | None, plain: PlainOptimizers, constants: Constants) -> None:

@@ -41,9 +41,9 @@ class Groups:
             ranks = tuple(dist.get_process_group_ranks(group))
         except (KeyError, RuntimeError, ValueError):  # a group that has been taken down, or is not torch's own
             return None
-        return self.made(group, ranks), ranks
+        return self.label_new(group, ranks), ranks
 
-    def made(self, group: Any, ranks: tuple[int, ...]) -> str:
+    def label_new(self, group: Any, ranks: tuple[int, ...]) -> str:
         """Returns the label of a group, which it gets when it is met first."""
         known = self._labels.get(id(group))
         if known is None or known[0] is not group:

@@ -1,4 +1,5 @@
-"""The loaders that a script has made, each known by the line that made it."""
+"""The loaders that a script has made, each known by the line that made it, with the order and the distribution of rows
+that their samplers declare."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler
+from torch.utils.data.sampler import WeightedRandomSampler
 
 from apportion.script_check.feed import FedIteration
 from apportion.script_check.recording.constants import Constants
-from apportion.script_check.recording.orders import order_of
 from apportion.script_check.recording.recorder import Recorder
 
 
@@ -81,12 +82,12 @@ class Loaders:
         loader.__dict__["_apportion_key"] = key
         return key
 
-    def begin(
+    def begin_iteration(
         self, loader: DataLoader[Any], length: int | None, full: int | None, seed: int | None = None
     ) -> tuple[str, int]:
         """Record that an iteration begins; returns the loader's name and the iteration's number, from 0. ``seed``: that
         of its loader processes."""
-        return self._begin(
+        return self._record_iteration(
             loader,
             length=length,
             full=full,
@@ -99,10 +100,10 @@ class Loaders:
             **order_of(loader),
         )
 
-    def begin_sampler(self, sampler: Any) -> tuple[str, int]:
+    def begin_sampler_iteration(self, sampler: Any) -> tuple[str, int]:
         """The same for a batch sampler that the script reads by itself, a loader whose batches are lists of indices."""
         length = len(sampler)
-        return self._begin(
+        return self._record_iteration(
             sampler,
             length=length,
             full=length,
@@ -115,7 +116,7 @@ class Loaders:
             **order_of(sampler),
         )
 
-    def _begin(self, loader: Any, **fields: Any) -> tuple[str, int]:
+    def _record_iteration(self, loader: Any, **fields: Any) -> tuple[str, int]:
         self._constants.has_loader = True  # what the script computes with needs no other record
         key = self.key(loader)
         number = self._begun.get(key, 0)
@@ -143,7 +144,7 @@ def whole(dataset: Any) -> Any:
 
 
 def _selection(dataset: Any) -> str | None:
-    """A digest of the rows that a Subset selects, in their order; None where the data set is none."""
+    """A digest of the rows that a Subset selects, in their order; None for other data sets."""
     if type(dataset) is not Subset:
         return None
     found = hashlib.blake2b(digest_size=8)
@@ -159,3 +160,57 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):  # such as the sampler of an iterable data set
         return None
+
+
+_DEEPEST = 8
+
+
+def order_of(loader: DataLoader[Any] | BatchSampler) -> dict[str, Any]:
+    """Returns the fields of an event ``iteration`` on order and distribution, of a loader or of a batch sampler that
+    the script reads by itself.
+
+    ``sampler``: the type that makes the order. ``shuffles``: whether it declares that it shuffles, None where it does
+    not say. ``replicas``: into how many parts it divides the rows, None where it does not. ``replacement``: whether it
+    draws rows with replacement. ``pads``: whether it repeats rows until the last batches are whole.
+    ``epochs``: whether it, or the data set, has ``set_epoch``.
+    """
+    chain = list(_chain(loader))
+    innermost = chain[-1]
+    holders = (*chain, getattr(loader, "dataset", None))
+    replicas = [
+        value
+        for each in chain
+        for value in (getattr(each, "num_replicas", None), getattr(each, "num_processes", None))
+        if isinstance(value, int) and value > 1
+    ]
+    return {
+        "sampler": type(innermost).__name__,
+        "shuffles": _shuffles(innermost),
+        "replicas": replicas[0] if replicas else None,
+        "replacement": isinstance(innermost, WeightedRandomSampler) or bool(getattr(innermost, "replacement", False)),
+        "pads": any(hasattr(each, "even_batches") or hasattr(each, "split_batches") for each in holders),
+        "epochs": any(hasattr(each, "set_epoch") for each in holders),
+    }
+
+
+def _chain(loader: DataLoader[Any] | BatchSampler) -> Any:
+    """The samplers of a loader, from the one that it calls to the one that makes the order."""
+    each: Any = loader
+    if isinstance(loader, DataLoader):
+        each = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    for _ in range(_DEEPEST):
+        yield each
+        inner = getattr(each, "batch_sampler", None)
+        inner = getattr(each, "sampler", None) if inner is None else inner
+        if inner is None or inner is each or not hasattr(inner, "__iter__"):
+            return
+        each = inner
+
+
+def _shuffles(sampler: Any) -> bool | None:
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+        return True
+    if isinstance(sampler, SequentialSampler | BatchSampler):
+        return False
+    declared = getattr(sampler, "shuffle", None)
+    return declared if isinstance(declared, bool) else None

@@ -2,27 +2,30 @@
 
 A loader is known by the line of the script that made it, and an iteration over it by its number, which are the same on
 each rank and in one process. Loader processes are left as they are: the indices are drawn, and the batches handed out,
-in the rank's own process, in the same order.
+in the rank's own process, in the same order. A ``BatchSampler`` that the script iterates over by itself is a loader
+whose batches are lists of indices.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
+from collections.abc import Iterator
 from functools import wraps
+from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import BatchSampler, DataLoader, Subset
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
-from apportion.script_check.recording import accelerated, dispatching, samplers
+from apportion.script_check.recording import accelerated
 from apportion.script_check.recording.batches import LARGEST_BATCH, MOST_ROWS, SHARE, recorded, restored, size
 from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.known_loaders import Loaders, length_of, whole
 from apportion.script_check.recording.precision import widened
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.shortened import Shortened
 from apportion.script_check.rows import joined
 
 
@@ -46,12 +49,12 @@ def install(recorder: Recorder, constants: Constants) -> None:
         begin(self, *args, **kwargs)
         if recorder.active:
             loaders.key(self)
-            accelerated.watch(recorder)
+            accelerated.install(recorder)
             if recorder.feed is None:
-                dispatching.install(loaders)
+                accelerated.install_dispatcher(loaders)
 
     DataLoader.__init__ = made  # type: ignore[method-assign]
-    samplers.install(loaders)
+    _watch_batch_samplers(loaders)
     _shorten(int(recorder.plan["epoch_batches"]))
     if recorder.feed is None:
         _record_indices(loaders)
@@ -68,6 +71,8 @@ def _shorten(most: int) -> None:
         mapped = self._dataset_kind == torch_loader._DatasetKind.Map and self.batch_sampler is not None
         return Shortened(sampler, most) if most and mapped and length_of(sampler) is not None else sampler
 
+    # On the class, where torch's iterators read it. They draw all indices in the rank's own process, also those of
+    # loader processes.
     DataLoader._index_sampler = property(shortened)  # type: ignore[assignment]
 
 
@@ -80,7 +85,7 @@ def _start(loaders: Loaders, iterator: Any, loader: DataLoader[Any]) -> None:
     length = length_of(sampler)
     full = sampler.full if isinstance(sampler, Shortened) else length
     seed = int(iterator._base_seed) if iterator._num_workers else None
-    iterator._apportion_place = loaders.begin(loader, length, full, seed)
+    iterator._apportion_place = loaders.begin_iteration(loader, length, full, seed)
     iterator._apportion_batch = 0
 
 
@@ -117,6 +122,8 @@ def _record_indices(loaders: Loaders) -> None:
         finally:
             recorder.drawing = outer
         self._apportion_random |= recorder.draws > before
+        # Loader processes are given indices ahead of the batch that the script gets. Batches are handed out in the
+        # order of their indices, so a queue pairs them.
         self._apportion_indices.append(index)
         return index
 
@@ -192,7 +199,7 @@ def _feed(loaders: Loaders) -> None:
         given = loaders.next_fed(self, length_of(self.dataset))
         if given is None:
             return iterate(self)
-        key, number = loaders.begin(self, given.length, given.length)
+        key, number = loaders.begin_iteration(self, given.length, given.length)
         return _Fed(recorder, self, key, number, given)
 
     @wraps(length)
@@ -260,3 +267,109 @@ class _Fed:
             random=False,
         )
         return batch
+
+
+def _watch_batch_samplers(loaders: Loaders) -> None:
+    """Watch torch's batch sampler where the script itself iterates over it."""
+    recorder = loaders.recorder
+    iterate = BatchSampler.__iter__
+
+    @wraps(iterate)
+    def watched(self: BatchSampler) -> Iterator[list[Any]]:
+        if not recorder.is_user_file(sys._getframe(1).f_code.co_filename) or not recorder.active:
+            return iterate(self)
+        return (
+            _fed_indices(loaders, self, iterate)
+            if recorder.feed is not None
+            else _recorded_indices(loaders, self, iterate(self))
+        )
+
+    BatchSampler.__iter__ = watched  # type: ignore[method-assign]
+
+
+def _recorded_indices(loaders: Loaders, sampler: BatchSampler, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    recorder = loaders.recorder
+    key, iteration = loaders.begin_sampler_iteration(sampler)
+    before = recorder.draws
+    for number in count():
+        outer, recorder.drawing = recorder.drawing, "order"
+        try:
+            indices = next(batches, None)
+        finally:
+            recorder.drawing = outer
+        if indices is None:
+            break
+        recorder.emit(
+            "batch",
+            loader=key,
+            iteration=iteration,
+            number=number,
+            indices=list(indices),
+            rows=None,
+            random=recorder.draws > before,
+        )
+        yield indices
+    recorder.emit("exhausted", loader=key, iteration=iteration)
+
+
+def _fed_indices(loaders: Loaders, sampler: BatchSampler, iterate: Any) -> Iterator[list[Any]]:
+    given = loaders.next_fed(sampler, None)
+    if given is None:
+        return _recorded_indices(loaders, sampler, iterate(sampler))
+    rows = given.indices
+    if given.evaluation:
+        read = rows[0] or []
+        rows = [read[start : start + sampler.batch_size] for start in range(0, len(read), sampler.batch_size)]
+    return _recorded_indices(loaders, sampler, iter([list(indices) for indices in rows if indices is not None]))
+
+
+class Shortened:
+    """The first batches of a sampler and its last one, so that an epoch ends within the steps of a proof.
+
+    The number of batches has the same remainder by 4 as that of the whole epoch, so that accumulation over 2 or 4
+    micro-batches ends in the same way.
+    """
+
+    def __init__(self, sampler: Any, most: int) -> None:
+        self._sampler, self._most = sampler, most
+        self.order = list[Any]()
+        """The batches of the epoch, once it has begun; empty where the script's own sampler draws them one by one, as
+        such a sampler may count those that it has drawn."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+    @property
+    def full(self) -> int:
+        """The number of batches of the whole epoch."""
+        return len(self._sampler)
+
+    def __len__(self) -> int:
+        return shortened_length(self.full, self._most)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not _of_torch(self._sampler):
+            yield from self._one_by_one()
+            return
+        batches = list(islice(self._sampler, len(self._sampler)))  # as some go on without an end
+        length = shortened_length(len(batches), self._most)
+        self.order = batches if length == len(batches) else [*batches[: length - 1], batches[-1]]
+        yield from self.order
+
+    def _one_by_one(self) -> Iterator[Any]:
+        drawn, full = iter(self._sampler), self.full
+        yield from islice(drawn, len(self) - 1)
+        last = deque(islice(drawn, full - len(self) + 1), maxlen=1)
+        yield from last
+        next(drawn, None)  # what a sampler does at its end, such as counting epochs
+
+
+def _of_torch(sampler: Any) -> bool:
+    """Whether a sampler, and the one that it takes its rows from, are torch's own, which keep no count."""
+    inner = getattr(sampler, "sampler", None)
+    return all(type(each).__module__.startswith("torch.") for each in (sampler, inner) if each is not None)
+
+
+def shortened_length(batches: int, most: int) -> int:
+    """Returns the number of batches to which an epoch is shortened: at most ``most`` and 3."""
+    return min(batches, most + batches % 4)

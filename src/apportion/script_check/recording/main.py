@@ -30,6 +30,8 @@ def main(path: str) -> None:
     if plan["feed"]:
         plan["feed"] = load_feed(plan["feed"])
     recorder = Recorder(plan, int(os.environ["RANK"]))
+    # Before torch is imported: a rank that hangs in an import of the script or of torch can be asked for its stacks,
+    # too.
     stacks.install(recorder)
     lightning_devices.install(int(plan["ranks"]))
     _watch_exit(recorder)
@@ -79,62 +81,55 @@ def _watch_exit(recorder: Recorder) -> None:
 def _install(recorder: Recorder) -> Callable[[], None]:
     """Sets the hooks; returns what is to be called after the script."""
     from apportion.script_check.recording import (  # torch is imported here, once
-        by_rank,
         clipping,
         collectives,
         constants,
         contributions,
-        flattening,
+        figures,
         functions,
-        gathers,
-        group_making,
-        joins,
         loaders,
-        losses,
         modules,
         optimizers,
         plain_optimizers,
         precision,
         randomness,
-        reducers,
         reference_gradients,
-        restores,
         saves,
-        scalers,
-        schedulers,
         spawning,
         splits,
         wrappers,
     )
 
+    # The order matters, as a patch that is installed later runs first. This one comes first: what records calls runs
+    # outside of it, and sees what the script asks for (a GPU, an average, float32) and not what is done in its place.
     precision.install(recorder)
     spawning.install(recorder)
+    # Global hooks of modules run in the order in which they are registered: a network is known, with its weights,
+    # before any other hook asks for a name.
     networks = modules.install(recorder)
     calls = collectives.install(recorder, networks)
-    group_making.install(calls)
-    reducers.install(calls)
+    wrappers.install_reducers(calls)
     clipping.install(calls)
+    # Outside of the wrapper that records clipping: in a replay, what is recorded is the clipping of the averaged
+    # gradients.
     found, replay = constants.install(recorder, networks)
     own = contributions.install(recorder, networks)
-    watches = optimizers.Watches(
-        own, wrappers.install(recorder, networks), flattening.install(recorder), schedulers.install(recorder)
-    )
+    watches = optimizers.Watches(own, wrappers.install(recorder, networks), wrappers.watch_flattening(recorder))
     steps = optimizers.install(recorder, networks, watches, replay)
+    # After the hook that records the script's own gradients, which the reference sets aside while it computes.
     if recorder.plan["reference"]:
         reference_gradients.install(recorder, networks)
-    gathers.install(recorder)
+    contributions.watch_gathers(recorder)
     if recorder.plan["by_rank"]:
-        by_rank.install(recorder, networks)
+        splits.install_by_rank(recorder, networks)
     saves.install(recorder)
     loaders.install(recorder, found)
-    losses.install(recorder)
+    figures.install(recorder)
     plain = plain_optimizers.install(recorder, networks, steps)
-    scalers.install(calls)
-    joins.install(recorder)
-    restores.install(recorder)
     if recorder.plan["no_dropout"]:
         randomness.install(recorder)
     splitting = splits.install(recorder, networks) if recorder.plan["split_rows"] else None
+    # Last: from here on, every function of torch that this process calls runs through the mode.
     functions.install(recorder, splitting, plain, found)
     return plain.close
 
@@ -152,7 +147,7 @@ def _run(plan: dict[str, Any]) -> None:
 
 def _failure(recorder: Recorder, error: BaseException) -> dict[str, Any]:
     everything = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in everything if recorder.own(frame.filename)]
+    frames = [frame for frame in everything if recorder.is_user_file(frame.filename)]
     return {
         "how": "raised",
         "type": type(error).__name__,

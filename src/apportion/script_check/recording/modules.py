@@ -1,11 +1,17 @@
-"""Watches the script's networks: their weights before the first step, and their training flags.
+"""Watches the script's networks: their weights before the first step, their training flags, and what they compute
+first.
 
 A network is the outermost module whose forward is called. It is recorded before its first forward; in a pass that is
 fed, its weights are first set to those that rank 0 of the other pass began with.
+
+Of the first steps, digests of what all modules compute are recorded. Ranks of a tensor- or sequence-parallel group read
+the same rows, and their modules compute different parts of what follows from them. Replicas that read the same rows
+compute the same everywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -26,10 +32,56 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from apportion.core.torch_private import in_backward
-from apportion.script_check.recording.computed import ForwardDigests
 from apportion.script_check.recording.names import Root, root_of, unwrapped
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import LARGEST_WHOLE, digest, gathering, placements, row_digests, values
+from apportion.script_check.recording.tensors import (
+    LARGEST_WHOLE,
+    digest,
+    gathering,
+    local,
+    local_bytes,
+    placements,
+    row_digests,
+    set_values,
+    tensors_of,
+    values,
+)
+
+DIGESTED_STEPS = 3
+"""The optimizer steps for whose forwards digests are recorded."""
+
+
+class ForwardDigests:
+    """The digest of one forward of an outermost module: of its inputs, and of the outputs of all modules."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._recording = False
+
+    def begin_forward(self, module: Any, inputs: Any) -> None:
+        """Before the forward of an outermost module."""
+        self._recording = self._recorder.step < DIGESTED_STEPS and torch.is_grad_enabled()
+        if not self._recording:
+            return
+        self._hash = hashlib.blake2b(digest_size=8)
+        found = list(tensors_of(inputs))
+        self._inputs = hashlib.blake2b(digest_size=8)
+        for tensor in found:
+            self._inputs.update(local_bytes(tensor))
+        self._rows = len(found[0]) if found and found[0].dim() else None
+
+    def add_output(self, output: Any, outermost: bool) -> None:
+        """After the forward of a module."""
+        if not self._recording or torch.compiler.is_compiling():
+            return
+        for tensor in tensors_of(output):
+            self._hash.update(local_bytes(tensor))
+        if outermost:
+            self._recording = False
+            self._recorder.emit(
+                "computed", inputs=self._inputs.hexdigest(), outputs=self._hash.hexdigest(), rows=self._rows
+            )
+
 
 _COPIES = 5
 """How often the elements of a network are held while it trains: weights, gradients, state, and what is recorded."""
@@ -37,10 +89,6 @@ _COPIES = 5
 
 class TooLargeForFloat64(Exception):
     """The networks do not fit into memory in float64."""
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(roots: Sequence[Root], *, gradients: bool = False) -> AbstractContextManager[Any]:
@@ -83,6 +131,7 @@ class Networks:
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         """Before each forward of each module."""
+        # Counted for every forward, also where nothing is recorded: ``after`` is always called and counts down.
         self._depth += 1
         if self._depth > 1 or not self._recorder.active or in_backward():  # a checkpoint computes a part again
             return
@@ -90,11 +139,11 @@ class Networks:
         if any(map(is_lazy, module.parameters())):
             return  # it has no weights before its first forward
         if known is None or known() is not module:
-            self._meet(module)
+            self._add_network(module)
             self._outermost[id(module)] = weakref.ref(module)
         if torch.is_grad_enabled():
             self.forwards += 1
-            self._note_flags(module)
+            self._record_flags(module)
         self._recorder.emit(
             "forward",
             gradients=torch.is_grad_enabled(),
@@ -103,13 +152,13 @@ class Networks:
             caller=self._caller(module),
             inputs=[digest(each) for each in inputs if _comparable(each)],
         )
-        self._computed.begin(module, inputs)
+        self._computed.begin_forward(module, inputs)
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """After each forward of each module, also one that raised."""
         self._depth -= 1
         if self._recorder.active:
-            self._computed.add(output, self._depth == 0)
+            self._computed.add_output(output, self._depth == 0)
 
     def name(self, parameter: Tensor) -> str | None:
         """Returns the name of a parameter; None for one of no network met so far."""
@@ -131,7 +180,7 @@ class Networks:
             found = self._modules.get(id(module))
         return found[1] if found is not None and found[0]() is module else None
 
-    def registered(self, module: nn.Module, name: str, value: Any) -> None:
+    def record_site(self, module: nn.Module, name: str, value: Any) -> None:
         """Where something is registered in a module: the line that makes the module, and those of what it holds."""
         for each in (module, value) if isinstance(value, nn.Module) else (module,):
             if each not in self._sites:
@@ -145,8 +194,8 @@ class Networks:
         """Returns the networks that still exist."""
         return [root for reference, root in self._roots if reference() is not None]
 
-    def _meet(self, module: nn.Module) -> None:
-        root = root_of(module, self._recorder.frame(), self._recorder.own)
+    def _add_network(self, module: nn.Module) -> None:
+        root = root_of(module, self._recorder.user_frames())
         if self._is_known(root):
             return
         labels = {label for label, step in self._labels.items() if step == self._recorder.step}
@@ -154,8 +203,10 @@ class Networks:
             root.label = next(f"{root.label}#{n}" for n in range(2, 1 << 16) if f"{root.label}#{n}" not in labels)
         self._labels[root.label] = self._recorder.step
         self._roots.append((weakref.ref(root.module), root))
+        # Before the parameters are made whole, which takes the memory.
         self._refuse_too_large()
         self.sampled = sum(p.numel() for r in self.roots() for _, p in r.parameters()) > LARGEST_WHOLE
+        # Within one gathering, as each is a collective of all ranks: the record has the weights that were fed.
         with gathered([root]):
             self._feed(root)
             self._record(root, module)
@@ -191,7 +242,7 @@ class Networks:
     def _refuse_too_large(self) -> None:
         """Raises TooLargeForFloat64 where weights, gradients and the state of an optimizer, in float64 on all ranks, do
         not fit into the memory that the plan allows."""
-        elements = sum(_local(p).numel() for root in self.roots() for _, p in root.parameters())
+        elements = sum(local(p).numel() for root in self.roots() for _, p in root.parameters())
         needed = elements * 8 * _COPIES * int(self._recorder.plan["ranks"])
         memory = int(self._recorder.plan["memory"])
         if self._recorder.plan["float64"] and memory and needed > memory:
@@ -212,12 +263,8 @@ class Networks:
         feed = self._recorder.feed
         if feed is None or self._recorder.step:
             return
-        with torch.no_grad():
-            for name, tensor in [*root.parameters(), *root.buffers()]:
-                recorded = feed.weights.get(name)
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                if recorded is not None and recorded.shape == tuple(local.shape):
-                    local.copy_(torch.as_tensor(recorded))
+        for name, tensor in [*root.parameters(), *root.buffers()]:
+            set_values(tensor, feed.weights.get(name))
 
     def _caller(self, module: nn.Module) -> str:
         """The line that calls a module, or the method of the wrapped module around it that does, past the forward of
@@ -240,7 +287,7 @@ class Networks:
         }
         self._modules = {id(each): (weakref.ref(each), name) for root in self.roots() for name, each in root.modules()}
 
-    def _note_flags(self, module: nn.Module) -> None:
+    def _record_flags(self, module: nn.Module) -> None:
         inner = unwrapped(module)
         for root in self.roots():
             self.evaluating[root.label] = tuple(name for name, each in root.modules() if not each.training)
@@ -255,9 +302,9 @@ def _comparable(value: Any) -> bool:
 def install(recorder: Recorder) -> Networks:
     """Watch every module's forward; returns what is known of the networks."""
     networks = Networks(recorder)
-    register_module_parameter_registration_hook(networks.registered)
-    register_module_buffer_registration_hook(networks.registered)
-    register_module_module_registration_hook(networks.registered)
+    register_module_parameter_registration_hook(networks.record_site)
+    register_module_buffer_registration_hook(networks.record_site)
+    register_module_module_registration_hook(networks.record_site)
     register_module_forward_pre_hook(networks.before)
     register_module_forward_hook(networks.after, always_call=True)
     return networks

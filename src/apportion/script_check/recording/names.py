@@ -3,7 +3,7 @@ to them, so that they are the same on every rank and in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -64,52 +64,42 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def root_of(module: nn.Module, frame: FrameType | None, own: Any) -> Root:
-    """Returns the largest module that a variable of the script's frames holds and that contains ``module``; where
-    there is none, ``module`` itself, named after its class."""
+def root_of(module: nn.Module, frames: Iterable[FrameType]) -> Root:
+    """Returns the largest module that a variable of the script's frames holds and that contains ``module``; where no
+    variable does, ``module`` itself, named after its class."""
     inner = unwrapped(module)
     best: Root | None = None
     size = 0
     seen = set[int]()
-    while frame is not None:
-        if own(frame.f_code.co_filename):
-            for label, value in _variables(frame):
-                if id(value) in seen:
-                    continue
-                seen.add(id(value))
-                contained = list(value.modules())
-                if len(contained) > size and any(each is inner for each in contained):
-                    best, size = Root(label, value), len(contained)
-        frame = frame.f_back
+    for label, value in (variable for frame in frames for variable in _variables(frame)):
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        contained = list(value.modules())
+        if len(contained) > size and any(each is inner for each in contained):
+            best, size = Root(label, value), len(contained)
     return best or Root(type(inner).__name__, inner)
 
 
-def modules_held(frame: FrameType | None, own: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that variables of the script's frames hold, from ``frame`` outwards, wrappers taken off."""
-    while frame is not None:
-        if own(frame.f_code.co_filename):
-            for label, module in _variables(frame):
-                yield label, unwrapped(module)
-        frame = frame.f_back
+def modules_held(frames: Iterable[FrameType]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that variables of the script's frames hold, wrappers taken off."""
+    return ((label, unwrapped(module)) for frame in frames for label, module in _variables(frame))
 
 
-def variable_of(tensor: Tensor, frame: FrameType | None, own: Any) -> str | None:
+def variable_of(tensor: Tensor, frames: Iterable[FrameType]) -> str | None:
     """Returns the variable of the script's frames that holds a tensor: as an entry of a list or dict, such as
     ``weights[0]``, rather than by itself, as a loop's variable holds another one in each turn; None where there is
     none."""
     alone: str | None = None
-    while frame is not None:
-        if own(frame.f_code.co_filename):
-            for variables in (frame.f_locals, frame.f_globals):
-                for label, value in list(variables.items()):
-                    if value is tensor:
-                        alone = alone or label
-                    elif type(value) in (list, tuple, dict) and len(value) <= _LONGEST:
-                        items = value.items() if isinstance(value, dict) else enumerate(value)
-                        for key, held in list(items):
-                            if held is tensor:
-                                return f"{label}[{key}]"
-        frame = frame.f_back
+    for variables in (each for frame in frames for each in (frame.f_locals, frame.f_globals)):
+        for label, value in list(variables.items()):
+            if value is tensor:
+                alone = alone or label
+            elif type(value) in (list, tuple, dict) and len(value) <= _LONGEST:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, held in list(items):
+                    if held is tensor:
+                        return f"{label}[{key}]"
     return alone
 
 

@@ -1,7 +1,9 @@
 """Records each optimizer step: the gradients before it, the weights after it, learning rates and training state.
 
 torch's global hooks see every optimizer that subclasses its own. An optimizer that calls ``super().step()`` has them
-called twice, of which the outer call counts. ``plain_optimizers.py`` adds those of other classes.
+called twice, of which the outer call counts. ``plain_optimizers.py`` adds those of other classes. The steps of
+schedulers are counted as well: a warm-up that is advanced twice for each optimizer step has the rates of one with twice
+the rate, and only the count distinguishes them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -19,17 +22,51 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from apportion.script_check.recording.constants import Replay
 from apportion.script_check.recording.contributions import Contributions
-from apportion.script_check.recording.flattening import Flattening
 from apportion.script_check.recording.modules import Networks, gathered
 from apportion.script_check.recording.names import variable_of
 from apportion.script_check.recording.recorder import Finished, Recorder
-from apportion.script_check.recording.schedulers import ScheduleSteps
-from apportion.script_check.recording.tensors import digest, local_bytes, placements, values
-from apportion.script_check.recording.wrappers import Wrappers
+from apportion.script_check.recording.tensors import digest, local_bytes, placements, set_values, values
+from apportion.script_check.recording.wrappers import Flattening, Wrappers
+
+
+class ScheduleSteps:
+    """The number of steps that schedulers have made, by optimizer."""
+
+    def __init__(self) -> None:
+        self._made = weakref.WeakKeyDictionary[Any, int]()
+
+    def add(self, optimizer: Any) -> None:
+        """After a step of a scheduler of an optimizer, or of an object that holds it, as accelerate's does."""
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+
+    def count(self, optimizer: Any) -> int:
+        """Returns the number of steps that the schedulers of an optimizer have made."""
+        try:
+            return self._made.get(optimizer, 0)
+        except TypeError:  # of another class than torch's, which has no weak references
+            return 0
+
+
+def _watch_schedulers(recorder: Recorder) -> ScheduleSteps:
+    """Watch ``step`` of torch's schedulers."""
+    steps, step = ScheduleSteps(), LRScheduler.step
+
+    @wraps(step)
+    def counted(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        step(self, *args, **kwargs)
+        if recorder.active:
+            steps.add(self.optimizer)
+
+    LRScheduler.step = counted  # type: ignore[method-assign]
+    return steps
+
 
 MOMENTA = ("momentum", "betas")
 """What else than the rate a schedule changes in a group of parameters, as that of one cycle does."""
@@ -40,27 +77,22 @@ _BEFORE_CLOSURE = ("rates", "momenta", "weights_before", "stateful", "generators
 
 @dataclass(frozen=True)
 class Watches:
-    """What else is watched of an optimizer's parameters and of its schedule."""
+    """What else is watched of an optimizer's parameters."""
 
     contributions: Contributions
     wrappers: Wrappers
     flattening: Flattening
-    schedules: ScheduleSteps
 
 
 class OptimizerSteps:
     """The optimizer steps of this rank."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        networks: Networks,
-        watches: Watches,
-        replay: Replay | None,
+        self, recorder: Recorder, networks: Networks, watches: Watches, schedules: ScheduleSteps, replay: Replay | None
     ) -> None:
         self._recorder, self._networks, self._replay = recorder, networks, replay
         self._contributions, self._wrappers = watches.contributions, watches.wrappers
-        self._flattening, self._schedules = watches.flattening, watches.schedules
+        self._flattening, self._schedules = watches.flattening, schedules
         self._ignored = False
         self._depth = dict[int, int]()
         self._numbers = dict[int, int]()
@@ -82,19 +114,20 @@ class OptimizerSteps:
         if self._ignored:
             return None
         self.begun += 1
-        given = _with_closure(args, kwargs or {}, lambda closure: self._recording(optimizer, closure))
+        given = _with_closure(args, kwargs or {}, lambda closure: self._closure_recorder(optimizer, closure))
         if given is None:
-            self._begin(optimizer)
+            self._record_gradients(optimizer)
             made = not self._ignored
         else:
             made = self._replay is None or self._replay.last
             if made:
                 self._check_last(optimizer)
+        # After the rates of the script itself were recorded, and before a closure computes with those fed.
         if made:
             self._feed_rates(optimizer, self._number(optimizer))
         return given
 
-    def _begin(self, optimizer: Any, known: Mapping[str, Any] | None = None) -> None:
+    def _record_gradients(self, optimizer: Any, known: Mapping[str, Any] | None = None) -> None:
         """Record what an optimizer is given, once its gradients are computed. ``known``: what was observed before."""
         self._ignored = self._replay is not None and not self._replay.step(optimizer)
         if self._ignored:
@@ -103,8 +136,9 @@ class OptimizerSteps:
         number = self._number(optimizer)
         self._wrappers.before_step(number)
         with gathered(self._networks.roots(), gradients=True):
-            self._before = {**self.observed(optimizer), **(known or {})}
-            self._note_contributions(optimizer, number)
+            self._before = {**self.state_before(optimizer), **(known or {})}
+            self._record_contributions(optimizer, number)
+        # Until the step is complete, a backward belongs to the line search of the optimizer.
         self._contributions.stepping = True
 
     def _check_last(self, optimizer: Any) -> None:
@@ -112,9 +146,11 @@ class OptimizerSteps:
         if self._made.get(self._number(optimizer), 0) >= self._recorder.plan["steps"]:
             raise Finished
 
-    def _recording(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _closure_recorder(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Returns a closure after whose first call the gradients are recorded; later ones belong to a line search."""
-        self._before = self.observed(optimizer)  # in case that the closure is not called
+        self._before = self.state_before(optimizer)  # in case that the closure is not called
+        # The gradients are those after the first call of the closure; all else is as it was before, since a closure may
+        # draw numbers or change the rate.
         known = {key: self._before[key] for key in _BEFORE_CLOSURE}
         begun = False
 
@@ -124,7 +160,7 @@ class OptimizerSteps:
             loss = closure(*args, **kwargs)
             if not begun:
                 begun = True
-                self._begin(optimizer, known)
+                self._record_gradients(optimizer, known)
             return loss
 
         return recorded
@@ -132,10 +168,10 @@ class OptimizerSteps:
     def before_plain(self, optimizer: Any) -> None:
         """Before a step of an optimizer that torch's hooks do not see. Raises Finished after the last one."""
         self._check_last(optimizer)
-        self._note_contributions(optimizer, self._number(optimizer))
+        self._record_contributions(optimizer, self._number(optimizer))
         self._rates = []
 
-    def observed(self, optimizer: Any) -> dict[str, Any]:
+    def state_before(self, optimizer: Any) -> dict[str, Any]:
         """Returns what is recorded of an optimizer before a step."""
         number = self._numbers.get(id(optimizer), len(self._numbers))
         parameters = dict(self._parameters(optimizer, number))
@@ -144,7 +180,7 @@ class OptimizerSteps:
             "optimizer": number,
             "type": getattr(optimizer, "kind", type(optimizer).__name__),
             "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "schedule_steps": self._schedules.of(optimizer),
+            "schedule_steps": self._schedules.count(optimizer),
             "momenta": [{key: group[key] for key in MOMENTA if key in group} for group in optimizer.param_groups],
             "gradients": {name: None if p.grad is None else values(p.grad, sampled) for name, p in parameters.items()},
             "placements": {name: placements(p) for name, p in parameters.items() if isinstance(p, DTensor)},
@@ -155,7 +191,7 @@ class OptimizerSteps:
             "forwards": self._networks.forwards,
             "weights_before": fingerprint(optimizer),
             "stateful": any(optimizer.state.get(parameter) for parameter in parameters.values()),
-            "flattened": [name for name, p in parameters.items() if self._flattening.stale(optimizer, p)],
+            "flattened": [name for name, p in parameters.items() if self._flattening.is_stale(optimizer, p)],
             "made_at": self._flattening.made_at(optimizer),
             "generators": generators(),
             "site": self._recorder.site(),
@@ -168,11 +204,11 @@ class OptimizerSteps:
             return
         self._contributions.stepping = False
         with gathered(self._networks.roots(), gradients=True):
-            self.completed(optimizer, self._before)
+            self.record_step(optimizer, self._before)
         self._feed_weights(optimizer)
 
-    def completed(self, optimizer: Any, before: dict[str, Any]) -> None:
-        """Record a step, ``before`` as ``observed`` has returned it."""
+    def record_step(self, optimizer: Any, before: dict[str, Any]) -> None:
+        """Record a step, ``before``: what ``state_before`` returned."""
         number = self._number(optimizer)
         for group, own in zip(optimizer.param_groups, self._rates, strict=False):
             group.update(own)  # as a schedule may compute the next rate from this one
@@ -187,11 +223,10 @@ class OptimizerSteps:
             weights_after=fingerprint(optimizer),
             weights={name: values(p, sampled) for name, p in self._parameters(optimizer, number)},
             buffers={name: values(b, sampled) for root in self._networks.roots() for name, b in root.buffers()},
-            untouched=self._untouched(optimizer),
             state=_state(dict(self._parameters(optimizer, number)), optimizer),
         )
 
-    def _note_contributions(self, optimizer: Any, number: int) -> None:
+    def _record_contributions(self, optimizer: Any, number: int) -> None:
         parameters = dict(self._parameters(optimizer, number))
         self._contributions.before_step(number, self._made.get(number, 0) + 1, parameters)
 
@@ -212,19 +247,9 @@ class OptimizerSteps:
     def _variable(self, parameter: Tensor) -> str | None:
         known = self._variables.get(id(parameter))
         if known is None or known[0] is not parameter:
-            name = variable_of(parameter, self._recorder.frame(), self._recorder.own)
+            name = variable_of(parameter, self._recorder.user_frames())
             known = self._variables[id(parameter)] = (parameter, name)  # held, so that no other gets its id
         return known[1]
-
-    def _untouched(self, optimizer: Any) -> list[str]:
-        """The trainable parameters, of the networks called with gradients, that no optimizer seen so far holds."""
-        held = {id(p) for each in self._alive for group in each.param_groups for p in group["params"]}
-        return [
-            name
-            for root in self._networks.roots()
-            for name, parameter in root.parameters()
-            if parameter.requires_grad and id(parameter) not in held and root.label in self._networks.trained
-        ]
 
     def _feed_rates(self, optimizer: Any, number: int) -> None:
         """Takes the learning rates and momenta of the pass that this one is fed from, so that a difference between the
@@ -249,12 +274,8 @@ class OptimizerSteps:
         fed = feed.weights_after.get(number, []) if feed is not None else []
         if self._made[number] > len(fed):
             return
-        with torch.no_grad():
-            for name, parameter in self._parameters(optimizer, number):
-                recorded = fed[self._made[number] - 1].get(name)
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                if recorded is not None and recorded.shape == tuple(local.shape):
-                    local.copy_(torch.as_tensor(recorded))
+        for name, parameter in self._parameters(optimizer, number):
+            set_values(parameter, fed[self._made[number] - 1].get(name))
 
 
 def _with_closure(
@@ -272,7 +293,7 @@ def _with_closure(
 def _makes_state(recorder: Recorder) -> bool:
     """Whether torch makes a step of its own, with zero gradients and rates, that an optimizer has a state to load."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not recorder.own(frame.f_code.co_filename):
+    while frame is not None and not recorder.is_user_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.endswith(os.path.join("distributed", "checkpoint", "state_dict.py")):
             return True
         frame = frame.f_back
@@ -320,14 +341,9 @@ def _state_shards(parameters: dict[str, Tensor], optimizer: Any) -> dict[str, di
     return found
 
 
-def install(
-    recorder: Recorder,
-    networks: Networks,
-    watches: Watches,
-    replay: Replay | None,
-) -> OptimizerSteps:
+def install(recorder: Recorder, networks: Networks, watches: Watches, replay: Replay | None) -> OptimizerSteps:
     """Watch the steps of every optimizer of torch's kind."""
-    steps = OptimizerSteps(recorder, networks, watches, replay)
+    steps = OptimizerSteps(recorder, networks, watches, _watch_schedulers(recorder), replay)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     return steps

@@ -23,13 +23,13 @@ from apportion.script_check.recording.recorder import Recorder
 _CHANGES = {"__isub__", "__iadd__", "__imul__", "sub_", "add_", "mul_", "copy_", "addcdiv_", "addcmul_", "lerp_"}
 
 
-class _Plain:
+class _PlainOptimizer:
     """What ``OptimizerSteps`` asks of an optimizer, for an object of another class. ``kind``: the name of that."""
 
-    def __init__(self, kind: str, parameters: list[Tensor], of: Any) -> None:
-        self.kind, self.of = kind, of
-        groups = getattr(of, "param_groups", None)
-        rate = getattr(of, "lr", None)
+    def __init__(self, kind: str, parameters: list[Tensor], optimizer: Any) -> None:
+        self.kind, self.optimizer = kind, optimizer
+        groups = getattr(optimizer, "param_groups", None)
+        rate = getattr(optimizer, "lr", None)
         held: dict[str, Any] = {"params": parameters} | ({"lr": rate} if isinstance(rate, float) else {})
         self.param_groups = groups if isinstance(groups, list) else [held]
         self.state: dict[Any, Any] = {}
@@ -40,10 +40,10 @@ class PlainOptimizers:
 
     def __init__(self, recorder: Recorder, networks: Networks, steps: OptimizerSteps) -> None:
         self._recorder, self._networks, self._steps = recorder, networks, steps
-        self._known = dict[int, _Plain]()
+        self._known = dict[int, _PlainOptimizer]()
         self._wrappers = list[Any]()
         self._depth = 0
-        self._written: _Plain | None = None
+        self._written: _PlainOptimizer | None = None
         self._open: dict[str, Any] | None = None
         self.exist = False
         """Whether the script has made an optimizer of any class."""
@@ -58,22 +58,23 @@ class PlainOptimizers:
             if plain is None:
                 return step(optimizer, *args, **kwargs)
             self.exist = True
-            begun, before = self._steps.begun, self._steps.observed(plain)
+            begun, before = self._steps.begun, self._steps.state_before(plain)
             self._depth += 1
             try:
                 result = step(optimizer, *args, **kwargs)
             finally:
                 self._depth -= 1
+            # Torch's hooks have seen a step meanwhile: this object wraps an optimizer of torch's kind.
             if self._steps.begun != begun:
                 self._wrappers.append(optimizer)  # the optimizer that it holds has recorded the step
                 return result
             self._steps.before_plain(plain)
-            self._steps.completed(plain, before)
+            self._steps.record_step(plain, before)
             return result
 
         return recorded
 
-    def change(self, name: str, target: Any) -> None:
+    def before_change(self, name: str, target: Any) -> None:
         """Before a function that may change a tensor in place."""
         if name not in _CHANGES or self.exist or not isinstance(target, Tensor):
             return
@@ -81,9 +82,9 @@ class PlainOptimizers:
             return
         parameters = self._with_gradients()
         if any(_is(target, each) for each in parameters):
-            self._written = self._written or _Plain("update without an optimizer", parameters, None)
+            self._written = self._written or _PlainOptimizer("update without an optimizer", parameters, None)
             self._steps.before_plain(self._written)
-            self._open = self._steps.observed(self._written)
+            self._open = self._steps.state_before(self._written)
             # a script may sum and divide each gradient anywhere in its update, so only the weights are compared
             self._open["gradients"] = dict.fromkeys(self._open["gradients"])
 
@@ -91,33 +92,28 @@ class PlainOptimizers:
         """The update that is under way is complete."""
         if self._open is not None and self._written is not None:
             before, self._open = self._open, None
-            self._steps.completed(self._written, before)
+            self._steps.record_step(self._written, before)
 
     def _with_gradients(self) -> list[Tensor]:
         found = [p for root in self._networks.roots() for _, p in root.parameters() if p.grad is not None]
         return found or [tensor for tensor in self._variables() if tensor.grad is not None]
 
     def _variables(self) -> Iterator[Tensor]:
-        frame = self._recorder.frame()
         seen = set[int]()
-        while frame is not None:
-            if self._recorder.own(frame.f_code.co_filename):
-                for variables in (frame.f_locals, frame.f_globals):
-                    for value in list(variables.values()):
-                        for tensor in _tensors(value):
-                            if id(tensor) not in seen:
-                                seen.add(id(tensor))
-                                yield tensor
-            frame = frame.f_back
+        for variables in (each for f in self._recorder.user_frames() for each in (f.f_locals, f.f_globals)):
+            for tensor in (tensor for value in list(variables.values()) for tensor in _tensors(value)):
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield tensor
 
-    def _plain(self, optimizer: Any) -> _Plain | None:
+    def _plain(self, optimizer: Any) -> _PlainOptimizer | None:
         known = self._known.get(id(optimizer))
         if known is None:
             parameters = [t for value in vars(optimizer).values() for t in _tensors(value)]
             parameters = list({id(t): t for t in parameters}.values()) or self._with_gradients()
             if not parameters:
                 return None
-            known = self._known[id(optimizer)] = _Plain(type(optimizer).__name__, parameters, optimizer)
+            known = self._known[id(optimizer)] = _PlainOptimizer(type(optimizer).__name__, parameters, optimizer)
         return known
 
 
@@ -157,6 +153,7 @@ def install(recorder: Recorder, networks: Networks, steps: OptimizerSteps) -> Pl
             made.step = plain.wrapped(step)
         return made
 
+    # As a class is built, before it can be subclassed or an instance keeps a reference to its step.
     builtins.__build_class__ = built  # type: ignore[assignment]
     make = Optimizer.__init__
 

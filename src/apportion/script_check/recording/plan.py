@@ -16,7 +16,7 @@ class PassPlan:
     most steps of each optimizer. ``epoch_batches``: the batches to which longer loaders are shortened; 0 leaves them.
     ``memory``: the bytes that all ranks may use together; 0 for any number.
     ``float64``, ``no_dropout``: see ``precision.py`` and ``randomness.py``. ``no_gpu``: the CPU answers for
-    ``gpus`` GPUs. ``join_gathers``, ``split_rows``, ``by_rank``: see ``gathers.py``, ``splits.py`` and ``by_rank.py``.
+    ``gpus`` GPUs. ``join_gathers``, ``split_rows``, ``by_rank``: see ``contributions.py`` and ``splits.py``.
     ``reference``: the function of a file, as ``PATH:NAME``, whose gradients are computed before each step, see
     ``reference_gradients.py``.
     ``feed``: the file of what it is fed with, see ``feed.py``.

@@ -37,7 +37,7 @@ def install(recorder: Recorder) -> None:
         _leave_policies_out()
         _leave_compiler_out(recorder)
     else:
-        _note_precision(recorder)
+        _record_precision(recorder)
 
 
 def widened(tree: Any) -> Any:
@@ -159,17 +159,18 @@ def _leave_policies_out() -> None:
     def no_policy(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, **{key: value for key, value in kwargs.items() if not isinstance(value, torch.dtype)})
 
+    # Element types alone are left out, as a policy also says whether inputs are cast.
     MixedPrecisionPolicy.__init__ = no_policy  # type: ignore[method-assign]
     for wrapper in (FullyShardedDataParallel, DistributedDataParallel):
         wrapper.__init__ = _without_policy(wrapper)  # type: ignore[method-assign]
 
 
-def _note_precision(recorder: Recorder) -> None:
+def _record_precision(recorder: Recorder) -> None:
     """Records the element types of parameters and of autocast, each once."""
     seen = set[torch.dtype]()
     register, begin = nn.Module.register_parameter, torch.autocast.__init__
 
-    def note(dtype: torch.dtype) -> None:
+    def record_once(dtype: torch.dtype) -> None:
         if dtype not in seen and dtype.is_floating_point:
             seen.add(dtype)
             recorder.emit("precision", type=str(dtype).removeprefix("torch."))
@@ -178,13 +179,13 @@ def _note_precision(recorder: Recorder) -> None:
     def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is not None:
-            note(param.dtype)
+            record_once(param.dtype)
 
     @wraps(begin)
     def begun(self: torch.autocast, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         if self._enabled:
-            note(self.fast_dtype)
+            record_once(self.fast_dtype)
 
     nn.Module.register_parameter = registered  # type: ignore[method-assign]
     torch.autocast.__init__ = begun  # type: ignore[method-assign]
@@ -220,6 +221,7 @@ def _without_policy(wrapper: Any) -> Callable[..., None]:
 def _convert_entries() -> None:
     """Converts parameters and buffers as they are registered, and what is loaded; turns autocast off."""
     torch.set_default_dtype(torch.float64)
+    # A script that sets its own default, such as bfloat16, would compute in it from there on.
     torch.set_default_dtype = lambda _dtype: None
     torch.FloatTensor = torch.DoubleTensor  # type: ignore[misc,assignment]
     torch.HalfTensor = torch.DoubleTensor  # type: ignore[misc,assignment]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import digest
+from apportion.script_check.recording.tensors import digest, local
 
 DROPOUTS = {
     "dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout", "feature_dropout", "dropout1d", "dropout2d",
@@ -33,7 +33,7 @@ def dropout(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[s
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     if not training or not share:
         return False, None
-    _draws(recorder, name, args[0])
+    _record_mask(recorder, name, args[0])
     return True, (args[0], torch.ones_like(args[0], dtype=torch.bool)) if name == "native_dropout" else args[0]
 
 
@@ -45,20 +45,20 @@ def attention(
     if position is None:
         return args, kwargs
     if (kwargs.get("dropout_p") or (len(args) > position and args[position])) and kwargs.get("training", True):
-        _draws(recorder, name, args[0] if args else kwargs["query"])
+        _record_mask(recorder, name, args[0] if args else kwargs["query"])
         kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
         args = (*args[:position], 0.0, *args[position + 1 :]) if len(args) > position else args
     return args, kwargs
 
 
-def _draws(recorder: Recorder, name: str, rows: Tensor) -> None:
-    local = rows.to_local() if isinstance(rows, DTensor) else rows
+def _record_mask(recorder: Recorder, name: str, rows: Tensor) -> None:
+    held = local(rows)
     recorder.emit(
         "mask",
         function=name,
         state=digest(torch.get_rng_state()),
-        rows=digest(local),
-        shape=tuple(local.shape),
+        rows=digest(held),
+        shape=tuple(held.shape),
         sharded=isinstance(rows, DTensor),
         site=recorder.site(),
     )
@@ -69,7 +69,7 @@ def install(recorder: Recorder) -> None:
 
     def before(module: nn.Module, inputs: Any) -> None:
         if isinstance(module, nn.RNNBase) and module.dropout and module.training:
-            _draws(recorder, type(module).__name__, inputs[0])
+            _record_mask(recorder, type(module).__name__, inputs[0])
             module.dropout = 0.0
 
     register_module_forward_pre_hook(before)

@@ -1,4 +1,5 @@
-"""Records what the script saves and loads, so that weights after a load can be compared with those that were saved."""
+"""Records what the script saves and loads, so that weights after a load can be compared with those that were saved, and
+that it has loaded the state of a network or of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
 
 from apportion.script_check.recording.recorder import Recorder
-from apportion.script_check.recording.tensors import LARGEST_WHOLE, values
+from apportion.script_check.recording.tensors import LARGEST_WHOLE, local, values
 
 
 def install(recorder: Recorder) -> None:
-    """Watch torch.save, torch.load, load_state_dict and distributed checkpoints."""
-    save, load, load_state = torch.save, torch.load, nn.Module.load_state_dict
+    """Watch torch.save, torch.load, distributed checkpoints, and ``load_state_dict`` of modules and optimizers."""
+    save, load = torch.save, torch.load
+    load_state, load_optimizer = nn.Module.load_state_dict, Optimizer.load_state_dict
 
     @wraps(save)
     def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +35,7 @@ def install(recorder: Recorder) -> None:
         return result
 
     @wraps(load_state)
-    def taken(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def restored(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = load_state(self, *args, **kwargs)
         recorder.emit(
             "load_state",
@@ -42,9 +44,17 @@ def install(recorder: Recorder) -> None:
             unexpected=list(getattr(result, "unexpected_keys", ())),
             site=recorder.site(),
         )
+        recorder.emit("restore", what=type(self).__name__, site=recorder.site())
         return result
 
-    torch.save, torch.load, nn.Module.load_state_dict = saved, loaded, taken  # type: ignore[method-assign]
+    @wraps(load_optimizer)
+    def optimizer_restored(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = load_optimizer(self, *args, **kwargs)
+        recorder.emit("restore", what=type(self).__name__, site=recorder.site())
+        return result
+
+    torch.save, torch.load, nn.Module.load_state_dict = saved, loaded, restored  # type: ignore[method-assign]
+    Optimizer.load_state_dict = optimizer_restored  # type: ignore[method-assign]
     for name, kind in (("save", "save"), ("async_save", "save"), ("load", "load")):
         if hasattr(dcp, name):
             setattr(dcp, name, _checkpoint(recorder, kind, getattr(dcp, name)))
@@ -70,9 +80,9 @@ def _tensors(tree: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(tree, nn.Module):
         tree = tree.state_dict()
     if isinstance(tree, Tensor):
-        local = tree.to_local() if isinstance(tree, DTensor) else tree
-        if local.numel() <= LARGEST_WHOLE and not local.is_meta:
-            found[prefix.rstrip(".")] = values(local)
+        held = local(tree)
+        if held.numel() <= LARGEST_WHOLE and not held.is_meta:
+            found[prefix.rstrip(".")] = values(held)
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             found |= _tensors(value, f"{prefix}{key}.")

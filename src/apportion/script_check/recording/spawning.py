@@ -28,6 +28,7 @@ class SpawnsOtherRanks(Exception):
 
 def install(recorder: Recorder) -> None:
     """Replace the functions that start ranks."""
+    # The address and the port are taken before the script runs, which may set others before it spawns.
     ranks, environment = int(recorder.plan["ranks"]), dict(os.environ)
     one = recorder.feed is not None
 
@@ -42,13 +43,13 @@ def install(recorder: Recorder) -> None:
                 f"number an argument."
             )
         _open_as_one_of(ranks, recorder.rank, environment)
-        function(recorder.rank, *(_of_one(function, args, nprocs) if one else args))
+        function(recorder.rank, *(_arguments_for_one_rank(function, args, nprocs) if one else args))
 
     for name in ("spawn", "start_processes"):
         setattr(mp, name, spawn)
 
 
-def _of_one(function: Callable[..., Any], args: tuple[Any, ...], nprocs: int) -> tuple[Any, ...]:
+def _arguments_for_one_rank(function: Callable[..., Any], args: tuple[Any, ...], nprocs: int) -> tuple[Any, ...]:
     """The arguments of a function with 1 for the number of ranks."""
     try:
         names = list(inspect.signature(function).parameters)[1:]

@@ -62,6 +62,7 @@ class TensorNames:
             for tensor, gradient in ((parameter.grad, True), (parameter, False)):
                 place = None if tensor is None else _place(tensor)
                 if place is not None:
+                    # Of a parameter that two networks share, the name in the first of them stays.
                     self._known.setdefault(place, (weakref.ref(parameter), name, gradient))
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +70,7 @@ class TensorNames:
         for root in roots:
             yield from root.parameters()
         if not roots:  # before the first forward: the modules that the script's variables hold, the largest first
-            held = list(modules_held(self._recorder.frame(), self._recorder.own))
+            held = list(modules_held(self._recorder.user_frames()))
             for label, module in sorted(held, key=lambda each: -len(list(each[1].modules()))):
                 for name, parameter in module.named_parameters():
                     yield f"{label}.{plain(name)}", parameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ LARGEST_ROW = 1 << 10
 ROW_DIGITS = 6
 
 gathering = list[bool]()
-"""Holds something while a DTensor is made whole: its collectives are not the script's."""
+"""Not empty while a DTensor is made whole: the collectives of that are not the script's."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -31,6 +32,19 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
     finally:
         gathering.pop()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor: its shard of a DTensor, all of another one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def set_values(tensor: Tensor, recorded: np.ndarray[Any, Any] | None) -> None:
+    """Give a tensor values that were recorded, unless there are none or they are those of another shape."""
+    held = local(tensor)
+    if recorded is not None and recorded.shape == tuple(held.shape):
+        held.copy_(torch.as_tensor(recorded))
 
 
 def values(tensor: Tensor, sampled: bool = False) -> np.ndarray[Any, Any]:
@@ -49,19 +63,30 @@ def values(tensor: Tensor, sampled: bool = False) -> np.ndarray[Any, Any]:
     return full.to("cpu", copy=True).numpy()
 
 
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a tree of lists, tuples, dicts and objects that are mappings."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_of(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_of(value)
+
+
 def placements(tensor: Tensor) -> str:
     """Returns how a DTensor is placed, as torch writes it; empty for an ordinary tensor."""
     return str(tensor.placements) if isinstance(tensor, DTensor) else ""
 
 
 def local_bytes(tensor: Tensor) -> bytes:
-    """Returns the bytes of what this rank holds of a tensor; none of one that is sparse or has no memory."""
-    tensor = tensor.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_meta or local.layout != torch.strided:
+    """Returns the bytes of what this rank holds of a tensor; empty for one that is sparse or has no memory."""
+    held = local(tensor.detach())
+    if held.is_meta or held.layout != torch.strided:
         return b""
-    local = local.to(torch.float64) if local.dtype == torch.bfloat16 else local
-    copied = local.resolve_conj().resolve_neg().to("cpu", copy=True)  # as memory that numpy has seen is not resized
+    held = held.to(torch.float64) if held.dtype == torch.bfloat16 else held
+    copied = held.resolve_conj().resolve_neg().to("cpu", copy=True)  # as memory that numpy has seen is not resized
     return np.ascontiguousarray(copied.numpy()).tobytes()
 
 

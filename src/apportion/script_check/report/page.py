@@ -10,13 +10,92 @@ from typing import Any
 
 from apportion.reporting.html import tables
 from apportion.reporting.html.document import document, numbers, pair, section
-from apportion.script_check.report.hang import hang_sections
-from apportion.script_check.report.heat_map import heat_map, legend
-from apportion.script_check.report.norm_chart import norm_chart, norm_keys
-from apportion.script_check.report.row_chart import batch_lines, keys, loader_facts, row_chart, rows_in_words
-from apportion.script_check.report.style import STYLE
+from apportion.script_check.hangs.sentences import operation
+from apportion.script_check.report.charts import (
+    batch_lines,
+    heat_map,
+    legend,
+    loader_facts,
+    norm_chart,
+    norm_keys,
+    row_chart,
+    row_keys,
+    rows_in_words,
+)
 
 Json = Mapping[str, Any]
+
+
+def hang_sections(answer: Json) -> Iterator[str]:
+    """Yield the sections on ranks that wait for each other; nothing where they do not."""
+    hang: Json = answer["hang"]
+    if divergence := hang.get("first_divergence"):
+        calls = divergence["calls"]
+        heads = ["rank", "call", "tensors", "line"]
+        table = tables.table(heads, [(rank, *_call(call)) for rank, call in calls.items()], texts=4)
+        about = f"Call {divergence['sequence'] + 1} of the group {divergence['group']} is the first one that differs."
+        yield section("The first collective that differs", f"<p>{escape(about)}</p>{table}")
+    if ranks := hang.get("ranks"):
+        heads = ["rank", "state", "steps", "waits in", "tensors", "line"]
+        states = [(str(each["rank"]), each["state"], str(each["steps"]), *_waiting(each)) for each in ranks]
+        body = tables.table(heads, states, texts=6)
+        if answer["ranks"]:
+            lines = "\n".join(map(escape, answer["ranks"]))
+            body += numbers("with the stacks", f"<pre>{lines}</pre>", shown=False)
+        yield section("What each rank was doing", body)
+
+
+def _waiting(rank: Json) -> tuple[str, str, str]:
+    return _call(rank["collective"]) if rank["collective"] else ("", "", rank["site"])
+
+
+def _call(call: Json | None) -> tuple[str, str, str]:
+    """Returns the cells of a call: what, of which tensors, at which line."""
+    if call is None:
+        return ("no call", "", "")
+    tensors = ", ".join(f"{kind} {list(shape)}" for shape, kind in (call["inputs"] or call["outputs"] or ()))
+    return (operation(call), tensors, str(call["site"]))
+
+
+def _dashed(number: int) -> str:
+    """Returns what makes the lines of all ranks but the first one dashed, so that one below another is seen."""
+    return "stroke-dasharray: 7 5; " if number > 1 else ""
+
+
+_DIFFER = "\n".join(
+    f".differ{level} {{ fill: var(--bad); background: var(--bad); opacity: {0.2 + 0.1 * (level - 1):.2g}; }}"
+    for level in range(1, 10)
+)
+_RANKS = "\n".join(
+    f".rank{number} {{ fill: var(--series-{number}); background: var(--series-{number}); }} "
+    f".line{number} {{ stroke: var(--series-{number}); fill: none; stroke-width: 2; {_dashed(number)}}}"
+    for number in range(1, 9)
+)
+STYLE = f"""
+svg.map {{ display: block; margin-top: .4rem; }}
+.pair h3, h3.next {{ margin-top: 1rem; }}
+svg.rows, svg.norms {{ display: block; width: 100%; height: auto; margin-top: .3rem; }}
+svg.norms {{ max-width: 620px; }} svg.rows {{ max-width: 460px; }}
+svg text.tick {{ font: 11px var(--type); fill: var(--muted); }}
+svg text.name {{ font: 12px var(--mono); fill: var(--ink); }}
+.axis {{ stroke: var(--grid); fill: none; }}
+.agree {{ fill: var(--good); background: var(--good); opacity: .3; }}
+.shared {{ fill: var(--bad); background: var(--bad); }}
+.one {{ background: var(--muted); }}
+polyline.one {{ stroke: var(--muted); fill: none; stroke-width: 5; opacity: .45; }}
+{_DIFFER}
+{_RANKS}
+.finding {{ border-left: 3px solid var(--bad); padding-left: .9rem; margin-top: 1.1rem; }}
+.finding.warning {{ border-color: var(--warn); }}
+.finding.note, .finding.accepted {{ border-color: var(--grid); }}
+.finding p {{ overflow-wrap: anywhere; }}
+.finding .sentence {{ color: var(--ink); font-weight: 600; }}
+.finding pre {{ margin-bottom: .4rem; }}
+.finding pre b {{ color: var(--bad); }}
+.verdict {{ font-size: 1.05rem; color: var(--ink); }}
+"""
+
+
 _STATES = {"the same network": "good", "the same network, but": "warn", "undecided": "warn"}
 _MEANING = {
     "another network": "On {ranks} ranks the script trains another network than it does as one process.",
@@ -154,7 +233,7 @@ def _loader(loader: Json) -> str:
         chart = row_chart(iteration, loader["rows"])
         cells.append(f"<div><p>Epoch {number}; {escape(rows_in_words(iteration))}.</p>{chart}</div>")
     ranks = len(loader["iterations"][0])
-    body += keys(ranks) + f'<div class="pair">{"".join(cells)}</div>'
+    body += row_keys(ranks) + f'<div class="pair">{"".join(cells)}</div>'
     if loader["left_out"]:
         body += f'<p class="over">{loader["left_out"]} more epochs are left out.</p>'
     heads = ["batch", *(f"rank {rank}" for rank in range(ranks))]

@@ -1,7 +1,8 @@
 """Refuses, by an audit hook, what a script in a copy of its folder would change outside of it, and its connections.
 
 The hook sees what Python's own functions do, in this process and in those forked from it. What a compiled library or
-another program does it does not see, but for those in ``compiled_writers.py``. A process cannot take it away.
+another program does it does not see; the functions of libraries that open a file in compiled code ask the guard first.
+A process cannot take the hook away.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
+from apportion.script_check.imported_modules import ImportedModules
 from apportion.script_check.sandbox.mirror import Mirror
 from apportion.script_check.sandbox.scope import within
 
@@ -64,6 +68,7 @@ class Guard:
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         rule = self._rules.get(event)
+        # Called for every audit event of the process, most of which have no rule: this test has to be cheap.
         if rule is None or getattr(self._inside, "value", False):
             return
         self._inside.value = True  # what a rule does itself is not judged
@@ -121,7 +126,7 @@ class Guard:
         return None if within(os.path.abspath(text), _FREE) or not text.startswith("/") else text
 
     def _require(self, real: str, path: Any) -> None:
-        if not self._mirror.own(real) and not within(real, _FREE):
+        if not self._mirror.contains(real) and not within(real, _FREE):
             raise PermissionError(
                 errno.EACCES,
                 "the check of the script lets it write only in the copy of its folder, in the folder for temporary "
@@ -154,3 +159,28 @@ def _is_here(host: Any) -> bool:
     except ValueError:
         return False
     return address.is_loopback or address.is_unspecified
+
+
+_WRITERS = {"torch.serialization": "save", "safetensors": "serialize_file"}
+"""The function of each module whose second argument is the file to write."""
+
+
+def wrap_compiled_writers(guard: Guard) -> None:
+    """Wrap those functions as their modules are imported."""
+    ImportedModules({module: _wrapping(guard, function) for module, function in _WRITERS.items()}).install()
+
+
+def _wrapping(guard: Guard, function: str) -> Callable[[ModuleType], None]:
+    def wrap(module: ModuleType) -> None:
+        write = getattr(module, function)
+
+        @wraps(write)
+        def asking(*args: Any, **kwargs: Any) -> Any:
+            file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            if isinstance(file, str | os.PathLike):
+                guard.allow_write(file)
+            return write(*args, **kwargs)
+
+        setattr(module, function, asking)
+
+    return wrap

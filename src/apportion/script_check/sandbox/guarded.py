@@ -8,8 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from apportion.script_check.sandbox import compiled_writers
-from apportion.script_check.sandbox.guard import Guard
+from apportion.script_check.sandbox.guard import Guard, wrap_compiled_writers
 from apportion.script_check.sandbox.mirror import Mirror
 
 
@@ -17,7 +16,7 @@ def main() -> None:
     """Install the hook, and run the module as ``python -m`` does."""
     description, module, *arguments = sys.argv[1:]
     guard = Guard(Mirror.load(description))
-    compiled_writers.install(guard)
+    wrap_compiled_writers(guard)
     guard.install()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -52,7 +52,7 @@ class Mirror:
         Path(mirror.temporary).mkdir(exist_ok=True)
         _Copy(mirror).copy()
         for path in (scope.current, scope.home, os.path.dirname(folder)):
-            mirror._link_along(path)
+            mirror._link_folders_to(path)
         mirror.description.write_text(json.dumps(asdict(mirror)))
         return mirror
 
@@ -87,7 +87,7 @@ class Mirror:
         optional = {"GIT_OPTIONAL_LOCKS": "0"}  # git status would write to the user's repository
         return {**folders, **optional, "HOME": self.root + self.home, "TMPDIR": self.temporary}
 
-    def _link_along(self, path: str) -> None:
+    def _link_folders_to(self, path: str) -> None:
         """Makes the folders on the way to a path, and the path, folders of links."""
         at = ""
         for part in ("", *Path(path).parts[1:]):
@@ -99,7 +99,7 @@ class Mirror:
                 os.mkdir(place)
             link_entries(at or "/", place)
 
-    def own(self, path: str) -> bool:
+    def contains(self, path: str) -> bool:
         """Whether a path of this file system, without links, is in the tree or may be written all the same."""
         return within(path, (self.root, *self.writable))
 
@@ -120,8 +120,9 @@ class Mirror:
         if not follow or not os.path.islink(place):
             return place
         real = os.path.realpath(place)
-        if not within(place, [self.root]) or self.own(real):
+        if not within(place, [self.root]) or self.contains(real):
             return real
+        # Looked at again under the lock, as another rank may have replaced the link meanwhile.
         with self.locked():
             if os.path.islink(place):
                 _replace_link(place, real, content)
@@ -139,7 +140,7 @@ class Mirror:
             if not os.path.islink(at):
                 continue
             real = os.path.realpath(at)
-            if self.own(real) or not os.path.isdir(real):
+            if self.contains(real) or not os.path.isdir(real):
                 at = real
                 continue
             with self.locked():
@@ -172,6 +173,7 @@ def _replace_link(place: str, real: str, content: bool) -> None:
     else:
         os.unlink(place)
         return
+    # In one step: another rank opens either the link or the copy, never half of it.
     os.replace(new, place)
 
 

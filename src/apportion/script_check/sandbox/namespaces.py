@@ -51,6 +51,7 @@ def enter(configuration: Configuration, map_all: Callable[[], bool]) -> None:
         _write("/proc/self/uid_map", f"{user} {user} 1")
         _write("/proc/self/setgroups", "deny")  # without it the kernel takes no map of groups from this process
         _write("/proc/self/gid_map", f"{group} {group} 1")
+    # It is down in a new network namespace, and the ranks find each other by it.
     linux.raise_loopback()
 
 

@@ -89,6 +89,7 @@ class Sandbox:
         self._control, theirs = socket.socketpair()
         if sys.platform == "linux":
             self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # Closed here once the leader has it: the end of the leader then shows as the end of the stream.
         with theirs:
             self._leader = subprocess.Popen(
                 [
@@ -182,9 +183,11 @@ class Sandbox:
             data, ancillary = b"", []
         if not data:
             self._set_closed()
+        # In a namespace of its own a process has another number than here; the kernel translates the one in the
+        # credentials.
         sender = next((_CREDENTIALS.unpack(content[: _CREDENTIALS.size])[0] for _, _, content in ancillary), 0)
         for line in data.decode().splitlines():
-            self._take(line, sender)
+            self._handle_report(line, sender)
 
     def close(self) -> None:
         """End all processes of the sandbox and wait for it."""
@@ -193,6 +196,7 @@ class Sandbox:
         except OSError:  # it has ended already
             pass
         try:
+            # The leader ends once all processes of the sandbox have, so that nothing of the script runs after this.
             self._leader.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._leader.kill()
@@ -208,7 +212,7 @@ class Sandbox:
         for rank in self._ranks:
             rank.returncode = -9 if rank.returncode is None else rank.returncode
 
-    def _take(self, line: str, sender: int) -> None:
+    def _handle_report(self, line: str, sender: int) -> None:
         word, _, rest = line.partition(" ")
         if word == "started":
             number, own = map(int, rest.split())

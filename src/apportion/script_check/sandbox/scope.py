@@ -37,7 +37,7 @@ def scope_of(folder: Path, arguments: Sequence[str], environment: Mapping[str, s
     """Returns the scope of a script in ``folder`` that is called with ``arguments`` from the current folder."""
     home = environment.get("HOME") or os.path.expanduser("~")
     temporary = _folders([environment.get("TMPDIR", ""), "/tmp", "/var/tmp"])
-    named = _folders([*_of_environment(environment), *map(_existing, _of_arguments(arguments))])
+    named = _folders([*_folders_in_environment(environment), *map(_existing, _paths_in_arguments(arguments))])
     return FileScope(os.path.realpath(folder), os.getcwd(), os.path.realpath(home), temporary, named[:_MOST_NAMED])
 
 
@@ -49,13 +49,13 @@ def argument_path(argument: str) -> tuple[str, str]:
     return (name + sign, path) if os.path.isabs(path) else (argument, "")
 
 
-def _of_environment(environment: Mapping[str, str]) -> Iterator[str]:
+def _folders_in_environment(environment: Mapping[str, str]) -> Iterator[str]:
     for value in environment.values():
         if os.path.isabs(value) and os.path.isdir(value) and os.access(value, os.W_OK):
             yield value
 
 
-def _of_arguments(arguments: Sequence[str]) -> Iterator[str]:
+def _paths_in_arguments(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         _, path = argument_path(argument)
         if path:

@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 
 def check_aggregation(how: str, weights: Sequence[float] | None, members: int) -> None:
-    """Raise ValueError where so many members cannot be aggregated in this way with these weights."""
+    """Raise ValueError where this number of members cannot be aggregated in this way with these weights."""
     if how not in get_args(Aggregation):
         raise ValueError(f"aggregation={how!r} must be one of {', '.join(get_args(Aggregation))}")
     if (weights is not None) != (how == "weighted_mean"):

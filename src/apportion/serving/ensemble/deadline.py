@@ -8,8 +8,8 @@ time it is.
     b  -------- answers                           |       from a, b and c as soon as all three are there;
     c  ------------------ answers                 |
     c  ------------------------------------------ | --    from a and b at the deadline; c is late
-    b, c  -------------------------------------- -| --    DeadlineExceeded: a alone is no quorum
-    b, c  --- die                                         NoQuorum at once: there is nobody left to wait for
+    b, c  -------------------------------------- -| --    DeadlineExceeded: a alone is not a quorum
+    b, c  --- die                                         NoQuorum at once: no member is left to wait for
 
 One absolute deadline (of the host's monotonic clock) travels with a request through every queue and process. Answers
 that come after the outcome change nothing.
@@ -59,6 +59,7 @@ class QuorumState:
 
     def __post_init__(self) -> None:
         check_quorum(self.quorum, self.members)
+        # Asserted once for each selection of members, and not for every request: see ``until``.
         strangers = self.awaited - set(self.members)
         assert not strangers, f"awaited {sorted(strangers)} of {self.members}"
 
@@ -96,23 +97,24 @@ class QuorumState:
         waited_for, reached = self.open, len(self.answered) >= self.quorum
         if reached and (not waited_for or now >= self.deadline):
             return self._answer()
+        # Those that are still open could all answer: only if even that would not reach the quorum is waiting pointless.
         unreachable = len(self.answered) + len(waited_for) < self.quorum or (not waited_for and not self.awaited)
         # What a client is to do next depends on the time alone, also where members have failed as well: a member's
         # word that its time is up may come before this process's own timer.
         if now >= self.deadline or (self.expired and unreachable):
             late = waited_for | self.expired
-            return DeadlineExceeded(f"the deadline passed before {self._told(late)} answered: {self._needs}")
+            return DeadlineExceeded(f"the deadline passed before {self._names(late)} answered: {self._needs}")
         if not self.awaited and unreachable and not self.answered:
             return NoQuorum(f"none of the members {', '.join(self.members)} is up: {self._needs}")
         if unreachable:
-            return NoQuorum(f"{self._told(self.failed)} failed: {self._needs}")
+            return NoQuorum(f"{self._names(self.failed)} failed: {self._needs}")
         return None
 
     @property
     def _needs(self) -> str:
         return f"{len(self.answered)} answered of the {self.quorum} that the quorum needs"
 
-    def _told(self, some: Collection[str]) -> str:
+    def _names(self, some: Collection[str]) -> str:
         return ", ".join(self._in_order(some)) or "no member"
 
     def _answer(self) -> Answer:
@@ -135,6 +137,6 @@ def check_quorum(quorum: int, members: Collection[str]) -> None:
         raise ValueError(f"quorum={quorum} of {len(members)} members: it is one member at least and all at most")
 
 
-def expires(now: float, seconds: float | None, default: float) -> float:
-    """Return the absolute deadline of a request that asks for so many seconds; None takes the server's own."""
+def absolute_deadline(now: float, seconds: float | None, default: float) -> float:
+    """Return the absolute deadline of a request that asks for ``seconds``; None takes the server's own."""
     return now + (default if seconds is None else seconds)

@@ -15,10 +15,10 @@ from statistics import median
 from apportion.serving.ensemble.aggregation import Aggregation, combined
 from apportion.serving.ensemble.deadline import Answer, QuorumState
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
+from apportion.serving.pool.dynamic_batcher import Lost, MemberTask, Outcome, Refused
 from apportion.serving.pool.frames import Placed
 from apportion.serving.pool.member import Member
 from apportion.serving.pool.shared_arena import Lease
-from apportion.serving.pool.task import Lost, MemberTask, Outcome, Refused
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import Expired, Spec
 
@@ -69,15 +69,15 @@ class Ensemble:
     _unanswered: dict[tuple[tuple[str, ...], tuple[str, ...]], QuorumState] = field(default_factory=dict)
 
     @property
-    def seats(self) -> list[Member]:
+    def distinct_members(self) -> list[Member]:
         """The ``Member`` objects, each of them once."""
         return list(dict.fromkeys(self.members.values()))
 
-    def ask(self, question: InferenceRequest, told: Callable[[EnsembleResult | Exception], None]) -> PendingRequest:
-        """Ask the members, and take what they answer by the deadline. ``told`` is called once, perhaps at once: with
+    def ask(self, question: InferenceRequest, report: Callable[[EnsembleResult | Exception], None]) -> PendingRequest:
+        """Ask the members, and take what they answer by the deadline. ``report`` is called once, perhaps at once: with
         the result, or with DeadlineExceeded, NoQuorum, Overloaded, or Refused where the models do not take these
         inputs."""
-        asking = PendingRequest(self, question, told)
+        asking = PendingRequest(self, question, report)
         asking.begin()
         return asking
 
@@ -85,7 +85,7 @@ class Ensemble:
         """Ask the members as ``ask`` does, and wait for the result; raises the error where there is none."""
         future: asyncio.Future[EnsembleResult] = asyncio.get_running_loop().create_future()
 
-        def told(found: EnsembleResult | Exception) -> None:
+        def report(found: EnsembleResult | Exception) -> None:
             if future.done():
                 return
             if isinstance(found, EnsembleResult):
@@ -93,11 +93,11 @@ class Ensemble:
             else:
                 future.set_exception(found)
 
-        asking = self.ask(question, told)
+        asking = self.ask(question, report)
         try:
             return await future
         finally:
-            asking.leave()
+            asking.abandon()
 
     def unanswered(self, names: tuple[str, ...], awaited: tuple[str, ...], quorum: int) -> QuorumState:
         """Return the state of a request before the first answer, which most requests have in common."""
@@ -121,8 +121,8 @@ class Ensemble:
             awaited.append(name)
             if name in probed:
                 probed.remove(name)
-        seats = {self.members[name] for name in awaited}  # who computes one of several has the others as well
-        awaited += [name for name in names if name not in awaited and self.members[name] in seats]
+        asked = {self.members[name] for name in awaited}  # a member with several names computes all of them at once
+        awaited += [name for name in names if name not in awaited and self.members[name] in asked]
         return awaited, [name for name in probed if name not in awaited]
 
 
@@ -130,9 +130,9 @@ class PendingRequest:
     """A request to the ensemble, from the first queue to its outcome."""
 
     def __init__(
-        self, ensemble: Ensemble, question: InferenceRequest, told: Callable[[EnsembleResult | Exception], None]
+        self, ensemble: Ensemble, question: InferenceRequest, report: Callable[[EnsembleResult | Exception], None]
     ) -> None:
-        self.ensemble, self.question, self._told = ensemble, question, told
+        self.ensemble, self.question, self._report = ensemble, question, report
         self.names, self.deadline = question.names, question.deadline
         self.over = False
         self.outputs: dict[str, list[Array]] = {}
@@ -147,25 +147,27 @@ class PendingRequest:
         self.began = now = loop.time()
         quorum = min(self.ensemble.quorum, len(self.names))
         awaited, probed = self.ensemble.waited_for(self.names, quorum, now)
+        # Members get the client's deadline, the decision is taken a little before it: combining the outputs and sending
+        # the response must fit into the rest.
         ends = self.deadline - self.ensemble.reserve
         self.gathering = self.ensemble.unanswered(self.names, tuple(awaited), quorum).until(ends)
         self.timer = loop.call_at(ends, self._decide, ends)
-        if now >= ends:  # it came too late: nobody is asked, nobody is to blame
+        if now >= ends:  # the request came too late: no member is asked, and none counts as late
             self._decide()
             return
-        seats: dict[Member, list[str]] = {}
+        names_of: dict[Member, list[str]] = {}
         for name in [*awaited, *probed]:
-            seats.setdefault(self.ensemble.members[name], []).append(name)
-        for seat, names in seats.items():
+            names_of.setdefault(self.ensemble.members[name], []).append(name)
+        for member, names in names_of.items():
             if self.over:
                 return
             if names[0] in probed:
-                seat.breaker = seat.breaker.probed()
-            self._ask(seat, names)
+                member.breaker = member.breaker.probed()
+            self._ask(member, names)
         if self.full or not awaited:  # else there is nothing to decide before a member has answered
             self._decide()
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Give the request up, because the caller has gone away: no other member is waited for."""
         if not self.over:
             self.over = True
@@ -178,50 +180,52 @@ class PendingRequest:
         it, and not only at Python's next garbage collection."""
         self.works, self.full, self.refused = {}, [], []
 
-    def _ask(self, seat: Member, names: list[str], *, first: bool = False) -> None:
+    def _ask(self, member: Member, names: list[str], *, first: bool = False) -> None:
         asked = self.question
         work = MemberTask(
             asked.tensors,
             asked.rows,
             asked.deadline,
-            lambda outcome: self._settled(seat, names, outcome),
+            lambda outcome: self._settled(member, names, outcome),
             held=asked.held,
         )
-        self.works[seat] = work
+        self.works[member] = work
         try:
-            seat.batcher.submit(work, first=first)
+            member.batcher.submit(work, first=first)
         except Overloaded as error:
             self.full.append(error)
-            seat.breaker = seat.breaker.refused()
+            member.breaker = member.breaker.refused()
             for name in names:
                 self.gathering = self.gathering.with_failure(name)
 
-    def _settled(self, seat: Member, names: list[str], outcome: Outcome) -> None:
+    def _settled(self, member: Member, names: list[str], outcome: Outcome) -> None:
         now = asyncio.get_running_loop().time()
         if isinstance(outcome, list):
-            self._answered(seat, names, outcome, now)
+            self._answered(member, names, outcome, now)
             return
-        if isinstance(outcome, Lost) and self._ask_again(seat, names, now):
+        if isinstance(outcome, Lost) and self._ask_again(member, names, now):
             return
         if isinstance(outcome, Refused):
             self.refused.append(outcome)
-            seat.breaker = seat.breaker.in_time(now)
+            member.breaker = member.breaker.in_time(now)
         elif not isinstance(outcome, Lost):
-            self._late(seat, names, now)
+            self._late(member, names, now)
         expired = isinstance(outcome, Expired)
         for name in names:
             state = self.gathering
             self.gathering = state.with_expired(name) if expired else state.with_failure(name)
         self._decide()
 
-    def _answered(self, seat: Member, names: list[str], outputs: list[Array], now: float) -> None:
-        every = [name for name, other in self.ensemble.members.items() if other is seat]
+    def _answered(self, member: Member, names: list[str], outputs: list[Array], now: float) -> None:
+        every = [name for name, other in self.ensemble.members.items() if other is member]
+        # A member of several names (in_graph) returns all their outputs in the order of the names; each has as many as
+        # the others.
         each = len(outputs) // len(every)
         last = not self.gathering.open - {*names}
-        if now > self.deadline or (last and self._holds_up(seat)):
-            self._late(seat, names, now)
+        if now > self.deadline or (last and self._holds_up(member)):
+            self._late(member, names, now)
         else:
-            seat.breaker = seat.breaker.in_time(now)
+            member.breaker = member.breaker.in_time(now)
         if self.over:
             return
         for name in names:
@@ -230,35 +234,35 @@ class PendingRequest:
             self.gathering = self.gathering.with_answer(name)
         self._decide()
 
-    def _holds_up(self, seat: Member) -> bool:
+    def _holds_up(self, member: Member) -> bool:
         """Return whether the member is slower than usual by far more than the others of this request are."""
-        others = [other.batcher.times.slowdown for other in self.works if other is not seat]
-        return bool(others) and seat.batcher.times.slowdown > SLOW * max(1.0, median(others))
+        others = [other.batcher.times.slowdown for other in self.works if other is not member]
+        return bool(others) and member.batcher.times.slowdown > SLOW * max(1.0, median(others))
 
-    def _ask_again(self, seat: Member, names: list[str], now: float) -> bool:
+    def _ask_again(self, member: Member, names: list[str], now: float) -> bool:
         """Ask the member's next process once more where the last one died with the request and the quorum cannot be
         reached without it. Returns whether it was asked."""
         without = self.gathering
         for name in names:
             without = without.with_failure(name)
-        if self.over or seat in self.again or not isinstance(without.outcome(now), NoQuorum):
+        if self.over or member in self.again or not isinstance(without.outcome(now), NoQuorum):
             return False
         if now >= self.gathering.deadline:
             return False
-        self.again.add(seat)
-        self._ask(seat, names, first=True)
+        self.again.add(member)
+        self._ask(member, names, first=True)
         self._decide()
         return True
 
-    def _late(self, seat: Member, names: Sequence[str], now: float) -> None:
+    def _late(self, member: Member, names: Sequence[str], now: float) -> None:
         if (
             self.deadline - self.began
-            < 2 * seat.batcher.times.pace.expected(self.question.rows) + 2 * self.ensemble.reserve
+            < 2 * member.batcher.times.pace.expected(self.question.rows) + 2 * self.ensemble.reserve
         ):
-            seat.breaker = seat.breaker.refused()  # nobody could have been in time
+            member.breaker = member.breaker.refused()  # no member could have been in time
             return
-        if self.began >= seat.missed_at:  # of those that waited at the same time one counts
-            seat.breaker, seat.missed_at = seat.breaker.late(now), now
+        if self.began >= member.missed_at:  # of those that waited at the same time one counts
+            member.breaker, member.missed_at = member.breaker.late(now), now
         for name in names:
             self.ensemble.missed(name)
 
@@ -276,26 +280,26 @@ class PendingRequest:
         self._give_up_on_the_rest(now, timed_out=now >= self.gathering.deadline)
         found = self._found(outcome)
         self._let_go()
-        self._told(found)
+        self._report(found)
 
     def _found(self, outcome: Answer | DeadlineExceeded | NoQuorum) -> EnsembleResult | Exception:
         if isinstance(outcome, Answer):
             try:
                 return EnsembleResult(outcome, self._combined(outcome))
-            except Exception as error:  # nobody may be left waiting
+            except Exception as error:  # the caller must get an outcome in any case
                 return NoQuorum(f"the members' outputs do not fit together: {error}")
         if isinstance(outcome, NoQuorum) and (self.refused or self.full):
             return self.refused[0] if self.refused else self.full[0]
         return outcome
 
     def _give_up_on_the_rest(self, now: float, *, timed_out: bool) -> None:
-        for seat, work in self.works.items():
-            names = [name for name in self.names if self.ensemble.members[name] is seat]
+        for member, work in self.works.items():
+            names = [name for name in self.names if self.ensemble.members[name] is member]
             if work.over or not self.gathering.awaited & {*names}:
                 continue  # a probe goes on until its own deadline
             work.over = True
             if timed_out:
-                self._late(seat, names, now)
+                self._late(member, names, now)
 
     def _combined(self, answer: Answer) -> list[Array]:
         weights = self.ensemble.weights

@@ -8,25 +8,48 @@
 
 It is implemented here, on httptools' parser, to control what happens between a body's first byte and an answer's last
 one: a server that hands bodies on in pieces takes longer over half a megabyte than all else here together. Every state
-has a time limit: ``look`` disconnects a client that sends or reads too slowly.
+has a time limit: ``enforce_time_limits`` disconnects a client that sends or reads too slowly.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, MutableSet
+from enum import IntEnum
 from typing import cast
 
 from apportion.serving.errors import Overloaded
-from apportion.serving.http.chunked_body import Chunks
-from apportion.serving.http.connection_state import ConnectionState
-from apportion.serving.http.incoming_request import DROPPED_BYTES, ConnectionRequest, IncomingRequest
-from apportion.serving.http.receive_buffer import ReceiveBuffer
-from apportion.serving.http.request_head import MOST_BYTES, Head
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.response_writer import ResponseWriter
-from apportion.serving.http.unread_responses import Unread
+from apportion.serving.http.incoming_request import DROPPED_BYTES, Chunks, ConnectionRequest, IncomingRequest
+from apportion.serving.http.request_head import MOST_BYTES, Head, ReceiveBuffer
+from apportion.serving.http.response import HTTPError, Response, ResponseWriter, Unread
 from apportion.serving.pool.shared_arena import Lease
+
+
+class ConnectionState(IntEnum):
+    """The part of a request that a connection is at."""
+
+    HEAD = 0
+    """A head is due, or on its way; the answer before it may still be being sent."""
+    BODY = 1
+    """A head has come, and its body has not, or not all of it."""
+    ANSWER = 2
+    """A whole request has come, and its answer is due."""
+    ENDING = 3
+    """The last answer is given: what the client still sends is dropped."""
+    OVER = 4
+    """The connection is lost."""
+
+
+_S = ConnectionState
+FOLLOWING: tuple[frozenset[ConnectionState], ...] = (
+    frozenset({_S.BODY, _S.ENDING, _S.OVER}),
+    frozenset({_S.ANSWER, _S.HEAD, _S.ENDING, _S.OVER}),
+    frozenset({_S.HEAD, _S.ENDING, _S.OVER}),
+    frozenset({_S.OVER}),
+    frozenset(),
+)
+"""The states that may follow each state, by its number."""
+
 
 IDLE_SECONDS = 75.0
 """The seconds that a connection may be idle between two requests."""
@@ -62,7 +85,7 @@ class Connection(asyncio.BufferedProtocol):
         self._since = self._loop.time()
         self._advancing, self._last = False, last
 
-    # Of asyncio
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -75,10 +98,10 @@ class Connection(asyncio.BufferedProtocol):
         self._state = OVER
         request, self._request = self._request, None
         if request is not None and request.asked is not None:
-            request.asked.leave()
+            request.asked.abandon()
 
     def eof_received(self) -> bool:
-        return False  # nobody who waits for an answer says that it sends no more: the client has gone
+        return False  # a client that waits for an answer keeps its side open: this one has gone
 
     def pause_writing(self) -> None:
         self._writer.pause(self._loop.time())
@@ -96,6 +119,8 @@ class Connection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         request = self._request
         if request is not None and request.body is not None and self._state is BODY:
+            # The socket is read straight into the memory of the request, which members share where it is large: this
+            # process copies no more of it than what came together with the head.
             return request.body[request.filled :]
         return memoryview(self._received.memory) if self._state is ENDING else self._received.room()
 
@@ -106,9 +131,9 @@ class Connection(asyncio.BufferedProtocol):
         if request is not None and request.body is not None and self._state is BODY:
             request.filled += nbytes
             if request.filled == len(request.body):
-                self._whole(request)
+                self._body_complete(request)
             else:
-                self._judge(request)
+                self._check_partial(request)
             return
         self._received.end += nbytes
         self._advance()
@@ -118,6 +143,8 @@ class Connection(asyncio.BufferedProtocol):
     # A request, as far as it has come
 
     def _advance(self) -> None:
+        # An answer may be given while the loop below runs, and it resumes reading: without this guard the parser would
+        # be entered twice.
         if self._advancing:
             return
         self._advancing = True
@@ -133,6 +160,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(error)
         finally:
             self._advancing = False
+        # All was used: the next head begins at the front, and the buffer seldom has to be moved or to grow.
         if received.begin == received.end:
             received.begin = received.end = received.fed = 0
 
@@ -169,7 +197,7 @@ class Connection(asyncio.BufferedProtocol):
         if head.length is None:
             request.chunks = Chunks(CHUNKED_BYTES)
         elif head.length == 0:
-            self._whole(request)
+            self._body_complete(request)
 
     def _room(self, asked: ConnectionRequest, length: int) -> tuple[memoryview, Lease | None]:
         """Return memory for the body, if need be that of bodies which hardly come."""
@@ -200,18 +228,18 @@ class Connection(asyncio.BufferedProtocol):
         some.release()
         received.begin = received.fed = received.begin + took
         if whole:
-            self._whole(request)
+            self._body_complete(request)
         else:
-            self._judge(request)
+            self._check_partial(request)
         return whole or took > 0
 
-    def _judge(self, request: IncomingRequest) -> None:
+    def _check_partial(self, request: IncomingRequest) -> None:
         try:
-            request.judge()
+            request.check_partial()
         except Exception as error:
             self._refuse(error)
 
-    def _whole(self, request: IncomingRequest) -> None:
+    def _body_complete(self, request: IncomingRequest) -> None:
         if request.refusal is not None:
             self._answer(request.refusal)
         else:
@@ -232,7 +260,8 @@ class Connection(asyncio.BufferedProtocol):
         if last:
             self._state = ENDING
             self._read_on()
-            # A socket that is closed with bytes unread takes back what was sent: ``look`` ends the connection.
+            # A socket that is closed with bytes unread sends a reset, which may discard the answer before the client
+            # has read it: the connection lingers until ``enforce_time_limits`` ends it.
             if self._writer.done:
                 self._writer.write_eof()
         else:
@@ -246,7 +275,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._transport.is_reading():
             self._transport.resume_reading()
-        if self._received.begin < self._received.end:  # not at once: whoever has given this answer is to finish first
+        if self._received.begin < self._received.end:  # not at once: the caller that gave this answer finishes first
             self._loop.call_soon(self._advance)
 
     def _refuse(self, error: Exception) -> None:
@@ -254,15 +283,15 @@ class Connection(asyncio.BufferedProtocol):
         if self._request is not None and self._request.asked is not None:
             self._answer(self._request.asked.failed(error), last=True)
         else:
-            assert isinstance(error, HTTPError), "only who takes a body knows what else may be wrong"
+            assert isinstance(error, HTTPError), "only the request that takes a body raises other errors"
             self._answer(error.reply(), last=True)
 
-    # From outside
+    # Called by the listener
 
-    def look(self, now: float) -> None:
+    def enforce_time_limits(self, now: float) -> None:
         """Disconnect the client where a time limit has passed. Called every ``LOOK_SECONDS`` by the listener."""
         if self._writer.stuck_since is not None:
-            self._writer.look(now)
+            self._writer.enforce_time_limits(now)
         elif self._state is ENDING and now > self._since + LINGER_SECONDS:
             self._transport.abort()
         elif self._state is HEAD and self._received.fed <= self._received.begin and now > self._since + IDLE_SECONDS:

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 
 from apportion.comm.sync import CACHE_LINE
 from apportion.serving.config import ENSEMBLE, Serving
-from apportion.serving.ensemble.deadline import expires
+from apportion.serving.ensemble.deadline import absolute_deadline
 from apportion.serving.ensemble.ensemble import Ensemble, EnsembleResult, InferenceRequest, PendingRequest
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.http.request_head import Head, number
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.unread_responses import Unread
+from apportion.serving.http.response import HTTPError, Response, Unread
 from apportion.serving.log import log
 from apportion.serving.pool.frames import INLINE_BYTES, placed
 from apportion.serving.pool.shared_arena import Arena, Lease
@@ -52,7 +51,7 @@ class ServedModel:
         """Raise Unfit where the model does not take such a tensor."""
         spec = self._by_name.get(name)
         if spec is None:
-            raise Unfit(f"there is no input {shown(name)}: it is one of {', '.join(self.names)}")
+            raise Unfit(f"input {shown(name)} is unknown: it is one of {', '.join(self.names)}")
         if (why := spec.refusal(datatype, shape)) is not None:
             raise Unfit(why)
 
@@ -102,7 +101,7 @@ class InferCall:
         self._came = asyncio.get_running_loop().time()
         self._asking: PendingRequest | None = None
         self._request: Request | None = None
-        self._told: Callable[[Response], None] | None = None
+        self._respond: Callable[[Response], None] | None = None
         self._over = False
         app.busy += 1
 
@@ -115,17 +114,19 @@ class InferCall:
         self._check_json(length if self._json_bytes is None else self._json_bytes)
         if length <= INLINE_BYTES:
             return memoryview(bytearray(length)), None
+        # The tensors begin after the JSON: the lease is shifted so that their first byte, and not that of the JSON,
+        # lies on a cache line. Members then read the first tensor without copying it.
         before = -(self._json_bytes or 0) % CACHE_LINE
         lease = self._app.inbox.lease(before + length)
         if lease is None:
-            raise Overloaded(f"there is no memory for {length} bytes now", seconds=self._app.serving.deadline)
+            raise Overloaded(f"no memory is free for {length} bytes now", seconds=self._app.serving.deadline)
         return lease.memory[before : before + length], lease
 
     def _check_json(self, size: int) -> None:
         if size > (most := self._app.serving.most_json_bytes):
             raise HTTPError(413, f"the request has {size} bytes of JSON, of {most} at most: send its tensors as bytes")
 
-    def judged(self, so_far: memoryview) -> bool:
+    def check_partial(self, so_far: memoryview) -> bool:
         """Refuse a long body by the JSON that it begins with, before its tensors come. Returns whether that is done."""
         size = self._json_bytes
         if size is None or not 0 < size <= JUDGED_JSON_BYTES:
@@ -136,9 +137,9 @@ class InferCall:
         check_declared(so_far[:size], takes=served.names, check=served.check)
         return True
 
-    def came(self, body: memoryview, held: Lease | None, told: Callable[[Response], None]) -> None:
-        """Take the complete body and ask the members. ``told`` is called once with the response, perhaps at once."""
-        self._told = told
+    def body_received(self, body: memoryview, held: Lease | None, respond: Callable[[Response], None]) -> None:
+        """Take the complete body and ask the members. ``respond`` is called once with the response, perhaps at once."""
+        self._respond = respond
         try:
             self._check_json(len(body) if self._json_bytes is None else self._json_bytes)
             served = self._app.specs(self._model)
@@ -151,7 +152,7 @@ class InferCall:
             if self._over:  # it has been answered already
                 defect(error)
             else:
-                told(self.failed(error))
+                respond(self.failed(error))
 
     def _question(self, request: Request, held: tuple[Lease, ...]) -> InferenceRequest:
         app = self._app
@@ -160,7 +161,7 @@ class InferCall:
         if request.outputs is not None:
             known = [spec.name for spec in served.outputs]
             if strange := [asked.name for asked in request.outputs if asked.name not in known]:
-                raise ValueError(f"there is no output {shown(strange[0])}: it is one of {', '.join(known)}")
+                raise ValueError(f"output {shown(strange[0])} is unknown: it is one of {', '.join(known)}")
         timeout = request.timeout
         if timeout is not None and timeout > app.serving.longest_deadline:
             raise ValueError(
@@ -169,30 +170,31 @@ class InferCall:
             )
         rows = len(given[0].array) if given[0].array.ndim else 1
         tensors, leases = placed([(tensor.datatype, tensor.array) for tensor in given], app.inbox, held)
-        deadline = expires(self._came, timeout, app.serving.deadline)
+        deadline = absolute_deadline(self._came, timeout, app.serving.deadline)
         return InferenceRequest(tensors, rows, deadline, self._names, leases, combined=self._model == ENSEMBLE)
 
     def _answered(self, found: EnsembleResult | Exception) -> None:
-        assert self._told is not None
+        assert self._respond is not None
         if self._over:
             return
         if isinstance(found, Exception):
-            self._told(self.failed(found))
+            self._respond(self.failed(found))
             return
         try:
             reply = self._reply(found)
         except Exception as error:
             reply = self.failed(error)
         else:
-            self._leave()
+            self._release()
             self._app.noted(reply, self._model, self._began, found)
-        self._told(reply)
+        self._respond(reply)
 
     def _reply(self, result: EnsembleResult) -> Response:
         assert self._request is not None
         request, specs = self._request, self._app.specs(self._model).outputs
         found = {s.name: NamedTensor(s.name, s.datatype, x) for s, x in zip(specs, result.outputs, strict=True)}
         coming = sum(tensor.array.nbytes for tensor in found.values())
+        # Room is made before the response is encoded, since encoding doubles the memory that the outputs take.
         self._app.unread.make_room(asyncio.get_running_loop().time(), coming=coming)
         asked = list(found.values()) if request.outputs is None else [found[asked.name] for asked in request.outputs]
         pieces, said = write_response(_head(self._model, request, result), asked, request)
@@ -202,19 +204,19 @@ class InferCall:
 
     def failed(self, error: Exception) -> Response:
         """End the request with an error, and return the response to it."""
-        self._leave()
+        self._release()
         return self._app.noted(reply_to(error), self._model, self._began)
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Give the request up, because the client has gone: nothing more is computed for it."""
         if not self._over:
             asking = self._asking
-            self._leave()
+            self._release()
             if asking is not None:
-                asking.leave()
+                asking.abandon()
             self._app.note(self._model, LEFT, time.perf_counter() - self._began, None)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         if not self._over:
             self._over, self._asking = True, None
             self._app.busy -= 1

@@ -52,7 +52,7 @@ class Listener:
         self._sock.setblocking(False)
         self._sock.listen(self._app.serving.most_requests)
         self._loop.add_reader(self._sock, self._accept)
-        self._looking = self._loop.create_task(self._look())
+        self._looking = self._loop.create_task(self._watch())
 
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
@@ -66,13 +66,13 @@ class Listener:
                 self._loop.call_later(PAUSE_SECONDS, self._accept_again)
                 return
             sock.setblocking(False)
-            self._take(sock)
+            self._take_connection(sock)
 
     def _accept_again(self) -> None:
         if self._sock.fileno() >= 0:
             self._loop.add_reader(self._sock, self._accept)
 
-    def _take(self, sock: socket.socket) -> None:
+    def _take_connection(self, sock: socket.socket) -> None:
         """Take a new connection; where there are too many, in the place of those that have been idle for longest."""
         full = len(self._every) + len(self._opening) >= self._most and not self._make_room()
         if full and len(self._refusing) >= REFUSED_AT_ONCE:
@@ -107,25 +107,25 @@ class Listener:
     def _refused(self, head: Head) -> Response:
         return HTTPError(503, f"there are {self._most} connections already", (b"retry-after", b"1")).reply()
 
-    async def _look(self) -> None:
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._loop.time()
-            self._app.unread.look(now)
-            self._say(now)
+            self._app.unread.enforce_limits(now)
+            self._log_disconnected(now)
             for connection in [*self._every, *self._refusing]:
                 try:
-                    connection.look(now)
-                except Exception as error:  # the others are to be looked after all the same
+                    connection.enforce_time_limits(now)
+                except Exception as error:  # the other connections are watched all the same
                     log("defect", level="error", why=repr(error))
                     connection.abort()
 
-    def _say(self, now: float) -> None:
+    def _log_disconnected(self, now: float) -> None:
         """Log how many clients were disconnected, every ``SAID_SECONDS`` at most."""
-        many = self._gave_way + self._turned_away + self._app.unread.let_go
-        if many == self._said or now < self._said_at + SAID_SECONDS:
+        count = self._gave_way + self._turned_away + self._app.unread.let_go
+        if count == self._said or now < self._said_at + SAID_SECONDS:
             return
-        self._said, self._said_at = many, now
+        self._said, self._said_at = count, now
         log(
             "clients let go",
             level="warning",
@@ -136,14 +136,14 @@ class Listener:
         )
 
     async def close(self, seconds: float) -> None:
-        """Take no new connections, and give the answers that are due, for so many seconds at most."""
+        """Take no new connections, and give the answers that are due, for ``seconds`` at most."""
         self._loop.remove_reader(self._sock)
         self._sock.close()
         end = self._loop.time() + seconds
         self._drain()
         while any(connection.busy for connection in self._every) and self._loop.time() < end:
             await asyncio.sleep(0.01)
-            self._drain()  # who had just connected as well
+            self._drain()  # connections that were just opened as well
         self._looking.cancel()
         for connection in [*self._every, *self._refusing]:
             connection.end()
@@ -155,8 +155,8 @@ class Listener:
 
 
 def most_connections(descriptors: int, used: int, members: int) -> int:
-    """Return how many connections there may be where this process may have so many descriptors, of which so many are
-    used."""
+    """Return how many connections there may be where this process may have ``descriptors``, of which ``used``
+    are taken."""
     if descriptors == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
     kept = used + SPARE_DESCRIPTORS + REFUSED_AT_ONCE + ACCEPTED_AT_ONCE + DESCRIPTORS_OF_A_PROCESS * (members + 1)

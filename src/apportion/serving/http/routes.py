@@ -18,8 +18,7 @@ from apportion.serving.errors import Overloaded
 from apportion.serving.http.host_names import Hosts
 from apportion.serving.http.infer_request import VERSION, InferCall, ServedModel, defect, reply_to
 from apportion.serving.http.request_head import Head
-from apportion.serving.http.response import HTTPError, Response
-from apportion.serving.http.unread_responses import Unread
+from apportion.serving.http.response import HTTPError, Response, Unread
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.pool.shared_arena import Arena
@@ -68,7 +67,7 @@ class App:
         except (HTTPError, Overloaded) as error:
             return self.noted(reply_to(error), model, began)
 
-    # What is no inference
+    # Metadata, health and pages
 
     def _other(self, method: str, path: str) -> Response:
         try:
@@ -87,18 +86,18 @@ class App:
             return lambda: Response(200, body(), kind)
         match parts := path.strip("/").split("/"):
             case ["v2"]:
-                return lambda: _told(self._server())
+                return lambda: _json_response(self._server())
             case ["v2", "health", "live"]:
-                return lambda: _told({"live": True})
+                return lambda: _json_response({"live": True})
             case ["v2", "health", "ready"]:
                 return lambda: _ready(self.ready)
             case ["v2", "models", model] | ["v2", "models", model, "versions", _]:
                 self._known(parts, model)
-                return lambda: _told(self._metadata(model))
+                return lambda: _json_response(self._metadata(model))
             case ["v2", "models", model, "ready"] | ["v2", "models", model, "versions", _, "ready"]:
                 self._known(parts, model)
                 return lambda: self._model_ready(model)
-        raise HTTPError(404, f"there is no {path[:200]}")
+        raise HTTPError(404, f"{path[:200]} does not exist")
 
     def _known(self, parts: Sequence[str], model: str) -> tuple[str, ...]:
         if model not in self._models:
@@ -146,7 +145,7 @@ class App:
             case ["v2", "models", model, "infer"] | ["v2", "models", model, "versions", _, "infer"]:
                 names = self._known(parts, model)
             case _:
-                raise HTTPError(404, f"there is no {head.path[:200]}")
+                raise HTTPError(404, f"{head.path[:200]} does not exist")
         if head.method != "POST":
             raise HTTPError(405, f"{head.path[:200]} is asked for with POST, not {head.method}", (b"allow", b"POST"))
         if self.draining:
@@ -178,12 +177,12 @@ def _described(spec: Spec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": [-1 if n is None else n for n in spec.shape]}
 
 
-def _told(answer: Mapping[str, Any], status: int = 200) -> Response:
+def _json_response(answer: Mapping[str, Any], status: int = 200) -> Response:
     return Response(status, orjson.dumps(answer))
 
 
 def _ready(ready: bool, **about: str) -> Response:
     """Return the response to a question whether the server or a model is ready; if not, it is 503 with an "error"."""
     if ready:
-        return _told({**about, "ready": True})
-    return _told({**about, "ready": False, "error": "fewer members have answered than the quorum needs"}, 503)
+        return _json_response({**about, "ready": True})
+    return _json_response({**about, "ready": False, "error": "fewer members have answered than the quorum needs"}, 503)

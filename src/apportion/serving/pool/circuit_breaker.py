@@ -3,7 +3,7 @@ back.
 
 ::
 
-    closed  -- `misses` in a row -->  open  -- after `rest` -->  half open: one request probes it, nobody waits for that
+    closed  -- `misses` in a row -->  open  -- after `rest` -->  half open: a request probes it without waiting for it
       ^                                ^                           |
       |                                +--- late: rests longer ----+
       +------------------- in time --------------------------------+
@@ -32,7 +32,9 @@ class BreakerConfig:
 
     def __post_init__(self) -> None:
         if self.misses < 1:
-            raise ValueError(f"misses={self.misses} must be at least 1: a member is left out after so many in a row")
+            raise ValueError(
+                f"misses={self.misses} must be at least 1: after that number in a row a member is left out"
+            )
         for name in ("rest", "longest", "proven"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive: it is a time in seconds")
@@ -91,6 +93,8 @@ class Breaker:
         return Breaker(patience=self.patience, closed_since=now)
 
     def _opened(self, now: float) -> Breaker:
+        # Rests double after a late probe, and for a member that was left out again soon after it had come back; one
+        # that has been in time for ``proven`` seconds starts from the shortest rest.
         again = self.open_since is not None or now - self.closed_since < self.patience.proven
         rest = min(self.patience.longest, 2 * self.rest) if again and self.rest else self.patience.rest
         return replace(self, missed=0, open_since=now, rest=rest, probing=False)

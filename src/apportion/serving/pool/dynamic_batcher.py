@@ -14,22 +14,66 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from apportion.serving.batching import ServiceTimes, together
+from apportion.errors import ApportionError
+from apportion.serving.batching import ServiceTimes, batch_size
 from apportion.serving.errors import Overloaded
-from apportion.serving.pool.frames import Frame, Kind, encode
-from apportion.serving.pool.task import Failed, InFlightBatch, Lost, MemberTask, Outcome, Refused
+from apportion.serving.pool.frames import Frame, Kind, Placed, encode
+from apportion.serving.pool.shared_arena import Lease
 from apportion.serving.pool.worker_handle import WorkerHandle
+from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import Expired
+
+
+class Lost(ApportionError):
+    """The member's process died while it had the request."""
+
+
+class Refused(ValueError):
+    """The model does not take these inputs."""
+
+
+class Failed(ApportionError):
+    """The member could not compute it."""
+
+
+Outcome = list[Array] | Exception
+
+
+@dataclass(slots=True, eq=False)
+class MemberTask:
+    """A request for one member. ``settle`` is called once: with the outputs, or with the reason why there are none."""
+
+    tensors: Sequence[Placed]
+    rows: int
+    deadline: float
+    settle: Callable[[Outcome], None]
+    held: Sequence[Lease] = ()
+    """The memory in which the tensors lie, if it is shared."""
+    over: bool = False
+    """Tells that the request has been settled or given up, and its outcome is no longer waited for."""
+    alone: bool = False
+    """Tells that the request may not be computed together with others."""
+
+
+@dataclass(slots=True)
+class InFlightBatch:
+    """A batch that a process computes or is about to."""
+
+    works: list[MemberTask]
+    rows: int
+    sent: float
+    deadline: float
+
 
 AT_ONCE = 2
 """The number of batches that a process has: while one is computed the next one is there already."""
 HUNG = 10.0
-"""The factor for hung processes: a process counts as hung when, after its batch's deadline, it has said nothing for so
-many times as long as the batch should have taken, and for ``LEAST_HUNG`` seconds."""
+"""The factor for hung processes: a process counts as hung when, after its batch's deadline, it has said nothing for
+that many times the seconds that the batch should have taken, and for ``LEAST_HUNG`` seconds."""
 LEAST_HUNG = 2.0
 """The least seconds after a batch's deadline in which a process has to say nothing before it counts as hung."""
 
@@ -74,11 +118,13 @@ class DynamicBatcher:
     def process_started(self, process: WorkerHandle, *, batched: bool) -> None:
         """Give the work to this process from now on, which has the model loaded."""
         self.process, self.batched = process, batched
-        process.heard = self._heard
+        process.heard = self._receive
 
     def process_died(self) -> None:
         """Settle what the process had with Lost; what waits is kept for the next process."""
+        # Before any caller is settled, since a caller may submit again at once and must not reach the dead process.
         self.process, self.proven = None, False
+        # Swapped first: ``_settle`` runs foreign code, which may come back here.
         flights, self.in_flight = self.in_flight, {}
         for flight in flights.values():
             for work in flight.works:
@@ -97,10 +143,12 @@ class DynamicBatcher:
                 self._settle(work, Lost(f"{self.name} was shut down"))
 
     def hung(self, now: float) -> bool:
-        """Return whether the process has said nothing of its batch for so long that it never will."""
+        """Return whether the process has been silent about its batch for so long that it never will answer."""
         flight = next(iter(self.in_flight.values()), None)  # the one that it is at
         if self.process is None or flight is None:
             return False
+        # The process works on one batch after the other: the oldest one began when it was sent or when the one before
+        # it was answered, whichever was later.
         began = max(flight.sent, self._heard_at)
         patience = max(LEAST_HUNG, HUNG * self.times.pace.expected(flight.rows))
         return now > (began if flight.deadline == float("inf") else max(flight.deadline, began)) + patience
@@ -135,14 +183,14 @@ class DynamicBatcher:
         while self.process is not None and self.queue and len(self.in_flight) < AT_ONCE:
             now = asyncio.get_running_loop().time()
             self.drop_expired(now)
-            if not self.queue or len(self.in_flight) >= AT_ONCE:  # whoever was told may have asked again
+            if not self.queue or len(self.in_flight) >= AT_ONCE:  # a caller that was settled may have submitted
                 return
-            many = 1
+            count = 1
             if self.batched and len(self.queue) > 1:
-                many = together(self._alike(), self._begins(now), self.times.pace, self.most_rows)
-            self._fly(self.process, [self.queue.popleft() for _ in range(many)], now)
+                count = batch_size(self._batchable(), self._start_time(now), self.times.pace, self.most_rows)
+            self._send_batch(self.process, [self.queue.popleft() for _ in range(count)], now)
 
-    def _alike(self) -> list[tuple[int, float]]:
+    def _batchable(self) -> list[tuple[int, float]]:
         """Return (rows, deadline) of the work at the front of the queue that may be computed together with the first,
         and of the first itself."""
         first = self.queue[0]
@@ -150,46 +198,53 @@ class DynamicBatcher:
         same = takewhile(lambda w: w is first or not (w.alone or first.alone or _row_shapes(w) != shapes), self.queue)
         return [(work.rows, work.deadline) for work in same]
 
-    def _begins(self, now: float) -> float:
+    def _start_time(self, now: float) -> float:
         """Return the time at which the process comes to what is sent now."""
         at = self._heard_at
         for flight in self.in_flight.values():
             at = max(at, flight.sent) + self.times.pace.expected(flight.rows)
         return max(now, at)
 
-    def _fly(self, process: WorkerHandle, works: list[MemberTask], now: float) -> None:
+    def _send_batch(self, process: WorkerHandle, works: list[MemberTask], now: float) -> None:
         self._number += 1
+        # The batch may run until the latest of its deadlines; a request whose own one passes before is settled by its
+        # timer all the same.
         rows, deadline = sum(w.rows for w in works), max(w.deadline for w in works)
         self.in_flight[self._number] = InFlightBatch(works, rows, now, deadline)
         process.send(encode(Kind.RUN, self._number, deadline, [tensor for work in works for tensor in work.tensors]))
 
-    def _heard(self, frame: Frame) -> None:
-        if frame.kind == Kind.TOLD:
-            told = json.loads(frame.text)
-            assert told["what"] == "prepared", told
+    def _receive(self, frame: Frame) -> None:
+        if frame.kind == Kind.CONTROL:
+            message = json.loads(frame.text)
+            assert message["what"] == "prepared", message
             return
+        # Answers come in the order in which batches were sent, but each is found by its number, so that a batch that
+        # was settled otherwise cannot be mistaken for it.
         flight = self.in_flight.pop(frame.number)
         now = asyncio.get_running_loop().time()
+        # The time between two answers, not since the batch was sent: while the batch before was computed this one
+        # waited.
         took, self._heard_at = now - max(flight.sent, self._heard_at), now
         try:
-            self._landed(flight, frame, took)
+            self._complete(flight, frame, took)
         finally:  # whatever comes of the answers, the process goes on
             self._send()
 
-    def _landed(self, flight: InFlightBatch, frame: Frame, took: float) -> None:
+    def _complete(self, flight: InFlightBatch, frame: Frame, took: float) -> None:
         outputs = [tensor.array for tensor in frame.tensors]
         together = len(flight.works) > 1
         if frame.kind == Kind.DONE and together and any(x.ndim == 0 or len(x) != flight.rows for x in outputs):
             self.batched = False  # its outputs are not the rows' after all
-            self._again_alone(flight.works)
+            self._retry_alone(flight.works)
         elif frame.kind in (Kind.REFUSED, Kind.FAILED) and together:
-            self._again_alone(flight.works)  # one of them is to blame
+            self._retry_alone(flight.works)  # one of them is to blame
         elif frame.kind == Kind.DONE:
+            # Only a computed answer proves the process: EXPIRED says nothing about the model.
             self.proven = True
             self.times.took(flight.rows, took)
             self.counts.batches += 1
             self.counts.rows += flight.rows
-            # Before anybody is told: where they lie is written again as soon as the process has another batch.
+            # Copied before any caller is called: the process writes there again as soon as it has another batch.
             outputs = [t.array if t.offset is None else t.array.copy() for t in frame.tensors]
             at = 0
             for work in flight.works:
@@ -204,7 +259,8 @@ class DynamicBatcher:
                 if not work.over:
                     self._settle(work, _failure(frame.kind, self.name, frame.text.decode()))
 
-    def _again_alone(self, works: Sequence[MemberTask]) -> None:
+    def _retry_alone(self, works: Sequence[MemberTask]) -> None:
+        # In reverse, since each goes to the front: they keep their order among each other.
         for work in reversed(works):
             if not work.over:
                 work.alone = True
@@ -216,7 +272,7 @@ class DynamicBatcher:
             self.counts.late += 1
         try:
             work.settle(outcome)
-        except Exception as error:  # one request's: the others of its batch are to be told as well
+        except Exception as error:  # of one request: the others of its batch get their outcome all the same
             what = {"message": "an answer was not taken", "exception": error}
             asyncio.get_running_loop().call_exception_handler(what)
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from apportion.serving.pool.circuit_breaker import Breaker
-from apportion.serving.pool.dynamic_batcher import DynamicBatcher
+from apportion.serving.pool.dynamic_batcher import DynamicBatcher, MemberTask
 from apportion.serving.pool.frames import Placed
-from apportion.serving.pool.task import MemberTask
 from apportion.serving.pool.worker_handle import WorkerHandle
 from apportion.serving.runtimes.runtime import Spec
 from apportion.serving.runtimes.source import Source
@@ -59,13 +58,13 @@ class Member:
         """Return whether the member has a process and is waited for."""
         return self.state == "up" and self.breaker.open_since is None
 
-    def process_started(self, process: WorkerHandle, told: dict[str, Any]) -> None:
-        """Take a process that has become this member; ``told``: what it said of the model."""
-        self.batcher.process_started(process, batched=told["batched"])
+    def process_started(self, process: WorkerHandle, answer: dict[str, Any]) -> None:
+        """Take a process that has become this member; ``answer``: what it reported of the model."""
+        self.batcher.process_started(process, batched=answer["batched"])
         self.state, process.gone = "up", self._gone
-        self.inputs, self.outputs = (tuple(map(Spec.from_json, told[what])) for what in ("inputs", "outputs"))
-        self.runtime = told["runtime"]
-        self.batcher.times.restarted(told.get("seconds", []))
+        self.inputs, self.outputs = (tuple(map(Spec.from_json, answer[what])) for what in ("inputs", "outputs"))
+        self.runtime = answer["runtime"]
+        self.batcher.times.restarted(answer.get("seconds", []))
         self._probe()
 
     def _probe(self) -> None:
@@ -91,6 +90,8 @@ class Member:
     def _gone(self) -> None:
         process, self.state = self.process, "down"
         assert process is not None
+        # The pool is informed before the batcher settles the lost requests: a caller that asks again finds the
+        # replacement already under way.
         self.restarts += 1
         self.process_died(self, process)
         self.batcher.process_died()

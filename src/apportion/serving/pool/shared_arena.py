@@ -1,7 +1,7 @@
 """Memory that the server shares with the members' processes: large tensors lie in it, and only where they lie is sent.
 
 One arena holds what requests bring, for all members to read: a body is received into it and copied no more. Its ranges
-are leases, which go back when nobody holds them any longer. The memory is a file without a name: it goes with the last
+are leases, which go back when they are no longer referenced. The memory is a file without a name: it goes with the last
 process that maps it.
 """
 
@@ -34,14 +34,15 @@ class Lease:
 
 
 class Arena:
-    """A shared memory of which ranges are given out. ``descriptor``: None makes the memory, of so many bytes; else it
-    is mapped. ``readonly``: other processes read the memory too, and a model that computes in place must not change it
-    under them."""
+    """A shared memory of which ranges are given out. ``descriptor``: None creates memory of ``nbytes``; otherwise the
+    memory of the descriptor is mapped. ``readonly``: other processes read the memory too, and a model that computes in
+    place must not change it under them."""
 
     def __init__(self, nbytes: int, descriptor: int | None = None, *, readonly: bool = False) -> None:
         self.nbytes = nbytes
         self.descriptor = memory_file("apportion-serve") if descriptor is None else descriptor
         if descriptor is None:
+            # The file is sparse: pages are committed when they are first written, not here.
             os.ftruncate(self.descriptor, nbytes)
         self._map = mmap.mmap(self.descriptor, nbytes, prot=mmap.PROT_READ | (0 if readonly else mmap.PROT_WRITE))
         self.memory = memoryview(self._map)
@@ -51,17 +52,19 @@ class Arena:
         """The ranges whose leases no longer exist."""
 
     def lease(self, nbytes: int) -> Lease | None:
-        """Return the lease of a range of so many bytes; None where there is none left."""
+        """Return the lease of a range of ``nbytes``; None where there is none left."""
         taken = self.take(nbytes)
         return None if taken is None else Lease(self, taken, nbytes)
 
     def offset(self, array: Array) -> int | None:
         """Return the offset at which this array lies in the memory; None where it lies elsewhere."""
+        # By address and not by ``array.base``: views of views, and arrays that the protocol made of a body, are found
+        # as well. No datatype is stored here by reference, so that an address in the range means the bytes are there.
         at = _address(array) - self._begins
         return at if 0 <= at < self.nbytes else None
 
     def copied(self, array: Array) -> tuple[Array, Lease] | None:
-        """Return (a copy of the array that lies in this memory, its lease); None where there is no room."""
+        """Return (a copy of the array that lies in this memory, its lease); None where the memory is full."""
         if (lease := self.lease(array.nbytes)) is None:
             return None
         there = np.frombuffer(lease.memory, array.dtype).reshape(array.shape)
@@ -69,9 +72,13 @@ class Arena:
         return there, lease
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Take a range of at least so many bytes, and return (offset, bytes); None where there is none left."""
+        """Take a range of at least ``nbytes``, and return (offset, bytes); None where there is none left."""
+        # Whole cache lines: two processes that write neighbouring ranges never share a line, and every range begins
+        # aligned for numpy.
         wanted = round_up(nbytes)
         self._collect()
+        # First fit: requests are short-lived and ranges are merged when they come back, so that the list stays short
+        # and a better fit is not worth the search.
         for place, (offset, size) in enumerate(self._free):
             if size >= wanted:
                 self._free[place : place + 1] = [(offset + wanted, size - wanted)] if size > wanted else []
@@ -79,6 +86,8 @@ class Arena:
         return None
 
     def _collect(self) -> None:
+        # ``deque.append`` and ``popleft`` are atomic: a lease may be finalized by the garbage collector in the middle
+        # of ``take`` or of another finalizer, which is why ``__del__`` changes nothing else.
         while self.returned:
             self.give_back(self.returned.popleft())
 

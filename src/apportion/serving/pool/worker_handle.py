@@ -24,9 +24,9 @@ from apportion.serving.pool.worker_main import NEVER
 
 
 class WorkerHandle:
-    """The handle of a member's process. ``inbox``: where requests' large tensors lie; the process has an outbox of so
-    many bytes for large outputs. ``heard``: called with each frame; ``gone``: called once, when the process has ended
-    or its socket has."""
+    """The handle of a member's process. ``inbox``: where requests' large tensors lie; the process has an outbox of
+    ``outbox_bytes`` for large outputs. ``heard``: called with each frame; ``gone``: called once, when the process or
+    its socket has ended."""
 
     def __init__(
         self,
@@ -79,15 +79,17 @@ class WorkerHandle:
             except BlockingIOError:
                 pass
             except OSError:
+                # Not at once: ``gone`` settles what is in flight and calls the callers, which must not happen while the
+                # one that sends is in the middle of its own loop.
                 self._loop.call_soon(self._end)
                 return
             if frame:
                 self._loop.add_writer(self._socket, self._writable)
         self._unsent += frame
 
-    def tell(self, what: str, **how: Any) -> None:
+    def send_control(self, what: str, **how: Any) -> None:
         """Send a message in JSON that does not belong to a single request."""
-        self.send(encode(Kind.TOLD, 0, NEVER, text=json.dumps({"what": what, **how}).encode()))
+        self.send(encode(Kind.CONTROL, 0, NEVER, text=json.dumps({"what": what, **how}).encode()))
 
     def kill(self) -> None:
         """Kill the process at once; ``gone`` is called."""
@@ -100,15 +102,15 @@ class WorkerHandle:
 
     def _readable(self) -> None:
         try:
-            came = self._socket.recv_into(self._reader.room)
+            received = self._socket.recv_into(self._reader.room)
         except BlockingIOError:
             return
         except OSError:
-            came = 0
-        if not came:
+            received = 0
+        if not received:
             self._end()
             return
-        for frame in self._reader.came(came):
+        for frame in self._reader.advance(received):
             try:
                 self.heard(decode(frame, self._outbox.memory))
             except Exception as error:  # of one request: the next frame is another's
@@ -131,6 +133,8 @@ class WorkerHandle:
         if self._over:
             return
         self._over = True
+        # The order matters: the loop has to forget the descriptor before it is closed, since the number may be reused
+        # by the next socket.
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
@@ -138,7 +142,7 @@ class WorkerHandle:
         self.gone()
 
     async def ended(self, seconds: float) -> bool:
-        """Return whether the process ends within so many seconds; its exit status is collected then."""
+        """Return whether the process ends within ``seconds``; its exit status is collected then."""
         end = self._loop.time() + seconds
         while self.process.poll() is None:
             if self._loop.time() >= end:

@@ -1,4 +1,4 @@
-"""The process of a member: it loads the models that it is told to, and answers one batch after the other until its
+"""The process of a member: it loads the models that the server names, and answers one batch after the other until its
 socket is closed.
 
 It is started as ``python -m apportion.serving.pool.worker_main PARENT SOCKET INBOX BYTES OUTBOX BYTES``. It imports the
@@ -45,30 +45,30 @@ class MemberProcess:
     def serve(self) -> None:
         """Answer frames until the server closes the socket."""
         reader = Reader()
-        while came := self._socket.recv_into(reader.room):
-            for whole in reader.came(came):
+        while received := self._socket.recv_into(reader.room):
+            for whole in reader.advance(received):
                 frame = decode(whole, self._inbox.memory)
                 if frame.kind == Kind.RUN:
                     self._socket.sendall(self._answer(frame))
                 else:
-                    self._tell(self._told(json.loads(frame.text)))
+                    self._send_control(self._handle_control(json.loads(frame.text)))
 
-    def _tell(self, told: dict[str, Any]) -> None:
-        self._socket.sendall(encode(Kind.TOLD, 0, NEVER, text=json.dumps(told).encode()))
+    def _send_control(self, message: dict[str, Any]) -> None:
+        self._socket.sendall(encode(Kind.CONTROL, 0, NEVER, text=json.dumps(message).encode()))
 
-    # What is told
+    # Control messages
 
-    def _told(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _handle_control(self, order: dict[str, Any]) -> dict[str, Any]:
         what = order["what"]
         try:
-            if what == "prepare":  # as a spare: whoever dies can be replaced at once
-                return {"what": "prepared", "refused": self._prepared(order["sources"])}
+            if what == "prepare":  # as a spare, which can replace a member that dies at once
+                return {"what": "prepared", "refused": self._prepare(order["sources"])}
             assert what == "become", order
             return self._become(Source.from_json(order["source"]), order)
         except _REFUSALS as error:
             return {"what": "refused", "why": f"{error}"}
 
-    def _prepared(self, sources: Sequence[dict[str, Any]]) -> dict[str, str]:
+    def _prepare(self, sources: Sequence[dict[str, Any]]) -> dict[str, str]:
         """Load these models, and return by member name why some of them could not be loaded."""
         refused = {}
         for source in sources:
@@ -89,23 +89,25 @@ class MemberProcess:
             self._known.pop(other).close()
         batched = source.batched and program.batched if order["batched"] is None else order["batched"]
         gc.freeze()  # what is there now stays: to look through it again and again would hold up answers
-        told: dict[str, Any] = {"what": "became", "runtime": program.runtime, "batched": batched}
-        told |= {what: [spec.to_json() for spec in getattr(program, what)] for what in ("inputs", "outputs")}
+        answer: dict[str, Any] = {"what": "became", "runtime": program.runtime, "batched": batched}
+        answer |= {what: [spec.to_json() for spec in getattr(program, what)] for what in ("inputs", "outputs")}
         if order["seconds"] > 0.0:
             sizes = [rows for rows in SIZES if rows <= order["most_rows"]] if batched else [1]
             pace = timed(program, source.rows(), seconds=order["seconds"], sizes=sizes)
-            told["seconds"] = sorted(pace.seconds.items())
-        return told
+            answer["seconds"] = sorted(pace.seconds.items())
+        return answer
 
-    # What is computed
+    # Batches
 
     def _answer(self, frame: Frame) -> bytes:
+        # The deadline is absolute on CLOCK_MONOTONIC, which all processes of a host share: time that the frame spent in
+        # the socket counts.
         if time.monotonic() >= frame.deadline:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         assert self._program is not None
         try:
             outputs = self._program.run(self._inputs(frame.tensors), frame.deadline)
-            return encode(Kind.DONE, frame.number, frame.deadline, self._placed(frame.number, outputs))
+            return encode(Kind.DONE, frame.number, frame.deadline, self._place_outputs(frame.number, outputs))
         except Expired:
             return encode(Kind.EXPIRED, frame.number, frame.deadline)
         except ValueError as error:
@@ -118,17 +120,20 @@ class MemberProcess:
         """Return the rows of all requests, one after the other, for each input. Tensors that are not aligned, as they
         lie in a client's body, are copied."""
         assert self._program is not None
-        many = len(self._program.inputs)
+        count = len(self._program.inputs)
         arrays = [t.array if t.array.flags.aligned else t.array.copy() for t in tensors]
-        return arrays if len(arrays) == many else [np.concatenate(arrays[n::many]) for n in range(many)]
+        return arrays if len(arrays) == count else [np.concatenate(arrays[n::count]) for n in range(count)]
 
-    def _placed(self, number: int, outputs: Sequence[Array]) -> list[Placed]:
+    def _place_outputs(self, number: int, outputs: Sequence[Array]) -> list[Placed]:
         """Lay outputs in shared memory where they are large and fit; the others are sent."""
         assert self._program is not None
+        # Batches are numbered in turn and at most two are in flight (AT_ONCE). The server has copied the outputs of
+        # batch n before it sends batch n + 2, which uses the same half again: no lock is needed.
         half = self._outbox.nbytes // 2
         place = number % 2 * half
         end, placed = place + half, []
         for spec, output in zip(self._program.outputs, outputs, strict=True):
+            # Each output begins on a cache line, which also aligns it for its dtype.
             place = round_up(place)
             if output.nbytes <= INLINE_BYTES or spec.datatype == "BYTES" or place + output.nbytes > end:
                 placed.append(Placed(spec.datatype, output))
@@ -155,6 +160,8 @@ def main() -> None:
             MemberProcess(sock, Arena(inbox_bytes, inbox, readonly=True), Arena(outbox_bytes, outbox)).serve()
         except (BrokenPipeError, ConnectionResetError):  # the server has gone
             pass
+    # Without interpreter shutdown: threads of a runtime may still hold buffers, and waiting for them would delay the
+    # end of the server.
     os._exit(0)  # nothing is left to be saved
 
 

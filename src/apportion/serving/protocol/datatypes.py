@@ -37,6 +37,8 @@ _LENGTH = struct.Struct("<I")
 def to_bf16(values: Array) -> Array:
     """Round to the nearest bfloat16, ties to even, and return the bits; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    # Adding 0x7FFF and the lowest bit that is kept rounds to nearest with ties to even; the carry into the exponent is
+    # right as well. NaN could become infinity by it, and is replaced below.
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
@@ -50,8 +52,8 @@ def from_bf16(bits: Array) -> Array:
 
 
 def from_json(data: object, datatype: str, elements: int) -> Array:
-    """Read so many values in row-major order, given flat or nested, or as the array of numbers that ``json_numbers``
-    made of them. Raises ValueError where they are not of this type, or not so many."""
+    """Read ``elements`` values in row-major order, given flat or nested, or as the array of numbers that
+    ``json_numbers`` made of them. Raises ValueError where they are of another type or number."""
     if isinstance(data, np.ndarray):
         values = _fitted(data, datatype).reshape(-1)
     elif isinstance(data, list):
@@ -156,8 +158,8 @@ def _kind(value: object) -> str:
 
 
 def from_bytes(data: memoryview, datatype: str, elements: int) -> Array:
-    """Read so many values in row-major order, little-endian: a view of the bytes where the values are numbers. Raises
-    ValueError where they are more or fewer."""
+    """Read ``elements`` values in row-major order, little-endian: a view of the bytes where the values are numbers.
+    Raises ValueError where they are more or fewer."""
     if datatype == "BYTES":
         if elements > MOST_TEXTS:
             raise ValueError(f"its shape asks for {elements} values of BYTES, of {MOST_TEXTS} at most")
@@ -166,6 +168,7 @@ def from_bytes(data: memoryview, datatype: str, elements: int) -> Array:
     if data.nbytes != elements * dtype.itemsize:
         raise ValueError(f"{data.nbytes} bytes of {datatype}: its shape asks for {elements * dtype.itemsize}")
     values = np.frombuffer(data, dtype=dtype)
+    # numpy computes with any byte as a bool, and results would depend on the operator: only 0 and 1 are well defined.
     if datatype == "BOOL" and elements and values.view(np.uint8).max() > 1:
         raise ValueError("a byte of BOOL is neither 0 nor 1")
     return values

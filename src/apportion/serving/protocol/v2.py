@@ -88,28 +88,30 @@ def read_request(
     takes: Sequence[str] | None = None,
     check: Check | None = None,
 ) -> Request:
-    """Read a request. ``json_bytes``: the bytes of JSON as the header gives them; None where there is no header.
+    """Read a request. ``json_bytes``: the bytes of JSON as the header gives them; None without a header.
     ``takes``: the names of the model's inputs."""
-    told, binary = _parted(body, json_bytes, "inputs")
-    parameters = _parameters(told)
+    content, binary = _parted(body, json_bytes, "inputs")
+    parameters = _parameters(content)
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout <= MOST_TIMEOUT:
         raise ValueError(
             f"parameters.timeout={shown(timeout)} must be microseconds, an integer from 0 to {MOST_TIMEOUT}"
         )
-    identity = told.get("id")
+    identity = content.get("id")
     if identity is not None and not isinstance(identity, str):
         raise ValueError("id must be a string")
     whole = parameters.get("binary_data_output", False)
     if not isinstance(whole, bool):
         raise ValueError(f"parameters.binary_data_output={shown(whole)} must be true or false")
-    listed = told.get("inputs")
+    listed = content.get("inputs")
     if takes is not None and isinstance(listed, list):
         _must_be_whole(listed, takes)
-    inputs = _tensors(told, "inputs", binary, check)
+    inputs = _tensors(content, "inputs", binary, check)
     if not inputs:
         raise ValueError("inputs is empty: a request has at least one")
-    return Request(inputs=inputs, id=identity, parameters=parameters, outputs=_asked(told, binary=whole), binary=whole)
+    return Request(
+        inputs=inputs, id=identity, parameters=parameters, outputs=_asked(content, binary=whole), binary=whole
+    )
 
 
 def check_declared(text: memoryview, *, takes: Sequence[str], check: Check) -> None:
@@ -118,8 +120,8 @@ def check_declared(text: memoryview, *, takes: Sequence[str], check: Check) -> N
 
     Other errors in it are found when the request is read.
     """
-    told, _ = _parted(text, None, "inputs")
-    listed = told.get("inputs")
+    content, _ = _parted(text, None, "inputs")
+    listed = content.get("inputs")
     if not isinstance(listed, list):
         return
     _must_be_whole(listed, takes)
@@ -150,15 +152,15 @@ def _parted(body: bytes | memoryview, json_bytes: int | None, what: str) -> tupl
         raise ValueError(f"{HEADER}: {json_bytes} must be from 1 to the {len(whole)} bytes of the body")
     try:
         text = bytes(whole[:json_bytes])
-        told = json_numbers.loads(text, what)
-        if told is None:
+        content = json_numbers.loads(text, what)
+        if content is None:
             json_numbers.check_lists(text)
-            told = orjson.loads(text)
+            content = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"the body is not JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(content, dict):
         raise ValueError("the body must be a JSON object")
-    return told, whole[json_bytes:]
+    return content, whole[json_bytes:]
 
 
 def shown(value: Any) -> str:
@@ -166,8 +168,8 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
-    parameters = told.get("parameters")
+def _parameters(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = content.get("parameters")
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
@@ -184,9 +186,9 @@ def _parameters(told: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tensors(
-    told: Mapping[str, Any], what: str, binary: memoryview, check: Check | None = None
+    content: Mapping[str, Any], what: str, binary: memoryview, check: Check | None = None
 ) -> tuple[NamedTensor, ...]:
-    listed = told.get(what)
+    listed = content.get(what)
     if not isinstance(listed, list):
         raise ValueError(f"{what} must be a list of tensors")
     if len(listed) > MOST_TENSORS:
@@ -250,8 +252,8 @@ def _tensor(
     return NamedTensor(name, datatype, array.reshape(shape)), at
 
 
-def _asked(told: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None:
-    listed = told.get("outputs")
+def _asked(content: Mapping[str, Any], *, binary: bool) -> tuple[Asked, ...] | None:
+    listed = content.get("outputs")
     if listed is None:
         return None
     if not isinstance(listed, list):
@@ -293,7 +295,7 @@ def write_request(
 def _written(
     head: Mapping[str, Any], what: str, tensors: Sequence[tuple[NamedTensor, bool]]
 ) -> tuple[list[bytes | memoryview], int | None]:
-    told: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
     pieces: list[bytes | memoryview] = []
     for tensor, binary in tensors:
         item: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.array.shape}
@@ -303,8 +305,8 @@ def _written(
             pieces.append(piece)
         else:
             item["data"] = to_json(tensor.array, tensor.datatype)
-        told.append(item)
-    text = orjson.dumps({**head, what: told}, option=orjson.OPT_SERIALIZE_NUMPY)
+        content.append(item)
+    text = orjson.dumps({**head, what: content}, option=orjson.OPT_SERIALIZE_NUMPY)
     if b"null" in text:  # as orjson writes what JSON has no number for; few texts have the word at all
         _check_finite(tensor for tensor, binary in tensors if not binary)
     return [text, *pieces], len(text) if pieces or any(binary for _, binary in tensors) else None
@@ -326,5 +328,5 @@ def read_response(
     body: bytes | memoryview, json_bytes: int | None = None
 ) -> tuple[dict[str, Any], tuple[NamedTensor, ...]]:
     """Read a response. Returns (all of the JSON, the outputs)."""
-    told, binary = _parted(body, json_bytes, "outputs")
-    return told, _tensors(told, "outputs", binary)
+    content, binary = _parted(body, json_bytes, "outputs")
+    return content, _tensors(content, "outputs", binary)

@@ -1,5 +1,18 @@
 """The choice of in_graph or between_graph: both are measured on this machine, with requests one at a time and many at
-once."""
+once.
+
+Every member in a process of its own: one that is slow or dies does not hold up or end the others.
+
+::
+
+    request --+--> queue m1 --> process m1 --+
+              +--> queue m2 --> process m2 --+--> what is there by the deadline
+              +--> queue m3 --> process m3 --+
+                                spare process: every net loaded, takes a dead member's place
+
+It wins where an answer by the deadline matters, and where members are large enough for several cores. It loses on
+members so small that a message to each is what takes the time.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +28,41 @@ from apportion.serving.config import Serving
 from apportion.serving.ensemble.aggregation import check_aggregation, check_outputs
 from apportion.serving.ensemble.deadline import check_quorum
 from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest
+from apportion.serving.pool.circuit_breaker import Breaker
+from apportion.serving.pool.dynamic_batcher import DynamicBatcher
 from apportion.serving.pool.frames import placed
+from apportion.serving.pool.member import Member
 from apportion.serving.pool.pool import Log, MemberPool
 from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import DATATYPES
-from apportion.serving.replication import between_graph, in_graph
+from apportion.serving.replication import in_graph
 from apportion.serving.runtimes.runtime import Spec
 from apportion.serving.runtimes.source import Source
+
+
+def create_members(
+    sources: Sequence[Source], serving: Serving, inbox: Arena, log: Log, *, timing_seconds: float
+) -> tuple[list[Member], MemberPool]:
+    """Return a member for each source, and the pool that gives out their processes; none is started."""
+    members = [
+        Member(
+            source=source,
+            batcher=DynamicBatcher(source.name, serving.queue_length, serving.most_rows),
+            breaker=Breaker(patience=serving.patience),
+            process_died=lambda member, process: pool.process_died(member, process),
+        )
+        for source in sources
+    ]
+    pool = MemberPool(
+        members,
+        log,
+        inbox=inbox,
+        outbox_bytes=serving.outbox_bytes,
+        load_seconds=serving.load_seconds,
+        timing_seconds=timing_seconds,
+    )
+    return members, pool
+
 
 AT_ONCE = 16
 SECONDS = 0.6
@@ -36,7 +77,7 @@ class Staffed:
     """The members that answer, with the pool of their processes."""
 
     ensemble: Ensemble
-    staff: MemberPool
+    pool: MemberPool
     replication: str
 
 
@@ -64,12 +105,12 @@ async def replicated(sources: Sequence[Source], serving: Serving, means: Means) 
     else:
         taken = await start("between_graph")
         if serving.replication == "auto" and len(sources) > 1:
-            taken = await _better(taken, start, means)
-    taken.staff.keep_spare()  # not before: it would take part of what is measured
+            taken = await _faster(taken, start, means)
+    taken.pool.keep_spare()  # not before: it would take part of what is measured
     return taken
 
 
-async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], means: Means) -> Staffed:
+async def _faster(between: Staffed, start: Callable[[str], Awaitable[Staffed]], means: Means) -> Staffed:
     """Return these members or those of in_graph, as measured; the others are closed, and both are where that fails."""
     started = [between]
     try:
@@ -82,10 +123,10 @@ async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], 
         one_within, many_within = await _measured(within.ensemble, means.inbox)
     except BaseException:
         for staffed in started:
-            await staffed.staff.close()
+            await staffed.pool.close()
         raise
     taken = within if many_within >= WORTH * many and one_within <= one else between
-    await (between if taken is within else within).staff.close()
+    await (between if taken is within else within).pool.close()
     means.log(
         f"replication {taken.replication}: between_graph {one * 1e3:.2f} ms alone and {many:.0f} requests/s at once, "
         f"in_graph {one_within * 1e3:.2f} ms and {many_within:.0f}; in_graph cannot answer without a member, so it has "
@@ -97,18 +138,18 @@ async def _better(between: Staffed, start: Callable[[str], Awaitable[Staffed]], 
 
 async def _started(kind: str, sources: Sequence[Source], serving: Serving, means: Means) -> Staffed:
     whole = [in_graph.merged(sources, means.folder)] if kind == "in_graph" else sources
-    seats, staff = between_graph.staffed(whole, serving, means.inbox, means.log, timing_seconds=TIMING_SECONDS)
+    started, pool = create_members(whole, serving, means.inbox, means.log, timing_seconds=TIMING_SECONDS)
     try:
-        await staff.start()
+        await pool.start()
         names = [source.name for source in sources]
-        members = dict.fromkeys(names, seats[0]) if kind == "in_graph" else dict(zip(names, seats, strict=True))
+        members = dict.fromkeys(names, started[0]) if kind == "in_graph" else dict(zip(names, started, strict=True))
         if len(sources) > 1:
             weights = None if serving.weights is None else [serving.weights[n] for n in names if n in serving.weights]
             check_aggregation(serving.aggregation, weights, len(names))
-            kinds = ["u" if s.datatype == "BF16" else DATATYPES[s.datatype].kind for s in seats[0].outputs]
+            kinds = ["u" if s.datatype == "BF16" else DATATYPES[s.datatype].kind for s in started[0].outputs]
             check_outputs(serving.aggregation, kinds)
     except BaseException:
-        await staff.close()
+        await pool.close()
         raise
     ensemble = Ensemble(
         members=members,
@@ -118,7 +159,7 @@ async def _started(kind: str, sources: Sequence[Source], serving: Serving, means
         specs={source.name: _specs(source) for source in sources},
         missed=means.missed,
     )
-    return Staffed(ensemble, staff, kind)
+    return Staffed(ensemble, pool, kind)
 
 
 def _specs(source: Source) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
@@ -127,9 +168,9 @@ def _specs(source: Source) -> tuple[tuple[Spec, ...], tuple[Spec, ...]]:
 
 async def _measured(ensemble: Ensemble, inbox: Arena) -> tuple[float, float]:
     """Return (the seconds of a request by itself, the requests per second of many at once)."""
-    seat = ensemble.seats[0]
-    rows = seat.source.rows() or [spec.filled(1) for spec in seat.inputs]
-    tensors, held = placed([(spec.datatype, row) for spec, row in zip(seat.inputs, rows, strict=True)], inbox)
+    member = ensemble.distinct_members[0]
+    rows = member.source.rows() or [spec.filled(1) for spec in member.inputs]
+    tensors, held = placed([(spec.datatype, row) for spec, row in zip(member.inputs, rows, strict=True)], inbox)
     names = tuple(ensemble.members)
     loop = asyncio.get_running_loop()
 

@@ -7,7 +7,7 @@
             +-- m3/... -- m3/output
 
 It wins where members are small: one message instead of one a member. It loses where one of them may be slow or die:
-there is no answer without it, and all of them die together.
+without it there is none of the others' answers, and all of them die together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.errors import ApportionError
-from apportion.serving.runtimes.arranged import ServedTensor
-from apportion.serving.runtimes.source import Source
+from apportion.serving.runtimes.source import ServedTensor, Source
 
 MOST_BYTES = 2**31 - 2**20
 """The largest size in bytes of an ONNX file."""
@@ -27,7 +26,7 @@ MOST_BYTES = 2**31 - 2**20
 
 def merged(sources: Sequence[Source], folder: Path) -> Source:
     """Return one source whose outputs are those of the first member, then of the second, and so on. Raises ValueError
-    where the members cannot be merged, with the reason, and ApportionError where there is no room for the merged
+    where the members cannot be merged, with the reason, and ApportionError where the disk has no room for the merged
     file."""
     whole = replace(
         sources[0],

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from apportion.serving.runtimes.arranged import ServedTensor
-from apportion.serving.runtimes.source import Source
+from apportion.serving.runtimes.source import ServedTensor, Source
 
 Renames = Mapping[str, Mapping[str, str]]
 Tensors = tuple[ServedTensor, ...]

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Rows, Tensor
-from apportion.serving.row_independence.row_axis import RowAxis
+from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, RowAxis, Rows, Tensor
 from apportion.serving.row_independence.rules import rows_after
 
 Array = NDArray[Any]

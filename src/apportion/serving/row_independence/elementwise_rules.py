@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from apportion.serving.row_independence.graph_node import GraphNode, Rows
-from apportion.serving.row_independence.row_axis import RowsMixed, joined
+from apportion.serving.row_independence.graph_node import GraphNode, Rows, RowsMixed, joined
 
 Rule = Callable[[GraphNode], Sequence[Rows]]
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apportion.serving.row_independence.elementwise_rules import Rule
-from apportion.serving.row_independence.graph_node import COUNTS, Content, GraphNode, Rows
-from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, joined, reshaped
+from apportion.serving.row_independence.graph_node import (
+    COUNTS,
+    Content,
+    GraphNode,
+    RowAxis,
+    Rows,
+    RowsMixed,
+    joined,
+    reshaped,
+)
 
 ALL = 2**31 - 1
 """The least end of a slice that is beyond all numbers of rows."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apportion.serving.row_independence.elementwise_rules import Rule, elementwise
-from apportion.serving.row_independence.graph_node import GraphNode, Rows
-from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed, joined
+from apportion.serving.row_independence.graph_node import GraphNode, RowAxis, Rows, RowsMixed, joined
 
 
 def _apart(node: GraphNode, axes: Sequence[int]) -> RowAxis:

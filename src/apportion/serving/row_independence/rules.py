@@ -9,19 +9,17 @@ from apportion.serving.row_independence import (
     contraction_rules,
     elementwise_rules,
     layout_rules,
-    learner_rules,
     reduction_rules,
 )
 from apportion.serving.row_independence.elementwise_rules import Rule
-from apportion.serving.row_independence.graph_node import Content, GraphNode, Rows
-from apportion.serving.row_independence.row_axis import RowAxis, RowsMixed
+from apportion.serving.row_independence.graph_node import Content, GraphNode, RowAxis, Rows, RowsMixed
 
 RULES: Mapping[str, Rule] = {
     **elementwise_rules.RULES,
     **reduction_rules.RULES,
     **layout_rules.RULES,
     **contraction_rules.RULES,
-    **learner_rules.RULES,
+    **contraction_rules.LEARNER_RULES,
 }
 
 

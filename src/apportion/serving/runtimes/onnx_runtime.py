@@ -14,8 +14,8 @@ import numpy as np
 from apportion.exporting.onnxruntime_session import run_bits, runtime, session
 from apportion.serving.protocol.datatypes import NAMES, Array, objects
 from apportion.serving.runtimes.free_sizes import free_sizes
+from apportion.serving.runtimes.remote_runtime import Alarm
 from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
-from apportion.serving.runtimes.timer import Alarm
 
 _TYPES = {
     "float16": "FP16", "float": "FP32", "double": "FP64", "bfloat16": "BF16", "bool": "BOOL", "string": "BYTES",

@@ -1,12 +1,19 @@
-"""The runtime for a model on another server of the Open Inference Protocol. The deadline goes with the request."""
+"""The runtime for a model on another server of the Open Inference Protocol. The deadline goes with the request.
+
+A thread that calls a function at a time of ``time.monotonic``, unless it is set to another time before.
+
+The deadline that it watches changes every few milliseconds and seldom passes. So the thread is not woken for
+a later time, or of none: it wakes at the time it knew, looks, and sleeps on.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 from urllib.parse import urlsplit
 
@@ -14,7 +21,53 @@ from apportion.errors import ApportionError
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.protocol.v2 import HEADER, NamedTensor, read_response, write_request
 from apportion.serving.runtimes.runtime import Expired, Runtime, Spec
-from apportion.serving.runtimes.timer import Alarm
+
+
+class Alarm:
+    """An alarm that is set to one time after another. ``ring`` is called in the thread; what it does must be quick."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._changed = threading.Condition()
+        self._at = float("inf")
+        self._sleeps_until = 0.0
+        self._over = False
+        self._thread = threading.Thread(target=self._watch, name="alarm", daemon=True)
+        self._thread.start()
+
+    def set(self, at: float) -> None:
+        """Set the time at which to ring, in the place of the one before."""
+        with self._changed:
+            self._at = at
+            # Only an earlier time has to wake the thread: for a later one it wakes by itself, finds that nothing is due
+            # and sleeps on. So a request costs no thread switch.
+            if at < self._sleeps_until:
+                self._changed.notify()
+
+    def clear(self) -> None:
+        """Set no time. Once this has returned, the alarm has rung or will not."""
+        with self._changed:
+            self._at = float("inf")
+
+    def close(self) -> None:
+        """Stop the thread, which has ended afterwards."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._over:
+                left = self._at - time.monotonic()
+                if left <= 0.0:
+                    self._at = float("inf")
+                    self._ring()
+                    continue
+                self._sleeps_until = self._at
+                self._changed.wait(None if left == float("inf") else min(left, threading.TIMEOUT_MAX))
+                self._sleeps_until = 0.0
+
 
 CONNECT_SECONDS = 5.0
 MOST_SECONDS = 60.0
@@ -100,6 +153,8 @@ class RemoteRuntime(Runtime):
     ) -> tuple[int, int | None, bytes]:
         """Send a request and return (status, bytes of JSON, body)."""
         connection = self._connection
+        # A kept connection may have been closed by the other side while it was idle: one failure on it is retried on a
+        # new one, a failure on a new one is reported.
         for fresh in (connection.sock is None, True):
             try:
                 return self._asked_once(method, path, body, headers, deadline)
@@ -160,5 +215,5 @@ class RemoteRuntime(Runtime):
             pass
 
 
-def _spec(told: dict[str, Any]) -> Spec:
-    return Spec(told["name"], told["datatype"], tuple(None if n < 0 else n for n in told["shape"]))
+def _spec(described: dict[str, Any]) -> Spec:
+    return Spec(described["name"], described["datatype"], tuple(None if n < 0 else n for n in described["shape"]))

@@ -30,8 +30,8 @@ def needed(what: str, cure: str, *names: str) -> str:
 
 def version(program: str, question: str = "--version") -> str:
     """Return the first line of what a program says of its version."""
-    told = subprocess.run([program, question], capture_output=True, text=True, timeout=60, check=False)
-    return next((line.strip() for line in (told.stdout + told.stderr).splitlines() if line.strip()), program)
+    answer = subprocess.run([program, question], capture_output=True, text=True, timeout=60, check=False)
+    return next((line.strip() for line in (answer.stdout + answer.stderr).splitlines() if line.strip()), program)
 
 
 def run(folder: Path, *command: str, seconds: float = SECONDS) -> tuple[int, str]:

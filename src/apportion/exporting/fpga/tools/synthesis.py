@@ -97,8 +97,8 @@ def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> Pla
                 raise _too_large(device, int(over[1]), "logic cells", int(over[2]))
             why = _REFUSED.search(said)
             raise ApportionError(f"{placer} ended with status {status}: {why[0] if why else said[-200:]}")
-        told = json.loads((folder / "report.json").read_text())
-    used = told["utilization"]
+        report = json.loads((folder / "report.json").read_text())
+    used = report["utilization"]
     logic = next(used[name] for name in _CELLS if name in used)
     pins = next((used[name]["used"] for name in ("SB_IO", "TRELLIS_IO") if name in used), 0)
     longest = _PATH.search(said, max(said.rfind("Critical path report for clock"), 0))
@@ -106,7 +106,7 @@ def placed(path: Path, module: str, device: FpgaDevice, clock_mhz: float) -> Pla
         yosys=programs.version(yosys, "-V"), placer=programs.version(placer), luts=luts,
         flip_flops=sum(count for name, count in cells.items() if name.startswith("SB_DFF") or name == "TRELLIS_FF"),
         cells_used=logic["used"], cells=logic["available"], pins_used=pins,
-        mhz=min(clock["achieved"] for clock in told["fmax"].values()),
+        mhz=min(clock["achieved"] for clock in report["fmax"].values()),
         logic_ns=float(longest[1]) if longest else 0.0, routing_ns=float(longest[2]) if longest else 0.0,
     )  # fmt: skip
 

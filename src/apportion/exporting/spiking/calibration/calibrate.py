@@ -22,7 +22,7 @@ from torch import Tensor
 from apportion.exporting.spiking.conversion.linear_maps import applied
 from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, computed, per_channel
 from apportion.exporting.spiking.graph import Neurons, Reset
-from apportion.exporting.spiking.membranes import fired
+from apportion.exporting.spiking.simulator import fired
 
 PERCENTILE = 0.9995
 """The percentile of the activations of a channel that its scales are multiples of."""
@@ -144,6 +144,8 @@ class ScaleSearch(ABC):
             error = off.square().mean(others)
             better = error < best
             best, kept = torch.where(better, error, best), torch.where(better, now, kept)
+            # A fixed-point iteration: the rate is not linear in the bias where neurons saturate, and an unlimited step
+            # could overshoot. The best correction so far is kept.
             now = now + off.mean(others).clamp(-scale / 4, scale / 4)
         return best, kept
 
@@ -166,5 +168,6 @@ class _SpikingLayer(ScaleSearch):
     def fired(self, scale: Tensor, correction: Tensor) -> Iterator[Tensor]:
         """The spikes of each step."""
         neurons = replace(self.neurons, threshold=scale)
+        # Half a threshold over all steps, as ``assembled`` adds it: it rounds the count of spikes.
         each = per_channel(correction + scale / (2 * len(self.currents)), self.wanted.ndim - 1)
         return fired(neurons, self.currents, each)

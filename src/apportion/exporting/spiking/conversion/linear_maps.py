@@ -29,7 +29,7 @@ class ConvolutionMap:
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     fixed: bool = False
-    """Whether the weights are those of a pool, a slice or the like, which nobody has trained."""
+    """Whether the weights are those of a pool, a slice or the like, which were not trained."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map a batch of examples, in the type of the weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -22,7 +23,53 @@ from apportion.exporting.spiking.conversion.linear_maps import (
     then,
 )
 from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, per_channel
-from apportion.exporting.spiking.conversion.refusals import cure_for_operator, refuse_modules
+
+_CURES = {
+    "max_pool": (
+        "the largest rate of several neurons is not a sum of their spikes; use an average pool, or "
+        'spiking(max_pool="average"), which puts one there and trains the net again'
+    ),
+    "softmax": "a softmax divides by what all neurons fire; leave it out at the end, and use no attention",
+    "attention": "attention multiplies activations with each other, which spikes cannot; use convolutions",
+    "recurrent": "its state and gates are no rates; use convolutions or linear layers over a window of time",
+    "norm": "it takes its statistics from each example, which no weights can hold; use BatchNorm2d",
+    "activation": "a rate is at least 0 and linear in the current; use ReLU or ReLU6",
+    "other": "there is no rule for it; build the net of convolutions, linear layers, BatchNorm2d, ReLU, average pools "
+    "and sums",
+}
+_OF_OPERATORS = {
+    "softmax": "softmax",  # before "max", which is a part of it
+    "max": "max_pool",
+    "attention": "attention",
+    "matmul": "attention",
+    "bmm": "attention",
+    "lstm": "recurrent",
+    "gru": "recurrent",
+    "rnn": "recurrent",
+    "layer_norm": "norm",
+    "group_norm": "norm",
+    "instance_norm": "norm",
+    **dict.fromkeys(("sigmoid", "tanh", "gelu", "silu", "elu", "leaky", "prelu", "hard", "mish", "soft"), "activation"),
+}  # fmt: skip
+_MODULES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
+    ((nn.RNNBase, nn.RNNCellBase), "recurrent"),
+    ((nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer), "attention"),
+)
+
+
+def cure_for_operator(operator: str) -> str:
+    """What to say of an operation of torch by this name."""
+    return _CURES[next((kind for part, kind in _OF_OPERATORS.items() if part in operator), "other")]
+
+
+def refuse_modules(module: nn.Module) -> None:
+    """Raise ValueError, by the layer's name, for layers that torch.export would take apart."""
+    for name, layer in module.named_modules():
+        for types, kind in _MODULES:
+            if isinstance(layer, types):
+                where = f"layer {name} ({type(layer).__name__})" if name else type(layer).__name__
+                raise ValueError(f"{where} cannot become spiking neurons: {_CURES[kind]}")
+
 
 aten = torch.ops.aten
 
@@ -191,13 +238,15 @@ def _stage(program: _Program, value: _Sum, node: fx.Node, otherwise: str, ceilin
     )
 
 
-# One rule for each operation: (program, node) -> its value, or None where it is no value.
+# One rule for each operation: (program, node) -> its value, or None where it is not a value.
 
 
 def _value(program: _Program, node: fx.Node, at: int = 0) -> _Sum:
     found = program.values.get(node.args[at])  # type: ignore[arg-type]
     if not isinstance(found, _Sum):
-        _refuse(program, node, "it computes with something that is no activation; make it a layer with its own weights")
+        _refuse(
+            program, node, "it computes with something that is not an activation; make it a layer with its own weights"
+        )
     return found
 
 
@@ -380,18 +429,6 @@ def _pad(program: _Program, node: fx.Node) -> _Sum:
     )  # fmt: skip
 
 
-def _same(program: _Program, node: fx.Node) -> _Sum:
-    return _value(program, node)
-
-
-def _dropout(program: _Program, node: fx.Node) -> _Sum:
-    return _value(program, node)
-
-
-def _nothing(program: _Program, node: fx.Node) -> None:
-    return None
-
-
 def _pair(x: Any) -> tuple[int, int]:
     numbers = [int(x)] * 2 if isinstance(x, int) else [int(n) for n in x]
     return (numbers[0], numbers[-1])
@@ -411,43 +448,26 @@ def _filled(node: fx.Node, defaults: tuple[Any, ...], *, skip: int) -> list[Any]
 
 _WITH_WEIGHTS = (aten.conv2d.default, aten.conv2d.padding, aten.linear.default)
 _RULES: dict[Any, Callable[[_Program, fx.Node], _Sum | None]] = {
-    aten.conv2d.default: _convolution,
-    aten.conv2d.padding: _convolution,
+    **dict.fromkeys((aten.conv2d.default, aten.conv2d.padding), _convolution),
     aten.linear.default: _linear,
     aten.batch_norm.default: _batch_norm,
-    aten.relu.default: _rectify,
-    aten.relu_.default: _rectify,
+    **dict.fromkeys((aten.relu.default, aten.relu_.default), _rectify),
     aten.relu6.default: lambda program, node: _rectify(program, node, 6.0),
-    aten.hardtanh.default: lambda program, node: _clip(program, node, (-1.0, 1.0)),
-    aten.hardtanh_.default: lambda program, node: _clip(program, node, (-1.0, 1.0)),
-    aten.clamp.default: _clip,
-    aten.clamp_.default: _clip,
-    aten.clamp_min.default: _clip,
-    aten.clamp_min_.default: _clip,
-    aten.add.Tensor: _add,
-    aten.add_.Tensor: _add,
-    aten.sub.Tensor: lambda program, node: _add(program, node, -1.0),
-    aten.sub_.Tensor: lambda program, node: _add(program, node, -1.0),
-    aten.mul.Tensor: _times,
-    aten.mul_.Tensor: _times,
-    aten.div.Tensor: lambda program, node: _times(program, node, divide=True),
-    aten.div_.Tensor: lambda program, node: _times(program, node, divide=True),
+    **dict.fromkeys((aten.hardtanh.default, aten.hardtanh_.default), partial(_clip, default=(-1.0, 1.0))),
+    **dict.fromkeys((aten.clamp.default, aten.clamp_.default), _clip),
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min_.default), _clip),
+    **dict.fromkeys((aten.add.Tensor, aten.add_.Tensor), _add),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub_.Tensor), partial(_add, sign=-1.0)),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul_.Tensor), _times),
+    **dict.fromkeys((aten.div.Tensor, aten.div_.Tensor), partial(_times, divide=True)),
     aten.avg_pool2d.default: _average,
     aten.adaptive_avg_pool2d.default: _adaptive,
     aten.mean.dim: _mean,
     aten.max_pool2d.default: _max,
-    aten.flatten.using_ints: _reshape,
-    aten.view.default: _reshape,
-    aten.reshape.default: _reshape,
+    **dict.fromkeys((aten.flatten.using_ints, aten.view.default, aten.reshape.default), _reshape),
     aten.slice.Tensor: _slice,
-    aten.pad.default: _pad,
-    aten.constant_pad_nd.default: _pad,
-    aten.contiguous.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
-    aten.detach.default: _same,
-    aten.dropout.default: _dropout,
-    aten.dropout_.default: _dropout,
-    aten.feature_dropout.default: _dropout,
-    aten.sym_size.int: _nothing,
+    **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), _pad),
+    **dict.fromkeys((aten.contiguous.default, aten.alias.default, aten.clone.default, aten.detach.default), _value),
+    **dict.fromkeys((aten.dropout.default, aten.dropout_.default, aten.feature_dropout.default), _value),
+    aten.sym_size.int: lambda program, node: None,
 }

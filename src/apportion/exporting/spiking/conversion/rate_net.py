@@ -97,7 +97,7 @@ def outputs(net: RateNet, batches: Sequence[Tensor], activation: Activation | No
 
 
 def per_channel(channels: Tensor, dimensions: int) -> Tensor:
-    """Numbers of channels in the shape in which they meet examples: (channels, 1, ...), so many dimensions."""
+    """Numbers of channels in the shape in which they meet examples of these ``dimensions``: (channels, 1, ...)."""
     return channels.reshape(-1, *[1] * (dimensions - 1))
 
 

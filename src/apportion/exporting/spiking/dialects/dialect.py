@@ -16,7 +16,7 @@ program has chosen without saying so in the file. What is said here was found by
 | Flatten | right | right | flattens the batch too |
 | numbers | float32; spikes in float32 whatever the model is cast to | float64 | read in float32 |
 
-The dialect ``exact`` is nobody's but apportion's own: neurons that take spikes back, for which NIR has no node.
+The dialect ``exact`` is apportion's own: neurons that take spikes back, for which NIR has no node.
 
 snntorch makes an IF node a leaky neuron of beta=0.9, which is another network, and has no dialect here.
 """

@@ -45,7 +45,7 @@ def step_by_step(model: nn.Module, names: list[str], inputs: Tensor, timesteps: 
 
 
 def in_batches(run: Callable[[Tensor], tuple[Tensor, Counts]], inputs: Tensor, size: int) -> tuple[Tensor, Counts]:
-    """Run so many examples at once, and return what all of them give."""
+    """Run ``size`` examples at once, and return what all of them give."""
     found = [run(part) for part in inputs.split(size)]
     return torch.cat([outputs for outputs, _ in found]), {
         name: torch.cat([counts[name] for _, counts in found]) for name in found[0][1]

@@ -60,7 +60,7 @@ def run(
     """Run the file for inputs (examples, ...), which flow in every step. ``folders``: where else packages lie.
 
     Raises ProgramMissing where the reader is not installed, and NotVerified where it does not run the file, or not
-    within so many seconds.
+    within ``seconds``.
     """
     found = version(reader, folders=folders)
     if found is None:

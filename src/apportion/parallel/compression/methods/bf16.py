@@ -16,9 +16,8 @@ from typing import final
 import torch
 
 from apportion.comm.network.host_exchange import HostSum
-from apportion.parallel.compression.coded_sum import CodedSum
+from apportion.parallel.compression.coded_sum import CodedSum, Rounded
 from apportion.parallel.compression.compression import Compression
-from apportion.parallel.compression.rounded import Rounded
 
 
 @final

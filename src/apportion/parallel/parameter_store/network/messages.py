@@ -3,15 +3,15 @@
 ::
 
     worker                            server of a range                        its copy on another host
-      HELLO range, seat, life  ---->
-                               <----  WELCOME life, applied, staged
+      HELLO range, worker, incarnation  ---->
+                               <----  WELCOME incarnation, applied, staged
       STAGE number, gradient   ---->  kept                  STAGE, as it comes  ---->  kept
                                <----  STAGED                                   <----  STAGED
       (every range has it: nothing stops the push any more)
       APPLY number, pull       ---->  applied, run by run   ORDER_APPLY         ---->  applied in the same order
                                <----  APPLIED, weights                         <----  ACK
 
-A push is in no shard before every range has it, and an answer tells of no version that the copy has not been told of.
+A push is in no shard before every range has it, and an answer names no version that the copy has not received.
 So whatever dies, a push that has begun to be applied can be applied to the rest, and no bits are lost that anybody saw.
 """
 
@@ -24,14 +24,14 @@ class Say(IntEnum):
     """The kind of a message."""
 
     HELLO = 1
-    """Asks to be answered: the range, the seat (CONTROL: no worker's), the life (0: a new one is wanted)."""
+    """Asks to be answered: the range, the worker (CONTROL: no worker's), the incarnation (0: a new one is wanted)."""
     WELCOME = 2
-    """Tells the life, the numbers of the last push that is applied and of the one that is staged, and the batches in
-    the weights."""
+    """Tells the incarnation, the numbers of the last push that is applied and of the one that is staged, and the
+    batches in the weights."""
     NOT_HERE = 3
     """Says that this process does not answer for the range."""
-    LIFE_OVER = 4
-    """Says that another process has the seat, or that this one was given up."""
+    INCARNATION_OVER = 4
+    """Says that another process has taken the worker's place, or that this one was given up."""
     STAGE = 5
     """Brings a push: its number, and how many batches it is of; its tensors follow."""
     STAGED = 6
@@ -54,9 +54,9 @@ class Say(IntEnum):
     FREEZE = 13
     """Asks that nothing changes until THAW, or the end of the conversation."""
     FROZEN = 14
-    """Says that nothing changes; the number of each seat's last push that is applied follows."""
+    """Says that nothing changes; the number of each worker's last push that is applied follows."""
     CATCH_UP = 15
-    """Asks to apply what a seat has staged, up to this number."""
+    """Asks to apply what a worker has staged, up to this number."""
     DONE = 16
     """Says that what was asked is done."""
     READ = 17
@@ -70,33 +70,33 @@ class Say(IntEnum):
     THAW = 21
     """Asks that the range may change again."""
     FENCE = 22
-    """Names a seat, the first life that may speak for it, and whether its process is given up."""
+    """Names a worker, the first incarnation that may speak for it, and whether its process is given up."""
     FENCED = 23
     """Tells the numbers of the last push that is applied, and of the one that is staged."""
     DISCARD = 24
-    """Asks to drop what a seat has staged."""
+    """Asks to drop what a worker has staged."""
     BYE = 25
     """Says that the worker has ended."""
     LEAVE = 26
-    """Says that the worker takes no batches for now; and whether nobody is to be given any."""
+    """Says that the worker takes no batches for now; and whether no worker is to be given any."""
     JOIN = 30
     """Asks to become the copy of a range: the range, and the rank."""
     COPY_STAGE = 31
-    """Opens the conversation in which the gradients of a range's seat are handed on."""
+    """Opens the conversation in which the gradients of a range's worker are handed on."""
     ACK = 32
     """Says that the copy knows of the order."""
     ORDER_APPLY = 33
-    """Has the copy apply a push: the seat, and the number."""
-    ORDER_LIFE = 34
-    """Has the copy note the life of a seat."""
+    """Has the copy apply a push: the worker, and the number."""
+    ORDER_INCARNATION = 34
+    """Has the copy note the incarnation of a worker."""
     ORDER_OPEN = 35
-    """Has the copy note that a seat has a batch."""
+    """Has the copy note that a worker has a batch."""
     ORDER_BACK = 36
-    """Has the copy hand the batches of a seat out again."""
+    """Has the copy hand the batches of a worker out again."""
     ORDER_ENDED = 37
-    """Has the copy note that a seat takes no more batches."""
+    """Has the copy note that a worker takes no more batches."""
     ORDER_DISCARD = 38
-    """Has the copy drop what a seat has staged."""
+    """Has the copy drop what a worker has staged."""
     ORDER_PUT = 39
     """Has the copy begin with everything that the server has: how many bytes follow."""
     ORDER_END = 40
@@ -116,11 +116,11 @@ class Say(IntEnum):
 
 
 CONTROL = -1
-"""The seat of whoever is no worker."""
+"""The number in place of a worker's, in a conversation that belongs to no worker."""
 NOBODY = -1
 MOST_BATCHES = 1 << 16
 """The most batches of one push."""
 PIECE_BYTES = 4 << 20
 """The bytes of a gradient that are handed on to the copy while more arrive."""
 REPLY_SECONDS = 300.0
-"""The seconds without a byte after which a server that answers nothing is given up."""
+"""The seconds without a byte after which a server that does not answer is given up."""

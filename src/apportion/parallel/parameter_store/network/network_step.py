@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor
 
 from apportion.comm.group import collective
@@ -18,17 +18,42 @@ from apportion.core.workload import Workload
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.network.messages import CONTROL
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
-from apportion.parallel.parameter_store.network.placement import server_ranks
-from apportion.parallel.parameter_store.network.range_session import LifeOver, RangeSession
+from apportion.parallel.parameter_store.network.range_session import IncarnationOver, RangeSession
 from apportion.parallel.parameter_store.network.range_state import RangeState
-from apportion.parallel.parameter_store.network.seat_dealer import SeatDealer
-from apportion.parallel.parameter_store.network.shard_servers import ShardServers, copy_ranks
+from apportion.parallel.parameter_store.network.shard_servers import ShardServers, WorkerRegistry, copy_ranks
 from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
 from apportion.parallel.parameter_store.push_log import PushLog
-from apportion.parallel.parameter_store.push_pull import PushPull, PushPullSchedule
+from apportion.parallel.parameter_store.push_pull import PushPullSchedule
+from apportion.parallel.parameter_store.push_pull_step import OrderedRounds, PushPullStep
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 from apportion.parallel.parameter_store.worker_model import WHOLE, StoreWorker
+
+
+def server_ranks(hosts: Sequence[int], servers: int) -> list[int]:
+    """Return the ranks of the servers, in the order of their ranges: the last rank of the last host, the last rank of
+    the host before it, and so on round the hosts, each time the last that is none yet; rank 0 always works. ``hosts``:
+    the host of every rank. ValueError where no worker would be left."""
+    if servers >= len(hosts):
+        raise ValueError(f"servers={servers} leaves no worker among {len(hosts)} processes: start more")
+    free = {host: [rank for rank, of in enumerate(hosts) if of == host and rank != 0] for host in set(hosts)}
+    found: list[int] = []
+    while len(found) < servers:
+        for host in sorted(free, reverse=True):
+            if free[host] and len(found) < servers:
+                found.append(free[host].pop())
+    return sorted(found)
+
+
+def must_have_servers(what: object, servers: int, world_size: int) -> None:
+    """Raise ValueError where ranks of several hosts are to share a store and none of them is a server."""
+    if not servers:
+        raise ValueError(
+            f"{what} keeps its weights in memory that all of its workers share, and these {world_size} ranks run on "
+            "several hosts: give parameter_server(servers=1), and one of the ranks holds the shards for the others, "
+            "or servers=2 for two"
+        )
+
 
 _Found = TypeVar("_Found")
 
@@ -51,7 +76,7 @@ class NetworkPlaces:
 
     @property
     def workers(self) -> list[int]:
-        """The ranks of the workers; their places in it are their seats."""
+        """The ranks of the workers; their places in it are their numbers."""
         return [rank for rank in range(len(self.hosts)) if rank not in self.servers]
 
 
@@ -59,7 +84,7 @@ def spec_of(worker: StoreWorker, places: NetworkPlaces) -> StoreSpec:
     """Return the specification of the store that these ranks share."""
     return StoreSpec(
         layout=worker.layout,
-        seats=len(places.workers),
+        workers=len(places.workers),
         buffers=worker.buffer_numbers,
         batches=worker.source.total,
         servers=len(places.servers),
@@ -80,55 +105,38 @@ def served(doors: RankDoors, spec: StoreSpec, places: NetworkPlaces, contents: C
     def state(number: int) -> RangeState:
         return RangeState(spec, number, contents())
 
-    def dealer(servers: ShardServers) -> SeatDealer:
+    def dealer(servers: ShardServers) -> WorkerRegistry:
         def others() -> list[RangeSession]:
             numbers = range(1, len(places.servers))
             return [RangeSession(Range(spec, n), n, doors, servers.views, CONTROL) for n in numbers]
 
-        return SeatDealer(lambda: servers.ranges.get(0), others, servers.closed)
+        return WorkerRegistry(lambda: servers.ranges.get(0), others, servers.closed)
 
     return ShardServers(doors, places.servers, places.copies, state, dealer)
 
 
-class NetworkWorkerStep(Step):
+class NetworkWorkerStep(PushPullStep):
     """What steps of workers have in common whose servers are on other hosts."""
 
     ends_together = False
 
     def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, places: NetworkPlaces) -> None:
-        self._worker = worker = StoreWorker(workload, world.device)
-        self.device, self.rank, self._world = world.device, world.rank, world
-        self.model, self.optimizers = worker.replica.model, worker.replica.optimizers
-        self.source, self.data_shard = worker.source, WHOLE
+        worker, self._world = StoreWorker(workload, world.device), world
+        self._set_model(worker, world)
         spec, doors = spec_of(worker, places), doors_of(world)
         arbiter = Arbiter(doors, places.servers) if world.rank == 0 else None
         self.places = places
-        seat = places.workers.index(world.rank) if world.rank in places.workers else CONTROL
-        self.store = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), seat)
+        number = places.workers.index(world.rank) if world.rank in places.workers else CONTROL
+        self.store: NetworkStore = NetworkStore(spec, worker.weights, doors, ViewSource(doors, arbiter), number)
         self._doors = doors
-        self._cycle = PushPull(self.store, worker, schedule)
-        self._taken: Batch | None = None
+        self._set_cycle(schedule)
         self._entered = False
-        self._lock = threading.Lock()
 
     def _enter(self) -> None:
         if not self._entered:
             self.store.begin()
             self._forget()
             self._entered = True
-
-    def _forget(self) -> None:
-        """Reset the step: no batch is taken, and no gradient waits to be pushed."""
-        self._taken = None
-        self._cycle.reset()
-
-    def predict(self, batch: Batch) -> Any | None:
-        self._enter()
-        if batch.start:  # one pass over the set is of one state of the weights
-            self._cycle.pull()
-            if self.lockstep:  # others may push before the round is over: the next one pulls for itself
-                self._cycle.fresh = False
-        return self._worker.replica.predict(batch) if len(batch) else None
 
     def state_dict(self) -> State:
         self._enter()
@@ -142,7 +150,7 @@ class NetworkWorkerStep(Step):
         self._enter()
         start = self._worker.load(state)
         group = self._world.group()
-        group.barrier()  # everybody has entered, and nobody pushes
+        group.barrier()  # every rank has entered, and none pushes
         if self.rank == 0:
             unpushed = () if self.lockstep else state.settings.get("unpushed", ())
             self.store.put(start, done=state.step, unpushed=unpushed)
@@ -156,9 +164,6 @@ class NetworkWorkerStep(Step):
 
     def held(self) -> Held:
         return Held(0, self.store.nbytes)
-
-    def spent(self) -> Mapping[str, float]:
-        return {"loading": self.source.seconds, "waiting": self.store.waited, "updating": self._cycle.seconds}
 
     def close(self) -> None:
         self.store.close()
@@ -186,7 +191,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
                 if self._taken is None:
                     self._taken = self._next()
                 return self._taken
-            except LifeOver:
+            except IncarnationOver:
                 self._entered = False
 
     def _next(self) -> Batch | None:
@@ -197,7 +202,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
         return None if batch is None else self.source.at(batch, WHOLE)
 
     def _dealt(self, *, waits: bool) -> int | None:
-        """Ask for a batch, as one who waits for others: whoever is too far ahead of the slowest does."""
+        """Ask for a batch. The time counts as waiting for others, since a worker that is too far ahead waits here."""
         clock = self._world.group().all_waits
         clock.begin()
         try:
@@ -215,7 +220,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
         try:
             if cycle.is_due:
                 cycle.push(batch.step)
-        except LifeOver:  # the batch was handed out again while this worker was cut off: it begins anew
+        except IncarnationOver:  # the batch was handed out again while this worker was cut off: it begins anew
             loss = cycle.loss
             self._entered = False
             self._enter()
@@ -299,3 +304,60 @@ def serve(servers: ShardServers) -> None:
             raise servers.error
         if servers.is_over():
             return
+
+
+@final
+class OrderedNetworkStep(OrderedRounds, NetworkWorkerStep):
+    """The step of a worker, or of a server, in ordered mode."""
+
+    ends_together = True
+
+    def __init__(self, workload: Workload, world: World, schedule: PushPullSchedule, places: NetworkPlaces) -> None:
+        super().__init__(workload, world, schedule, places)
+        self._servers = None
+        if world.rank in places.servers:
+            contents = self._worker.initial()
+            self._servers = served(self._doors, spec_of(self._worker, places), places, lambda: contents)
+            self._servers.start()
+
+    def _enter(self) -> None:
+        if not self._entered and self._servers is not None:
+            self._entered = True  # a server is not a worker
+        super()._enter()
+
+    @property
+    def done(self) -> int:
+        return self._number
+
+    @property
+    def _workers(self) -> Sequence[int]:
+        return self.places.workers
+
+    def _meet_round(self, number: int) -> None:
+        self._world.group().barrier()
+
+    def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
+        values = torch.zeros(2, dtype=torch.float64)
+        if own:
+            assert self._own is not None
+            self._cycle.push(number)
+            values[0], values[1] = float(self._own), float(self._turn(number))
+            self._own = None
+        self._world.group().broadcast(values, source=self._owner(number))
+        self._number = number + 1
+        return {"loss": values[0].to(torch.float32), "staleness": values[1]}
+
+    def state_dict(self) -> State:
+        state = super().state_dict()
+        state.settings["unpushed"] = []
+        self._world.group().barrier()  # no rank goes on while another still reads
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        self._base = self._number = state.step
+
+    def close(self) -> None:
+        super().close()
+        if self._servers is not None:
+            self._servers.close()

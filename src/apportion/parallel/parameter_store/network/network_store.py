@@ -15,18 +15,19 @@ from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS, StoreSpec
 from apportion.parallel.parameter_store.network.messages import Say
-from apportion.parallel.parameter_store.network.range_session import LifeOver, RangeSession
+from apportion.parallel.parameter_store.network.range_session import IncarnationOver, RangeSession
 from apportion.parallel.parameter_store.network.range_state import (
     RUN_BYTES,
     Collected,
     StagedGradient,
     collect,
     packed,
-    told_of,
+    state_json_of,
     unpacked,
 )
 from apportion.parallel.parameter_store.network.views import ViewSource
 from apportion.parallel.parameter_store.push_log import PushLog
+from apportion.parallel.parameter_store.push_store import PushStore
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
 
@@ -38,14 +39,14 @@ _Found = TypeVar("_Found")
 
 
 @final
-class NetworkStore:
-    """A worker's way to all ranges. ``weights``: where what is pulled goes; ``seat``: the worker's."""
+class NetworkStore(PushStore):
+    """A worker's way to all ranges. ``weights``: where what is pulled goes; ``worker``: its number."""
 
-    def __init__(self, extent: StoreSpec, weights: Tensor, doors: RankDoors, views: ViewSource, seat: int) -> None:
-        self.extent, self.seat, self._views = extent, seat, views
+    def __init__(self, extent: StoreSpec, weights: Tensor, doors: RankDoors, views: ViewSource, worker: int) -> None:
+        self.extent, self.worker, self._views = extent, worker, views
         ranges = [Range(extent, number, chunk_bytes=RUN_BYTES) for number in range(extent.servers)]
         self._sessions = [
-            RangeSession(of, number, doors, views, seat, self._said_since) for number, of in enumerate(ranges)
+            RangeSession(of, number, doors, views, worker, self._said_since) for number, of in enumerate(ranges)
         ]
         self._threads = ThreadPoolExecutor(max(1, len(ranges) - 1), "servers")
         self.weights = weights
@@ -57,14 +58,18 @@ class NetworkStore:
         """The change of each buffer that the next push brings: flat, filled by the caller."""
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
-        self.deal = self
+        self.deal: NetworkStore = self
         """The queue: what is written down of each batch goes to the servers with the push that it is in."""
-        self.waited = 0.0
-        """The seconds spent waiting for the queue and for servers that were lost."""
+        self._waited = 0.0
         self._saved: int | None = None
         """The number of updates behind the state that was read, or put in, last; None: neither was done here."""
         self._number = 0
         self._entries: list[tuple[int, Sequence[int] | None]] = []
+
+    @property
+    def waited(self) -> float:
+        """The seconds spent waiting for the queue and for servers that were lost."""
+        return self._waited
 
     @property
     def done(self) -> int:
@@ -82,15 +87,15 @@ class NetworkStore:
         return self.weights.nbytes + self.gradient.nbytes + self.buffers.nbytes
 
     def begin(self) -> None:
-        """Take the seat: whatever another process of it had begun is ended before this returns. Where this one is given
-        up meanwhile, or a server is lost, it begins again. Raises PeerLost where that takes too long."""
+        """Begin as this worker: whatever another process of it had begun is ended before this returns. Where this one
+        is given up meanwhile, or a server is lost, it begins again. Raises PeerLost where that takes too long."""
         end = time.monotonic() + BEGIN_SECONDS
-        while not self._begin():
+        while not self._try_to_begin():
             if time.monotonic() > end:
-                raise PeerLost(f"worker {self.seat} could not begin within {BEGIN_SECONDS:.0f} s: servers are lost")
+                raise PeerLost(f"worker {self.worker} could not begin within {BEGIN_SECONDS:.0f} s: servers are lost")
 
-    def _begin(self) -> bool:
-        """Try to take the seat, and return whether all servers agree on how far it is."""
+    def _try_to_begin(self) -> bool:
+        """Try to begin as this worker, and return whether all servers agree on how far it is."""
         first, *others = self._sessions
         for session in self._sessions:
             session.disconnect()
@@ -99,9 +104,10 @@ class NetworkStore:
             first.connect(0)
             self._number = first.applied
             for other in others:
-                other.connect(first.life)
-        except LifeOver:
+                other.connect(first.incarnation)
+        except IncarnationOver:
             return False
+        # The ranges may differ while the first of them still resolves what the process before had begun.
         return all(other.applied == self._number for other in others)
 
     def restart(self) -> None:
@@ -118,13 +124,13 @@ class NetworkStore:
         by how many pushes this worker may be ahead of the slowest."""
         began = time.perf_counter()
         batch = self._sessions[0].take(total, waits=waits, most=-1 if most is None else most)
-        self.waited += time.perf_counter() - began
+        self._waited += time.perf_counter() - began
         if batch is not None:
             self._entries.append((batch, None))
         return batch
 
     def open(self, batch: int) -> None:
-        """Note a batch that nobody had to be asked for."""
+        """Note a batch that follows from the round, without asking the server."""
         self._entries.append((batch, None))
 
     def note(self, pulled: Sequence[int] | None) -> None:
@@ -136,7 +142,7 @@ class NetworkStore:
         """Do nothing: the server of the queue wakes who waits for it."""
 
     def leave(self, *, stops: bool) -> None:
-        """Take no more batches for now; ``stops``: nobody is given any."""
+        """Take no more batches for now; ``stops``: no worker is given any."""
         self._sessions[0].leave(stops=stops)
 
     # Pushes and pulls
@@ -151,9 +157,13 @@ class NetworkStore:
         the staleness: pushes of others to a shard since it was pulled, the mean over the shards."""
         staged = [self._staged(session.range, hyper, used) for session in self._sessions]
         into = (self.weights, self.buffers) if pull else None
+        # Every range has the whole push before any applies it. If this worker or a server dies in between, the push can
+        # still be completed everywhere, or dropped everywhere.
         self._each(lambda session: session.stage(staged[session.number]))
         found = self._each(lambda session: session.apply(staged[session.number], into))
         self._number += 1
+        # The entries are forgotten only after every range has applied the push: a session that connects again in the
+        # middle sends the same push, with the same number, and a range that has it does not apply it twice.
         self._entries.clear()
         many = [session.range.last - session.range.first for session in self._sessions]
         made = sum(count * size for (count, _), size in zip(found, many, strict=True))
@@ -182,11 +192,11 @@ class NetworkStore:
         raised: list[BaseException] = []
         try:
             last = ask(own)
-        except (PeerLost, LifeOver) as error:
+        except (PeerLost, IncarnationOver) as error:
             raised.append(error)
         raised += [found for found in (future.exception() for future in asked) if found is not None]
         if raised:
-            raise next((error for error in raised if isinstance(error, LifeOver)), raised[0])
+            raise next((error for error in raised if isinstance(error, IncarnationOver)), raised[0])
         return [*(future.result() for future in asked), last]
 
     # The whole
@@ -204,19 +214,19 @@ class NetworkStore:
     def _fetch(self, kind: int) -> list[dict[str, Tensor]]:
         layout, spec = self.extent.layout, self.extent
         most = (layout.total + 64) * layout.dtype.itemsize * (2 + len(layout.rule.slots))
-        most += 8 * (8 + VERSIONS + spec.shards) * (spec.capacity * spec.seats + 4 * spec.batches + 64) + (64 << 20)
+        most += 8 * (8 + VERSIONS + spec.shards) * (spec.capacity * spec.workers + 4 * spec.batches + 64) + (64 << 20)
         return [unpacked(session.fetch(kind, most)) for session in self._sessions]
 
     def _at_once(self, read: Callable[[], _Found]) -> _Found:
         """Read while nothing changes, and every push that some range has is in all of them."""
         for left in range(TRIES, 0, -1):
             try:
-                applied = [session.freeze(self.extent.seats) for session in self._sessions]
+                applied = [session.freeze(self.extent.workers) for session in self._sessions]
                 newest = [max(of) for of in zip(*applied, strict=True)]
                 for session, found in zip(self._sessions, applied, strict=True):
-                    for seat, number in enumerate(newest):
-                        if found[seat] < number:
-                            session.ask(Say.CATCH_UP, seat, number)
+                    for worker, number in enumerate(newest):
+                        if found[worker] < number:
+                            session.ask(Say.CATCH_UP, worker, number)
                 found_all = read()
                 for session in self._sessions:
                     session.ask(Say.THAW)
@@ -231,8 +241,8 @@ class NetworkStore:
     def _joined(self, parts: Sequence[dict[str, Tensor]]) -> PushLog:
         if any("log" not in part for part in parts):
             raise ValueError(f"the log has room for {self.extent.capacity} pushes of a worker, and there were more")
-        entries: list[list[Tensor]] = [[] for _ in range(self.extent.seats)]
-        made: list[list[Tensor]] = [[] for _ in range(self.extent.seats)]
+        entries: list[list[Tensor]] = [[] for _ in range(self.extent.workers)]
+        made: list[list[Tensor]] = [[] for _ in range(self.extent.workers)]
         ranges = [self._rows(part) for part in parts]
         for key in sorted(ranges[0]):
             rows = [of[key] for of in ranges]
@@ -241,27 +251,27 @@ class NetworkStore:
             made[key[0]].append(torch.cat([torch.full((of.shape[1] - VERSIONS,), many) for many, of in rows]))
         width = self.extent.shards
         return PushLog(
-            told_of(parts[0])["base"],
+            state_json_of(parts[0])["base"],
             tuple(torch.cat([torch.zeros(0, VERSIONS + width, dtype=torch.int64), *of]).numpy() for of in entries),
             tuple(torch.stack(of).numpy() if of else torch.zeros(0, width, dtype=torch.int64).numpy() for of in made),
         )
 
     @staticmethod
     def _rows(part: dict[str, Tensor]) -> dict[tuple[int, int], tuple[int, Tensor]]:
-        """Return what the log of a range has of each push, by seat and number: the version made, and the batches."""
+        """Return what the log of a range has of each push, by worker and number: the version made, and the batches."""
         log = part["log"].tolist()
         entries = part["entries"].split([row[3] for row in log]) if log else ()
-        return {(seat, number): (made, of) for (seat, number, made, _), of in zip(log, entries, strict=True)}
+        return {(worker, number): (made, of) for (worker, number, made, _), of in zip(log, entries, strict=True)}
 
-    def put(self, contents: Contents, *, done: int, unpushed: Sequence[int]) -> None:
-        """Have all servers begin with these contents, while nobody pushes."""
+    def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
+        """Have all servers begin with these contents, while no worker pushes."""
         found = {f"data/{at}": flat for at, flat in enumerate(contents.data)}
         counts = [torch.from_numpy(of.astype("float64")) for of in contents.counts]
         found["counts"] = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.float64)
         found["touched"] = torch.from_numpy(contents.touched.astype("uint8"))
         found["buffers"] = contents.buffers
-        told = json.dumps({"unpushed": list(unpushed)}).encode()
-        found["json"] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        message = json.dumps({"unpushed": list(unpushed)}).encode()
+        found["json"] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         blob = packed(found)
         for session in self._sessions:
             session.put(blob, done)

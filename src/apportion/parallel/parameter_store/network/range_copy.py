@@ -40,15 +40,15 @@ class RangeCopy:
         self._orders.say_blob(Say.ORDER_PUT, blob, done)
         self.finish()
 
-    def stage(self, seat: int) -> ShardLink:
+    def stage(self, worker: int) -> ShardLink:
         """Return the conversation for a worker's gradients. Raises PeerLost where the copy is gone."""
         with self._lock:
-            link = self._stages.get(seat)
+            link = self._stages.get(worker)
         if link is None:
             link = ShardLink(self._doors.dial(self.rank, DIAL_SECONDS), self._doors.describe(self.rank))
-            link.say(Say.COPY_STAGE, self._number, seat)
+            link.say(Say.COPY_STAGE, self._number, worker)
             with self._lock:
-                self._stages[seat] = link
+                self._stages[worker] = link
         return link
 
     def end(self) -> None:
@@ -71,22 +71,24 @@ def gradient_pieces(gradient: Tensor) -> Sequence[Tensor]:
     return gradient.split(max(1, PIECE_BYTES // gradient.element_size())) if gradient.numel() else ()
 
 
-def receive_stage(link: ShardLink, state: RangeState, seat: int, numbers: Sequence[int], on: ShardLink | None) -> None:
+def receive_stage(
+    link: ShardLink, state: RangeState, worker: int, numbers: Sequence[int], on: ShardLink | None
+) -> None:
     """Receive a worker's push, and keep it. ``on``: the conversation that it is handed on in, as it arrives. Raises
     PeerLost where either end is gone, in which case nothing is kept."""
-    staged = receive_gradient(link, state, seat, numbers, on)
-    state.stage(seat, staged)
+    staged = receive_gradient(link, state, worker, numbers, on)
+    state.stage(worker, staged)
 
 
 def receive_gradient(
-    link: ShardLink, state: RangeState, seat: int, numbers: Sequence[int], on: ShardLink | None
+    link: ShardLink, state: RangeState, worker: int, numbers: Sequence[int], on: ShardLink | None
 ) -> StagedGradient:
     """Receive a worker's push into its place, and hand it on as it arrives."""
     number, batches = numbers[:2]
-    if not 0 < batches <= MOST_BATCHES or seat not in state.seats:
-        raise PeerLost(f"{link.name} pushes {batches} batches for seat {seat}, which cannot be")
-    state.seats[seat].staged = None  # what is there is about to be written over
-    staged = StagedGradient.blank(state.extent, state.range, number, batches, state.room(seat))
+    if not 0 < batches <= MOST_BATCHES or worker not in state.workers:
+        raise PeerLost(f"{link.name} pushes {batches} batches for worker {worker}, which cannot be")
+    state.workers[worker].staged = None  # what is there is about to be written over
+    staged = StagedGradient.blank(state.extent, state.range, number, batches, state.room(worker))
     *small, gradient = staged.tensors
     pieces = gradient_pieces(gradient)
     link.take(small, REPLY_SECONDS)
@@ -126,25 +128,25 @@ class CopyLost(Exception):
 
 def follow_order(state: RangeState, link: ShardLink, message: Message) -> None:
     """Do, as a copy, what the server has done."""
-    kind, seat, number = message[:3]
+    kind, worker, number = message[:3]
     queue = state.queue
     if kind == Say.ORDER_APPLY:
-        staged = state.seats[seat].staged
-        if state.seats[seat].applied < number:
+        staged = state.workers[worker].staged
+        if state.workers[worker].applied < number:
             if staged is None or staged.number != number:
-                raise PeerLost(f"{link.name} applies push {number} of seat {seat}, which is not here")
-            state.apply(seat)
-    elif kind == Say.ORDER_LIFE:
-        state.seats[seat].life = number
+                raise PeerLost(f"{link.name} applies push {number} of worker {worker}, which is not here")
+            state.apply(worker)
+    elif kind == Say.ORDER_INCARNATION:
+        state.workers[worker].incarnation = number
     elif kind == Say.ORDER_OPEN:
-        queue.hand_out(seat, number)
+        queue.hand_out(worker, number)
     elif kind == Say.ORDER_BACK:
-        queue.give_back(seat)
+        queue.give_back(worker)
     elif kind == Say.ORDER_ENDED:
-        queue.ended.add(seat)
+        queue.ended.add(worker)
     elif kind == Say.ORDER_DISCARD:
-        state.seats[seat].staged = None
+        state.workers[worker].staged = None
     elif kind == Say.ORDER_PUT:
-        state.restore(link.take_blob(seat, state.most_bytes))
+        state.restore(link.take_blob(worker, state.most_bytes))
     else:
-        raise PeerLost(f"{link.name} sent message {kind}, which is no order")
+        raise PeerLost(f"{link.name} sent message {kind}, which is not a valid order")

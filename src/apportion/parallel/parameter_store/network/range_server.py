@@ -1,9 +1,8 @@
 """The server of one range of shards: it answers workers, and has its copy know what it does.
 
-Everything that changes the range happens under one lock, in one order, which the copy is told. Nothing is answered that
-the copy has not been told: what a worker has seen outlives the server. A gradient that arrives, and a pull, take no
-part in that, so that a slow worker keeps nobody waiting.
-"""
+Everything that changes the range happens under one lock, in one order, which the copy receives. No answer names a
+change that the copy has not received: what a worker has seen outlives the server. A gradient that arrives, and a pull,
+take no part in that, so that a slow worker keeps no other waiting."""
 
 from __future__ import annotations
 
@@ -17,16 +16,21 @@ from torch import Tensor
 
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, Say
-from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
-from apportion.parallel.parameter_store.network.range_state import RangeState, packed, told_of, unpacked
+from apportion.parallel.parameter_store.network.range_state import (
+    NO_TICKET,
+    RangeState,
+    packed,
+    state_json_of,
+    unpacked,
+)
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.store import Contents
 
 LOOK_SECONDS = 0.5
-"""The seconds after which whoever waits in the queue looks again whether it is still there."""
+"""The seconds after which a thread that waits in the queue checks again that its worker is connected."""
 Handler = Callable[[ShardLink, int, int, Sequence[int]], None]
-"""Answers a message: the conversation, the seat, its life, and the message's numbers."""
+"""Answers a message: the conversation, the worker, its incarnation, and the message's numbers."""
 
 
 @final
@@ -39,7 +43,7 @@ class RangeServer:
         self.unguarded = True
         """Tells whether the range may be answered for without a copy: it has none, or has had one."""
         self.order = threading.Condition()
-        """Held by whoever changes the range."""
+        """Held by the thread that changes the range."""
         self.copy: RangeCopy | None = None
         self.byes: set[int] = set()
         """The workers that have ended."""
@@ -67,62 +71,65 @@ class RangeServer:
 
     # Conversations
 
-    def converse(self, link: ShardLink, seat: int, life: int) -> bool:
-        """Answer a worker, or whoever else asks, until it says that it ends, and return True; or until it is gone."""
+    def converse(self, link: ShardLink, worker: int, incarnation: int) -> bool:
+        """Answer a worker, or a process of the control, until it says that it ends, and return True; or until it is
+        gone."""
         torch.set_num_threads(1)  # each thread has its own number, and there is one for each worker already
         try:
-            if not self._welcome(link, seat, life):
+            if not self._welcome(link, worker, incarnation):
                 return True
             while True:
                 kind, *numbers = link.hear()
                 if kind == Say.BYE:
                     with self.order:
-                        self.byes.add(seat)
+                        self.byes.add(worker)
                         self.order.notify_all()
                     return True
                 handler = self._handlers.get(kind)
                 if handler is None:
-                    raise PeerLost(f"{link.name} sent message {kind}, which is no question")
-                handler(link, seat, life, numbers)
+                    raise PeerLost(f"{link.name} sent message {kind}, which is not a valid request")
+                handler(link, worker, incarnation, numbers)
         except PeerLost:
             return False
         finally:
             with self.order:
-                if self.links.get(seat) is link:
-                    del self.links[seat]
+                if self.links.get(worker) is link:
+                    del self.links[worker]
                 if self._frozen is link:
                     self._frozen = None
                 self._outs.pop(link, None)
                 self.order.notify_all()
 
-    def _welcome(self, link: ShardLink, seat: int, life: int) -> bool:
-        if seat == CONTROL:
+    def _welcome(self, link: ShardLink, worker: int, incarnation: int) -> bool:
+        if worker == CONTROL:
             link.say(Say.WELCOME)
             return True
         with self.order:
-            state = self.state.seats[seat]
-            if life < state.life:
-                link.say(Say.LIFE_OVER)
+            state = self.state.workers[worker]
+            if incarnation < state.incarnation:
+                link.say(Say.INCARNATION_OVER)
                 link.flush(REPLY_SECONDS)
                 return False
-            if life > state.life:
-                self._change(Say.ORDER_LIFE, seat, life)
-                state.life = life
-            self.links[seat] = link
-            self.byes.discard(seat)
-            self.gone.discard(seat)
+            # The copy learns of the incarnation first: were this server lost after it had answered, the copy would
+            # still answer the process that is refused here.
+            if incarnation > state.incarnation:
+                self._change(Say.ORDER_INCARNATION, worker, incarnation)
+                state.incarnation = incarnation
+            self.links[worker] = link
+            self.byes.discard(worker)
+            self.gone.discard(worker)
             staged = state.staged.number if state.staged is not None else 0
-            link.say(Say.WELCOME, life, state.applied, staged, self.state.done)
+            link.say(Say.WELCOME, incarnation, state.applied, staged, self.state.done)
             return True
 
-    def _must_live(self, link: ShardLink, seat: int, life: int) -> None:
-        if self.links.get(seat) is not link or self.state.seats[seat].life != life:
-            raise PeerLost(f"another process speaks for seat {seat} now")
+    def _must_live(self, link: ShardLink, worker: int, incarnation: int) -> None:
+        if self.links.get(worker) is not link or self.state.workers[worker].incarnation != incarnation:
+            raise PeerLost(f"another process speaks for worker {worker} now")
 
     # The copy
 
     def _change(self, kind: int, *numbers: int) -> None:
-        """Have the copy know of a change that takes no time; whoever calls holds ``order``, and makes it afterwards."""
+        """Have the copy know of a change that takes no time; the caller holds ``order``, and makes it afterwards."""
         self._begin_change(kind, *numbers)
         self._finish_change()
 
@@ -142,7 +149,7 @@ class RangeServer:
             self.lose_copy()
 
     def lose_copy(self) -> None:
-        """Go on without the copy. Whoever calls holds ``order``. PeerLost where the copy answers instead of this."""
+        """Go on without the copy. The caller holds ``order``. PeerLost where the copy answers instead of this."""
         copy, self.copy = self.copy, None
         if copy is not None:
             copy.close()
@@ -150,47 +157,49 @@ class RangeServer:
 
     # Workers
 
-    def _stage(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _stage(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
-            self._must_live(link, seat, life)
+            self._must_live(link, worker, incarnation)
         copy = self.copy
         try:
-            staged = receive_gradient(link, self.state, seat, numbers, self._handing_on(copy, seat))
+            staged = receive_gradient(link, self.state, worker, numbers, self._handing_on(copy, worker))
         except CopyLost as lost:
             staged = lost.staged
             with self.order:
                 if self.copy is copy:
                     self.lose_copy()
+        # The gradient arrived without the lock, so that a slow worker holds up no other. In the meantime the worker may
+        # have been given up, or another copy may have joined, which has not seen the gradient.
         with self.order:
-            self._must_live(link, seat, life)
+            self._must_live(link, worker, incarnation)
             if self.copy is not copy and self.copy is not None:  # it came while the gradient did
-                self._with_copy(lambda own: _hand_on_whole(own, seat, staged.number, staged.tensors))
-            self.state.stage(seat, staged)
+                self._with_copy(lambda own: _hand_on_whole(own, worker, staged.number, staged.tensors))
+            self.state.stage(worker, staged)
         link.say(Say.STAGED, staged.number)
 
-    def _handing_on(self, copy: RangeCopy | None, seat: int) -> ShardLink | None:
+    def _handing_on(self, copy: RangeCopy | None, worker: int) -> ShardLink | None:
         if copy is None:
             return None
         try:
-            return copy.stage(seat)
+            return copy.stage(worker)
         except PeerLost:
             with self.order:
                 if self.copy is copy:
                     self.lose_copy()
             return None
 
-    def _apply(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _apply(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         number, pulls = numbers[0], bool(numbers[1])
         out = self._out(link) if pulls else None
         versions: Tensor | None = None
-        with self._changing(link, seat, life):
-            state = self.state.seats[seat]
+        with self._changing(link, worker, incarnation):
+            state = self.state.workers[worker]
             if state.applied < number:
                 if state.staged is None or state.staged.number != number:
                     raise PeerLost(f"{link.name} applies push {number}, which is not here")
-                versions = self._apply_now(link, seat, out)
+                versions = self._apply_now(link, worker, out)
             else:
-                made = next(p.made for p in reversed(self.state.log) if (p.seat, p.number) == (seat, number))
+                made = next(p.made for p in reversed(self.state.log) if (p.worker, p.number) == (worker, number))
                 link.say(Say.APPLIED, made, self.state.done)
         if pulls and versions is None:
             assert out is not None
@@ -199,12 +208,14 @@ class RangeServer:
             link.send(versions)
         link.flush(REPLY_SECONDS)
 
-    def _apply_now(self, link: ShardLink, seat: int, out: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    def _apply_now(self, link: ShardLink, worker: int, out: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """Apply a push. Without a copy the new weights leave run by run, while the next run is updated; with one they
         leave once the copy knows of the push."""
-        of, staged = self.state, self.state.seats[seat].staged
+        of, staged = self.state, self.state.workers[worker].staged
         assert staged is not None
-        self._begin_change(Say.ORDER_APPLY, seat, staged.number)
+        self._begin_change(Say.ORDER_APPLY, worker, staged.number)
+        # With a copy the weights leave only after it knows of the push: a worker must never see a version that is lost
+        # with this server. Without a copy there is nothing to wait for, and sending overlaps with the update.
         at_once = self.copy is None
         lost: list[PeerLost] = []
         waiting: list[tuple[int, int]] = []
@@ -224,7 +235,7 @@ class RangeServer:
             except PeerLost as error:
                 lost.append(error)
         copied = None if out is None else send if at_once else lambda first, last: waiting.append((first, last))
-        of.apply(seat, copied, out)
+        of.apply(worker, copied, out)
         self._finish_change()
         self.order.notify_all()
         if not at_once:
@@ -235,7 +246,7 @@ class RangeServer:
             raise lost[0]
         return of.versions.clone() if out is not None else None
 
-    def _pull(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _pull(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         out = self._out(link)
         link.say(Say.PULLED, self.state.done)
         link.send(self._send_copy(link, out))
@@ -261,32 +272,36 @@ class RangeServer:
         return self._outs[link]
 
     @contextmanager
-    def _changing(self, link: ShardLink, seat: int, life: int) -> Iterator[None]:
-        """Hold the order, once nobody reads the store as a whole."""
+    def _changing(self, link: ShardLink, worker: int, incarnation: int) -> Iterator[None]:
+        """Hold the order, once no process reads the store as a whole."""
         with self.order:
+            # wait() releases the lock, so that the process that froze the range can read and thaw it. If that process
+            # is lost, its conversation ends, which clears the mark.
             while self._frozen is not None and self._frozen is not link:
                 self.order.wait(LOOK_SECONDS)
-            self._must_live(link, seat, life)
+            self._must_live(link, worker, incarnation)
             yield
 
     # The queue
 
-    def _take(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _take(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         total, waits, most, last = numbers[0], bool(numbers[1]), numbers[2], numbers[3]
         while True:
-            with self._changing(link, seat, life):
+            with self._changing(link, worker, incarnation):
                 queue = self.state.queue
-                if (batch := queue.unheard(seat, last)) is not None:
+                # A worker whose connection broke asks again. If the answer was lost, it already has a batch that it
+                # does not know of, and gets this one: a second one would leave the first without a gradient for ever.
+                if (batch := queue.unheard(worker, last)) is not None:
                     break
                 batch = queue.next_batch(total)
                 if batch is None and not (waits and not queue.is_through(total)):
-                    self._change(Say.ORDER_ENDED, seat)
-                    queue.ended.add(seat)
+                    self._change(Say.ORDER_ENDED, worker)
+                    queue.ended.add(worker)
                     self.order.notify_all()
                     break
-                if batch is not None and (most < 0 or self._ahead(seat) <= most):
-                    self._change(Say.ORDER_OPEN, seat, batch)
-                    queue.hand_out(seat, batch)
+                if batch is not None and (most < 0 or self._ahead(worker) <= most):
+                    self._change(Say.ORDER_OPEN, worker, batch)
+                    queue.hand_out(worker, batch)
                     self.order.notify_all()
                     break
                 self.order.wait(LOOK_SECONDS)
@@ -294,60 +309,60 @@ class RangeServer:
                 raise PeerLost(f"{link.name} is gone")
         link.say(Say.TICKET, NO_TICKET if batch is None else batch, self.state.done)
 
-    def _leave(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _leave(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
-            self._must_live(link, seat, life)
-            self._change(Say.ORDER_ENDED, seat)
-            self.state.queue.ended.add(seat)
+            self._must_live(link, worker, incarnation)
+            self._change(Say.ORDER_ENDED, worker)
+            self.state.queue.ended.add(worker)
             self.state.queue.stopped |= bool(numbers[0])
             self.order.notify_all()
         link.say(Say.DONE)
 
-    def _ahead(self, seat: int) -> int:
+    def _ahead(self, worker: int) -> int:
         """Return by how many pushes a worker is ahead of the slowest of those that still take batches."""
-        seats, ended = self.state.seats, self.state.queue.ended
-        going = [state.applied for other, state in seats.items() if other not in ended or other == seat]
-        return seats[seat].applied - min(going)
+        workers, ended = self.state.workers, self.state.queue.ended
+        going = [state.applied for other, state in workers.items() if other not in ended or other == worker]
+        return workers[worker].applied - min(going)
 
     # The whole
 
-    def _freeze(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _freeze(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             while self._frozen is not None and self._frozen is not link:
                 self.order.wait(LOOK_SECONDS)
                 if link.has_ended():
                     raise PeerLost(f"{link.name} is gone")
             self._frozen = link
-            applied = torch.tensor([self.state.seats[at].applied for at in sorted(self.state.seats)])
+            applied = torch.tensor([self.state.workers[at].applied for at in sorted(self.state.workers)])
         link.say(Say.FROZEN, tensors=[applied])
         link.flush(REPLY_SECONDS)
 
-    def _thaw(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _thaw(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             if self._frozen is link:
                 self._frozen = None
             self.order.notify_all()
         link.say(Say.DONE)
 
-    def _catch_up(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _catch_up(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         whom, number = numbers[:2]
         with self.order:
-            state = self.state.seats[whom]
+            state = self.state.workers[whom]
             if state.applied < number:
                 if state.staged is None or state.staged.number != number:
-                    raise PeerLost(f"push {number} of seat {whom} is not here")
+                    raise PeerLost(f"push {number} of worker {whom} is not here")
                 self._begin_change(Say.ORDER_APPLY, whom, number)
                 self.state.apply(whom)
                 self._finish_change()
             self.order.notify_all()
         link.say(Say.DONE)
 
-    def _read(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _read(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             blob = packed(self.state.contents())
         link.say_blob(Say.BLOB, blob)
 
-    def _log(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _log(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             try:
                 found = self.state.log_tensors()
@@ -356,7 +371,7 @@ class RangeServer:
             blob = packed({"json": self.state.contents()["json"], **found})
         link.say_blob(Say.BLOB, blob)
 
-    def _put(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _put(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         blob = link.take_blob(numbers[0], self.state.most_bytes * max(2, self.state.extent.servers))
         with self.order:
             self.begin_with(unpacked(blob), numbers[1])
@@ -364,63 +379,64 @@ class RangeServer:
         link.say(Say.DONE)
 
     def begin_with(self, given: dict[str, Tensor], done: int) -> None:
-        """Begin with contents that a worker has sent; the lives of the workers stay. Whoever calls holds ``order``."""
+        """Begin with contents that a worker has sent; the incarnations of the workers stay. The caller holds
+        ``order``."""
         state = self.state
         sizes = [len(pieces) for pieces in state.extent.layout.pieces]
         counts = [part.numpy() for part in given["counts"].split(sizes)]
         data = [given[f"data/{at}"] for at in range(len(state.flats))]
-        lives = {seat: of.life for seat, of in state.seats.items()}
+        incarnations = {worker: of.incarnation for worker, of in state.workers.items()}
         contents = Contents(data, counts, given["touched"].numpy(), given["buffers"])
-        state.put(contents, done=done, unpushed=told_of(given)["unpushed"])
-        for seat, life in lives.items():
-            state.seats[seat].life = life
+        state.put(contents, done=done, unpushed=state_json_of(given)["unpushed"])
+        for worker, incarnation in incarnations.items():
+            state.workers[worker].incarnation = incarnation
         if self.copy is not None:
             self._with_copy(lambda copy: copy.put(state.dump(), done))
 
     # Workers that are given up
 
-    def _fence(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _fence(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         link.say(Say.FENCED, *self.fence(numbers[0], numbers[1], given_up=bool(numbers[2])))
 
-    def fence(self, seat: int, life: int, *, given_up: bool) -> tuple[int, int]:
-        """Listen no more to a worker's process before this life; returns the numbers of its last push that is applied,
-        and of the one that is staged (0: none)."""
+    def fence(self, worker: int, incarnation: int, *, given_up: bool) -> tuple[int, int]:
+        """Refuse a worker's processes before this incarnation from now on; returns the numbers of its last push that is
+        applied, and of the one that is staged (0: none)."""
         with self.order:
-            state = self.state.seats[seat]
-            if state.life < life:
-                self._change(Say.ORDER_LIFE, seat, life)
-                state.life = life
-            if (spoke := self.links.pop(seat, None)) is not None:
+            state = self.state.workers[worker]
+            if state.incarnation < incarnation:
+                self._change(Say.ORDER_INCARNATION, worker, incarnation)
+                state.incarnation = incarnation
+            if (spoke := self.links.pop(worker, None)) is not None:
                 spoke.close()
             if given_up:
-                self.gone.add(seat)
+                self.gone.add(worker)
             self.order.notify_all()
             return state.applied, state.staged.number if state.staged is not None else 0
 
-    def _discard(self, link: ShardLink, seat: int, life: int, numbers: Sequence[int]) -> None:
+    def _discard(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         self.discard(numbers[0])
         link.say(Say.DONE)
 
-    def discard(self, seat: int) -> None:
+    def discard(self, worker: int) -> None:
         """Drop the push of a worker that is staged and will not be applied."""
         with self.order:
-            self._change(Say.ORDER_DISCARD, seat)
-            self.state.seats[seat].staged = None
+            self._change(Say.ORDER_DISCARD, worker)
+            self.state.workers[worker].staged = None
 
-    def catch_up(self, seat: int, number: int) -> None:
+    def catch_up(self, worker: int, number: int) -> None:
         """Apply the push of a worker that is staged, where the range does not have it."""
         with self.order:
-            if self.state.seats[seat].applied < number:
-                self._begin_change(Say.ORDER_APPLY, seat, number)
-                self.state.apply(seat)
+            if self.state.workers[worker].applied < number:
+                self._begin_change(Say.ORDER_APPLY, worker, number)
+                self.state.apply(worker)
                 self._finish_change()
             self.order.notify_all()
 
-    def give_back(self, seat: int) -> None:
+    def give_back(self, worker: int) -> None:
         """Have the batches of a worker that it has not pushed handed out again."""
         with self.order:
-            self._change(Say.ORDER_BACK, seat)
-            self.state.queue.give_back(seat)
+            self._change(Say.ORDER_BACK, worker)
+            self.state.queue.give_back(worker)
             self.order.notify_all()
 
     @property
@@ -431,12 +447,12 @@ class RangeServer:
     @property
     def is_over(self) -> bool:
         """Tells whether every worker has ended, or was given up."""
-        return len(self.byes | self.gone) >= len(self.state.seats)
+        return len(self.byes | self.gone) >= len(self.state.workers)
 
 
-def _hand_on_whole(copy: RangeCopy, seat: int, number: int, tensors: Sequence[Tensor]) -> None:
+def _hand_on_whole(copy: RangeCopy, worker: int, number: int, tensors: Sequence[Tensor]) -> None:
     """Give the copy a push that arrived before it was there."""
     *small, gradient = tensors
-    link = copy.stage(seat)
+    link = copy.stage(worker)
     link.say(Say.STAGE, number, len(tensors[0]), tensors=[*small, *gradient_pieces(gradient)])
     link.expect(Say.STAGED, REPLY_SECONDS)

@@ -12,9 +12,8 @@ from torch import Tensor
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
-from apportion.parallel.parameter_store.network.queue_state import NO_TICKET
 from apportion.parallel.parameter_store.network.range_copy import gradient_pieces
-from apportion.parallel.parameter_store.network.range_state import StagedGradient
+from apportion.parallel.parameter_store.network.range_state import NO_TICKET, StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.views import RangeView, ViewSource
 from apportion.parallel.parameter_store.shard_range import Range
@@ -29,14 +28,14 @@ _PAUSE_SECONDS = 0.02, 0.3
 _Found = TypeVar("_Found")
 
 
-class LifeOver(Exception):
+class IncarnationOver(Exception):
     """The servers listen no more to this process: it was given up, and its batches are handed out again."""
 
 
 @final
 class RangeSession:
-    """The conversation. ``seat``: the worker's, or CONTROL. It is connected when it is first needed. ``said_since()``:
-    what is known of the updates that are lost with a server."""
+    """The conversation. ``worker``: the number of the worker, or CONTROL. It is connected when it is first needed.
+    ``said_since()``: what is known of the updates that are lost with a server."""
 
     def __init__(
         self,
@@ -44,33 +43,34 @@ class RangeSession:
         number: int,
         doors: RankDoors,
         views: ViewSource,
-        seat: int,
+        worker: int,
         said_since: Callable[[], str] = lambda: "the updates since the last checkpoint are lost",
     ) -> None:
         self._said_since = said_since
         self.range, self.number = of, number
-        self._doors, self._views, self._seat = doors, views, seat
+        self._doors, self._views, self._worker = doors, views, worker
         self._link: ShardLink | None = None
         self._met = self._closed = False
-        self.life = 0
+        self.incarnation = 0
         self._ticket = NO_TICKET
-        """The last batch that this worker was given in this life."""
+        """The last batch that this worker was given in this incarnation."""
         self.applied = self.staged = self.done = 0
         """The numbers of the last push that the range has and of the one that is staged there, when it was last asked;
         and the batches in the weights."""
 
     # Connections
 
-    def connect(self, life: int) -> None:
-        """Connect to whoever answers for the range, as the process with this life (0: a new one is asked for). Raises
-        LifeOver where another one has the seat, and StateLost where nobody has the range any more."""
+    def connect(self, incarnation: int) -> None:
+        """Connect to the server that answers for the range, as the process with this incarnation (0: a new one is asked
+        for). Raises IncarnationOver where another process has taken the worker's place, and StateLost where no server
+        has the range any more."""
         began, pause = time.monotonic(), _PAUSE_SECONDS[0]
         while True:
             view = self._views.ask(Say.ASK, self.number, seconds=START_SECONDS)
             if view.lost:
                 raise StateLost(self._said_lost(view))
             try:
-                if self._meet(view.primary, life):
+                if self._meet(view.primary, incarnation):
                     self._met = True
                     return
                 patience = START_SECONDS  # it is about to answer, or to hand over
@@ -92,24 +92,24 @@ class RangeSession:
             "from the last checkpoint (resume), and give parameter_server(copies=1), which needs servers on two hosts"
         )
 
-    def _meet(self, rank: int, life: int) -> bool:
+    def _meet(self, rank: int, incarnation: int) -> bool:
         self.disconnect()
         link = ShardLink(self._doors.dial(rank, DIAL_SECONDS), self._doors.describe(rank))
         try:
-            link.say(Say.HELLO, self.number, self._seat, life)
+            link.say(Say.HELLO, self.number, self._worker, incarnation)
             kind, *numbers = link.hear(WELCOME_SECONDS)
         except PeerLost:
             link.release()
             raise
         if kind == Say.WELCOME:
             self._link = link
-            if numbers[0] != self.life:
+            if numbers[0] != self.incarnation:
                 self._ticket = NO_TICKET
-            self.life, self.applied, self.staged, self.done = numbers[:4]
+            self.incarnation, self.applied, self.staged, self.done = numbers[:4]
             return True
         link.release()
-        if kind == Say.LIFE_OVER:
-            raise LifeOver
+        if kind == Say.INCARNATION_OVER:
+            raise IncarnationOver
         return False
 
     def disconnect(self) -> None:
@@ -123,7 +123,7 @@ class RangeSession:
         while True:
             try:
                 if self._link is None:
-                    self.connect(self.life)
+                    self.connect(self.incarnation)
                 assert self._link is not None
                 return action(self._link)
             except PeerLost:
@@ -198,7 +198,7 @@ class RangeSession:
         return self.again(do)
 
     def leave(self, *, stops: bool) -> None:
-        """Take no more batches for now; ``stops``: nobody is given any."""
+        """Take no more batches for now; ``stops``: no worker is given any."""
 
         def do(link: ShardLink) -> None:
             link.say(Say.LEAVE, int(stops))
@@ -206,13 +206,13 @@ class RangeSession:
 
         self.again(do)
 
-    def freeze(self, seats: int) -> list[int]:
+    def freeze(self, workers: int) -> list[int]:
         """Have nothing of the range change until ``thaw``; returns the number of each worker's last push in it. Asked
         once: where the connection is lost, the range changes again."""
         link = self._connected()
         link.say(Say.FREEZE)
         link.expect(Say.FROZEN, REPLY_SECONDS)
-        applied = torch.zeros(seats, dtype=torch.int64)
+        applied = torch.zeros(workers, dtype=torch.int64)
         link.take([applied], REPLY_SECONDS)
         found: list[int] = applied.tolist()
         return found
@@ -224,14 +224,14 @@ class RangeSession:
         return link.expect(answer, REPLY_SECONDS)
 
     def fetch(self, kind: int, most: int) -> Tensor:
-        """Ask for bytes, of which there are at most so many, in the conversation that there is."""
+        """Ask for bytes, at most ``most`` of them, in the open conversation."""
         link = self._connected()
         link.say(kind)
         nbytes, *_ = link.expect(Say.BLOB, REPLY_SECONDS)
         return link.take_blob(nbytes, most)
 
     def put(self, blob: Tensor, done: int) -> None:
-        """Have the range begin with these contents, which have so many updates behind them."""
+        """Have the range begin with these contents, which have ``done`` updates behind them."""
         link = self._connected()
         link.say_blob(Say.PUT, blob, done)
         link.expect(Say.DONE, REPLY_SECONDS)
@@ -240,7 +240,7 @@ class RangeSession:
 
     def _connected(self) -> ShardLink:
         if self._link is None:
-            self.connect(self.life if self._seat != CONTROL else 0)
+            self.connect(self.incarnation if self._worker != CONTROL else 0)
         assert self._link is not None
         return self._link
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -20,9 +20,86 @@ from torch import Tensor
 
 from apportion.parallel.parameter_store.memory.shard_layout import updates_alike
 from apportion.parallel.parameter_store.memory.store_spec import TICKET, VERSIONS, StoreSpec
-from apportion.parallel.parameter_store.network.queue_state import QueueState
 from apportion.parallel.parameter_store.shard_range import Range
 from apportion.parallel.parameter_store.store import Contents
+
+NO_TICKET = -1
+"""The number of no batch, in a message."""
+
+
+@dataclass
+class QueueState:
+    """The batches that were handed out. ``dealt``: the first that never was; ``returned``: those that came back;
+    ``opened``: by worker, those that it has and has not pushed; ``ended``: the workers that take no more for now."""
+
+    dealt: int = 0
+    returned: list[int] = field(default_factory=list)
+    opened: dict[int, list[int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    stopped: bool = False
+    """Tells whether the run was ended before its last batch: nothing is handed out."""
+
+    def next_batch(self, total: int) -> int | None:
+        """Return the batch that is handed out next, out of ``total``; None where all are handed out."""
+        if self.stopped:
+            return None
+        if self.returned:
+            return self.returned[-1]
+        return self.dealt if self.dealt < total else None
+
+    def unheard(self, worker: int, last: int) -> int | None:
+        """Return the batch that a worker has and does not know of, since the answer was lost with a server or a
+        connection; None where there is none. ``last``: the last batch that it knows of (NO_TICKET: none)."""
+        opened = self.opened.get(worker)
+        return opened[-1] if opened and opened[-1] != last else None
+
+    def hand_out(self, worker: int, batch: int) -> None:
+        """Note that a worker has this batch, which ``next_batch`` has named."""
+        if self.returned and self.returned[-1] == batch:
+            self.returned.pop()
+        else:
+            self.dealt = max(self.dealt, batch + 1)
+        self.opened.setdefault(worker, []).append(batch)
+        self.ended.discard(worker)
+
+    def pushed(self, worker: int, batches: Iterable[int]) -> None:
+        """Note that these batches of a worker are in the weights."""
+        done = set(batches)
+        self.opened[worker] = [batch for batch in self.opened.get(worker, []) if batch not in done]
+
+    def give_back(self, worker: int) -> None:
+        """Put the batches that a worker has and has not pushed back, to be handed out first."""
+        self.returned += sorted(self.opened.pop(worker, []), reverse=True)
+        self.ended.add(worker)
+
+    def is_through(self, total: int) -> bool:
+        """Tell whether every batch is in the weights."""
+        return self.stopped or (self.dealt >= total and not self.returned and not any(self.opened.values()))
+
+    def unpushed(self) -> list[int]:
+        """Return the batches that were handed out and are not in the weights."""
+        return sorted({*self.returned, *(batch for of in self.opened.values() for batch in of)})
+
+    def resume(self, done: int, unpushed: Iterable[int]) -> None:
+        """Begin again after ``done`` updates, with batches that were handed out in an earlier run and are not among
+        them: they come first."""
+        self.returned = sorted(unpushed, reverse=True)
+        self.dealt = done + len(self.returned)
+        self.opened.clear()
+        self.ended.clear()
+        self.stopped = False
+
+    def plain(self) -> dict[str, Any]:
+        """Return the queue as plain JSON."""
+        opened = {str(worker): batches for worker, batches in self.opened.items()}
+        return {"dealt": self.dealt, "returned": self.returned, "opened": opened, "ended": sorted(self.ended)}
+
+    @classmethod
+    def of_plain(cls, given: dict[str, Any]) -> QueueState:
+        """Make the queue that ``plain`` has written."""
+        opened = {int(worker): list(batches) for worker, batches in given["opened"].items()}
+        return cls(int(given["dealt"]), list(given["returned"]), opened, set(given["ended"]))
+
 
 RUN_BYTES = 1 << 20
 """The bytes of weights that are updated, and sent, in one go: no more than a cache holds."""
@@ -47,7 +124,7 @@ class StagedGradient:
 
     @classmethod
     def blank(cls, extent: StoreSpec, of: Range, number: int, batches: int, gradient: Tensor) -> StagedGradient:
-        """Make room for a push of so many batches; the gradient goes into ``gradient``."""
+        """Make room for a push of ``batches`` batches; the gradient goes into ``gradient``."""
         layout = extent.layout
         return cls(
             number,
@@ -70,10 +147,10 @@ class StagedGradient:
 
 
 @dataclass
-class SeatState:
-    """How far a worker is. ``life``: which process it is, and which of its connections speak for it."""
+class WorkerState:
+    """How far a worker is. ``incarnation``: which process it is, and which of its connections speak for it."""
 
-    life: int = 0
+    incarnation: int = 0
     applied: int = 0
     """The number of the last push that the range has."""
     staged: StagedGradient | None = None
@@ -84,7 +161,7 @@ class SeatState:
 class LoggedPush:
     """A push that was applied, the ``made``-th of the range."""
 
-    seat: int
+    worker: int
     number: int
     made: int
     entries: Tensor
@@ -92,7 +169,7 @@ class LoggedPush:
 
 @final
 class RangeState:
-    """One copy of the range of a server. ``number``: the range's. Whoever changes it sees to the order of changes."""
+    """One copy of the range of a server. ``number``: the range's. The caller sees to the order of changes."""
 
     def __init__(self, extent: StoreSpec, number: int, contents: Contents, *, done: int = 0) -> None:
         self.extent, self.number = extent, number
@@ -104,7 +181,7 @@ class RangeState:
         self.put(contents, done=done)
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
-        """Begin with these contents of the whole store, which have so many updates behind them."""
+        """Begin with these contents of the whole store, which have ``done`` updates behind them."""
         layout, of = self.extent.layout, self.range
         self.flats = [of.of(flat).clone() for flat in contents.data]
         last = min(of.last, layout.shards)
@@ -112,7 +189,7 @@ class RangeState:
         self.touched = torch.from_numpy(np.array(contents.touched, dtype=np.uint8))
         self.buffers = contents.buffers.clone() if of.buffers else torch.zeros(0, dtype=torch.float64)
         self.versions = torch.zeros(self.many, dtype=torch.int64)
-        self.seats = {seat: SeatState() for seat in range(self.extent.seats)}
+        self.workers = {worker: WorkerState() for worker in range(self.extent.workers)}
         self.log: list[LoggedPush] = []
         self.base, self.pushes, self.pushed_batches = done, 0, 0
         self.queue = QueueState()
@@ -125,20 +202,20 @@ class RangeState:
 
     # Pushes
 
-    def room(self, seat: int) -> Tensor:
+    def room(self, worker: int) -> Tensor:
         """Return the memory that this worker's gradients arrive in."""
-        if seat not in self._rooms:
-            self._rooms[seat] = torch.zeros_like(self.flats[0])
-        return self._rooms[seat]
+        if worker not in self._rooms:
+            self._rooms[worker] = torch.zeros_like(self.flats[0])
+        return self._rooms[worker]
 
-    def stage(self, seat: int, staged: StagedGradient) -> None:
+    def stage(self, worker: int, staged: StagedGradient) -> None:
         """Keep a push that has arrived whole."""
-        self.seats[seat].staged = staged
+        self.workers[worker].staged = staged
 
-    def apply(self, seat: int, copied: Copied | None = None, out: tuple[Tensor, Tensor] | None = None) -> None:
+    def apply(self, worker: int, copied: Copied | None = None, out: tuple[Tensor, Tensor] | None = None) -> None:
         """Apply the push of this worker that is kept, run of shards by run. ``out``: the new weights and buffers of the
         range are copied into these, and ``copied`` is called after each run."""
-        state = self.seats[seat]
+        state = self.workers[worker]
         staged = state.staged
         assert staged is not None, "a push is kept before it is applied"
         for first, last in self.range.chunks():
@@ -153,9 +230,9 @@ class RangeState:
         state.applied, state.staged = staged.number, None
         self.pushes += 1
         self.pushed_batches += len(staged.entries)
-        self.log.append(LoggedPush(seat, staged.number, self.pushes, staged.entries))
-        self.queue.pushed(seat, staged.batches)
-        if len(self.log) > self.extent.capacity * self.extent.seats:
+        self.log.append(LoggedPush(worker, staged.number, self.pushes, staged.entries))
+        self.queue.pushed(worker, staged.batches)
+        if len(self.log) > self.extent.capacity * self.extent.workers:
             del self.log[0]
 
     def _update(self, staged: StagedGradient, first: int, last: int) -> None:
@@ -212,17 +289,19 @@ class RangeState:
         found = {f"data/{at}": flat for at, flat in enumerate(self.flats)}
         found["counts"] = torch.from_numpy(np.concatenate([np.zeros(0), *self.counts]))
         found |= {"touched": self.touched, "buffers": self.buffers, "versions": self.versions}
-        told: dict[str, Any] = {"base": self.base, "pushes": self.pushes, "batches": self.pushed_batches}
-        told["queue"] = self.queue.plain()
-        told["seats"] = {str(seat): [state.life, state.applied] for seat, state in self.seats.items()}
-        found["json"] = _text(told)
+        state_json: dict[str, Any] = {"base": self.base, "pushes": self.pushes, "batches": self.pushed_batches}
+        state_json["queue"] = self.queue.plain()
+        state_json["seats"] = {
+            str(worker): [state.incarnation, state.applied] for worker, state in self.workers.items()
+        }
+        found["json"] = _text(state_json)
         return found
 
     def log_tensors(self) -> dict[str, Tensor]:
         """Return the log of the range as tensors by name. ValueError where its beginning was overwritten."""
         if len(self.log) < self.pushes:
             raise ValueError(f"the log has room for {len(self.log)} pushes, and there were {self.pushes}")
-        rows = [[p.seat, p.number, p.made, len(p.entries)] for p in self.log]
+        rows = [[p.worker, p.number, p.made, len(p.entries)] for p in self.log]
         entries = [p.entries for p in self.log]
         none = torch.zeros(0, VERSIONS + self.many, dtype=torch.int64)
         return {
@@ -233,7 +312,7 @@ class RangeState:
     def dump(self) -> Tensor:
         """Return everything as bytes, for a server that takes up the copy."""
         found = self.contents()
-        kept = {f"staged/{seat}": state.staged for seat, state in self.seats.items() if state.staged is not None}
+        kept = {f"staged/{worker}": state.staged for worker, state in self.workers.items() if state.staged is not None}
         for name, staged in kept.items():
             found |= {f"{name}/{at}": tensor for at, tensor in enumerate(staged.tensors)}
         found |= self._kept_log()
@@ -248,33 +327,36 @@ class RangeState:
     def restore(self, blob: Tensor) -> None:
         """Become what another server's ``dump`` says."""
         given = unpacked(blob)
-        told = told_of(given)
+        state_json = state_json_of(given)
         self.flats = [given[f"data/{at}"] for at in range(len(self.flats))]
         sizes = [len(counts) for counts in self.counts]
         self.counts = [part.numpy() for part in given["counts"].split(sizes)]
         self.touched, self.buffers, self.versions = given["touched"], given["buffers"], given["versions"]
-        self.base, self.pushes, self.pushed_batches = told["base"], told["pushes"], told["batches"]
-        self.queue = QueueState.of_plain(told["queue"])
-        self.seats = {int(seat): SeatState(life, applied) for seat, (life, applied) in told["seats"].items()}
-        for seat, state in self.seats.items():
-            if f"staged/{seat}/0" in given:
-                room = self.room(seat)
-                entries, hyper, used, change, gradient = (given[f"staged/{seat}/{at}"] for at in range(5))
+        self.base, self.pushes, self.pushed_batches = state_json["base"], state_json["pushes"], state_json["batches"]
+        self.queue = QueueState.of_plain(state_json["queue"])
+        self.workers = {
+            int(worker): WorkerState(incarnation, applied)
+            for worker, (incarnation, applied) in state_json["seats"].items()
+        }
+        for worker, state in self.workers.items():
+            if f"staged/{worker}/0" in given:
+                room = self.room(worker)
+                entries, hyper, used, change, gradient = (given[f"staged/{worker}/{at}"] for at in range(5))
                 room.copy_(gradient)
                 state.staged = StagedGradient(state.applied + 1, entries, hyper, used, change, room)
         self.log = []
         if "log" in given:
             rows = given["log"].tolist()
             parts = given["entries"].split([row[3] for row in rows]) if rows else ()
-            for (seat, number, made, _), part in zip(rows, parts, strict=True):
-                self.log.append(LoggedPush(seat, number, made, part))
+            for (worker, number, made, _), part in zip(rows, parts, strict=True):
+                self.log.append(LoggedPush(worker, number, made, part))
 
     @property
     def most_bytes(self) -> int:
         """The most bytes that a ``dump`` of this range has."""
-        flats = sum(flat.nbytes for flat in self.flats) + self.flats[0].nbytes * self.extent.seats
+        flats = sum(flat.nbytes for flat in self.flats) + self.flats[0].nbytes * self.extent.workers
         row = 8 * (VERSIONS + self.many + 8)
-        rows = self.extent.capacity * self.extent.seats + 2 * self.extent.batches + len(self.log)
+        rows = self.extent.capacity * self.extent.workers + 2 * self.extent.batches + len(self.log)
         return 2 * flats + row * rows + (64 << 20)
 
 
@@ -298,20 +380,22 @@ def collect(extent: StoreSpec, parts: Sequence[dict[str, Tensor]]) -> Collected:
         counts += [one.numpy() for one in part["counts"].split(sizes)]
     touched = torch.stack([part["touched"] for part in parts]).amax(0).numpy().astype(bool)
     buffers = torch.cat([part["buffers"] for part in parts])
-    told = told_of(parts[0])
+    state_json = state_json_of(parts[0])
     return Collected(
-        told["base"] + told["batches"], Contents(data, counts, touched, buffers), QueueState.of_plain(told["queue"])
+        state_json["base"] + state_json["batches"],
+        Contents(data, counts, touched, buffers),
+        QueueState.of_plain(state_json["queue"]),
     )
 
 
-def told_of(given: dict[str, Tensor]) -> dict[str, Any]:
+def state_json_of(given: dict[str, Tensor]) -> dict[str, Any]:
     """Return the plain data that ``contents`` has among its tensors."""
     found: dict[str, Any] = json.loads(bytes(given["json"].numpy()))
     return found
 
 
-def _text(told: dict[str, Any]) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+def _text(state_json: dict[str, Any]) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(state_json).encode()), dtype=torch.uint8)
 
 
 def packed(tensors: dict[str, Tensor]) -> Tensor:

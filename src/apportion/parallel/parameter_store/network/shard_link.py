@@ -31,7 +31,7 @@ NUMBERS = 7
 Message = tuple[int, ...]
 """A message: its kind, and NUMBERS numbers."""
 _LONGEST = 1 << 30
-"""The most seconds of a deadline that the system is told of."""
+"""The most seconds of a deadline that is passed to the system."""
 
 
 @final
@@ -60,7 +60,7 @@ class ShardLink(PeerSocket):
         self._push(socket.MSG_DONTWAIT)
 
     def flush(self, seconds: float = math.inf) -> None:
-        """Waits until everything has been sent. Raises PeerLost where there is no room for so many seconds."""
+        """Wait until everything has been sent. Raises PeerLost where there is no room for that many seconds."""
         if self._sends:
             self._wait_at_most(seconds)
             self._push(0)
@@ -84,7 +84,7 @@ class ShardLink(PeerSocket):
     # What is received
 
     def hear(self, seconds: float = math.inf) -> Message:
-        """Waits for the next message, once everything has been sent. Raises PeerLost where nothing comes for so many
+        """Waits for the next message, once everything has been sent. Raises PeerLost where nothing comes for that many
         seconds."""
         self.flush(seconds)
         self._wait_at_most(seconds)
@@ -102,7 +102,7 @@ class ShardLink(PeerSocket):
         self, tensors: Sequence[Tensor], seconds: float = math.inf, *, arrived: Callable[[int], None] | None = None
     ) -> None:
         """Receives into these tensors, which are contiguous. ``arrived``: called with the number of each as soon as it
-        is there. Raises PeerLost where nothing comes for so many seconds."""
+        is there. Raises PeerLost where nothing comes for that many seconds."""
         self._wait_at_most(seconds)
         for number, tensor in enumerate(tensors):
             if tensor.numel():
@@ -161,7 +161,7 @@ class ShardLink(PeerSocket):
         self.flush()
 
     def take_blob(self, nbytes: int, most: int) -> Tensor:
-        """Receives so many bytes that a message has announced. Raises PeerLost where they are more than ``most``."""
+        """Receive the bytes that a message has announced. Raises PeerLost where they are more than ``most``."""
         if not 0 <= nbytes <= most:
             raise PeerLost(f"{self.name} announced {nbytes} bytes where {most} are the most")
         blob = torch.empty(nbytes, dtype=torch.uint8)

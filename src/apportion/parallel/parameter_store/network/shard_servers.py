@@ -1,8 +1,7 @@
 """The ranges of shards that one process answers for, and those of which it keeps a copy for another host.
 
-A copy asks the server for everything that it has, and is told from then on what the server does. Where the server is
-lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn.
-"""
+A copy asks the server for everything that it has, and receives from then on every change that the server makes. Where
+the server is lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn."""
 
 from __future__ import annotations
 
@@ -16,10 +15,98 @@ from apportion.errors import PeerLost, StateLost
 from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
 from apportion.parallel.parameter_store.network.range_copy import RangeCopy, follow_order, receive_stage
 from apportion.parallel.parameter_store.network.range_server import RangeServer
+from apportion.parallel.parameter_store.network.range_session import RangeSession
 from apportion.parallel.parameter_store.network.range_state import RangeState
-from apportion.parallel.parameter_store.network.seat_dealer import SeatDealer
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
 from apportion.parallel.parameter_store.network.views import RangeView, ViewSource
+
+GRACE_SECONDS = 1.0
+"""The seconds that a worker has to connect again."""
+
+
+@final
+class WorkerRegistry:
+    """The decisions about workers. ``own()``: the first range, where this process answers for it; ``others()``: a
+    conversation with the server of each other range."""
+
+    def __init__(
+        self, own: Callable[[], RangeServer | None], others: Callable[[], list[RangeSession]], closed: threading.Event
+    ) -> None:
+        self._own, self._others, self._closed = own, others, closed
+        self._lock = threading.Lock()
+
+    def new_incarnation(self, worker: int) -> int:
+        """Return the incarnation of a process that has just begun, once nothing is left of the one before it."""
+        with self._lock:
+            server = self._here()
+            incarnation = server.state.workers[worker].incarnation
+            if incarnation:
+                self._resolve(server, worker, incarnation + 1, given_up=False)
+            return incarnation + 1
+
+    def lost(self, worker: int, incarnation: int) -> None:
+        """Give a worker up that has lost its connection, unless it connects again within GRACE_SECONDS."""
+        threading.Thread(target=self._lost, args=(worker, incarnation), name="grace", daemon=True).start()
+
+    def took_over(self) -> None:
+        """Give those workers up that do not connect, after the first range has got another server."""
+        server = self._own()
+        if server is not None:
+            for worker, state in server.state.workers.items():
+                self.lost(worker, state.incarnation)
+
+    def _lost(self, worker: int, incarnation: int) -> None:
+        if self._closed.wait(GRACE_SECONDS):
+            return
+        with self._lock:
+            server = self._own()
+            if server is None or self._closed.is_set():
+                return
+            with server.order:
+                if (
+                    worker in server.links
+                    or worker in server.byes
+                    or server.state.workers[worker].incarnation != incarnation
+                ):
+                    return
+            try:
+                self._resolve(server, worker, incarnation + 1, given_up=True)
+            except (PeerLost, StateLost):
+                if not self._closed.is_set():
+                    raise
+
+    def _here(self) -> RangeServer:
+        server = self._own()
+        if server is None:
+            raise PeerLost("another server answers for the queue now")
+        return server
+
+    def _resolve(self, server: RangeServer, worker: int, incarnation: int, *, given_up: bool) -> None:
+        others = self._others()
+        try:
+            reports = [server.fence(worker, incarnation, given_up=given_up)]
+            for other in others:
+                applied, staged, *_ = other.ask(Say.FENCE, worker, incarnation, int(given_up), answer=Say.FENCED)
+                reports.append((applied, staged))
+            # A push was staged at every range before any range applied it. So if one has applied it, all others have it
+            # staged and can catch up; if none has, it can be dropped, since no worker has seen it.
+            newest = max(applied for applied, _ in reports)
+            for (applied, staged), other in zip(reports[1:], others, strict=True):
+                if applied < newest:
+                    other.ask(Say.CATCH_UP, worker, newest)
+                elif staged:
+                    other.ask(Say.DISCARD, worker)
+            if reports[0][0] < newest:
+                server.catch_up(worker, newest)
+            elif reports[0][1]:
+                server.discard(worker)
+            # The batches return last: had they been handed out before, a push that still gets applied would count them
+            # twice.
+            server.give_back(worker)
+        finally:
+            for other in others:
+                other.close(says_bye=False)
+
 
 HELLO_SECONDS = 30.0
 ASK_SECONDS = 120.0
@@ -54,7 +141,7 @@ class ShardServers:
         servers: Sequence[int],
         copies: Sequence[int],
         state: Callable[[int], RangeState],
-        dealer: Callable[[ShardServers], SeatDealer],
+        dealer: Callable[[ShardServers], WorkerRegistry],
     ) -> None:
         self.rank, self._doors, self._servers, self._copies = doors.rank, doors, list(servers), list(copies)
         self.views = ViewSource(doors)
@@ -74,8 +161,8 @@ class ShardServers:
         self._dealer = dealer(self)
 
     def start(self) -> None:
-        """Begin to answer, or to follow whoever answers. Raises StateLost where the shards of this process are lost:
-        another process of its rank had them, and there was no copy."""
+        """Begin to answer, or to follow the server that answers. Raises StateLost where the shards of this process are
+        lost: another process of its rank had them, and there was no copy."""
         self._doors.open(self._taken)
         own = self._servers.index(self.rank)
         view = self.views.ask(Say.ENTER, own, self.rank, seconds=ASK_SECONDS)
@@ -153,26 +240,27 @@ class ShardServers:
                     self._links.discard(link)
                 link.release()
 
-    def _converse(self, link: ShardLink, number: int, seat: int, life: int) -> None:
+    def _converse(self, link: ShardLink, number: int, worker: int, incarnation: int) -> None:
         server = self.ranges.get(number)
-        if server is None or not server.may_answer or (seat != CONTROL and seat not in server.state.seats):
+        if server is None or not server.may_answer or (worker != CONTROL and worker not in server.state.workers):
             link.say(Say.NOT_HERE)
             link.flush(HELLO_SECONDS)
             return
-        if seat == CONTROL:
-            server.converse(link, seat, life)
+        if worker == CONTROL:
+            server.converse(link, worker, incarnation)
             return
         with self._lock:
-            before = self._talks.get((number, seat))
-            self._talks[number, seat] = link, threading.current_thread()
+            before = self._talks.get((number, worker))
+            self._talks[number, worker] = link, threading.current_thread()
+        # The old connection is closed first, which ends its thread; only then is it joined.
         if before is not None:  # no other thread writes into that worker's place
             before[0].close()
             before[1].join()
-        if number == 0 and life == 0:
-            life = self._dealer.new_life(seat)
-        ended = server.converse(link, seat, life)
+        if number == 0 and incarnation == 0:
+            incarnation = self._dealer.new_incarnation(worker)
+        ended = server.converse(link, worker, incarnation)
         if not ended and number == 0:
-            self._dealer.lost(seat, life)
+            self._dealer.lost(worker, incarnation)
 
     # Copies
 
@@ -185,6 +273,8 @@ class ShardServers:
             server.lose_copy()
             epoch = self._epochs[number]
             link.say_blob(Say.BLOB, server.state.dump(), epoch + 1)
+            # The copy has all of the state before rank 0 counts on it: a copy that is named first could be asked to
+            # take over with half of the state. The lock `order` keeps the state as it is meanwhile.
             link.expect(Say.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
             view = self.views.ask(Say.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
             if view.primary != self.rank:
@@ -196,13 +286,13 @@ class ShardServers:
             server.unguarded = True
             server.order.notify_all()
 
-    def _keep_stages(self, link: ShardLink, number: int, seat: int) -> None:
+    def _keep_stages(self, link: ShardLink, number: int, worker: int) -> None:
         while True:
             kind, *numbers = link.hear()
             state = self._following.get(number)
             if kind != Say.STAGE or state is None:
-                raise PeerLost(f"{link.name} hands on gradients of range {number}, of which there is no copy here")
-            receive_stage(link, state, seat, numbers, None)
+                raise PeerLost(f"{link.name} hands on gradients of range {number}, of which this process has no copy")
+            receive_stage(link, state, worker, numbers, None)
             link.say(Say.STAGED, numbers[0])
 
     def _begin_to_follow(self, number: int) -> None:
@@ -267,8 +357,8 @@ class ShardServers:
     # The end
 
     def is_over(self) -> bool:
-        """Tell whether every worker has ended, as far as this process answers them, and whoever it keeps copies for
-        has said so too. The copies of its own ranges are told."""
+        """Return whether every worker that this process answers has ended, and every server whose copy it keeps has
+        reported that too. Sends the end to the copies of its own ranges."""
         over = True
         for server in list(self.ranges.values()):
             with server.order:
@@ -279,7 +369,7 @@ class ShardServers:
         return over and not self._followers
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Answer no process any more."""
         self.closed.set()
         self._doors.close()
         self.views.close()

@@ -1,8 +1,8 @@
 """The decision who answers for each range of shards: it is made in one place, so that no two servers do.
 
 The place is rank 0, which also writes the run down: of a network that is cut in two, only the side with rank 0 goes on.
-A range has a server that answers, and perhaps a copy. Each change has a number, the epoch; who asks for a change of an
-older one is told what holds now.
+A range has a server that answers, and perhaps a copy. Each change has a number, the epoch; a request for a change of
+an older one is answered with what holds now.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Arbiter:
                 self._seen.add(rank)
             view = self._views.get(number)
             if view is None:
-                raise PeerLost(f"there is no range {number}")
+                raise PeerLost(f"range {number} does not exist")
             if kind == Say.TAKE_OVER:
                 view = view.taken_over(rank, epoch)
             elif kind == Say.DROP:
@@ -130,7 +130,7 @@ class ViewSource:
         self._closed = False
 
     def ask(self, kind: int, number: int, *numbers: int, seconds: float) -> RangeView:
-        """Ask, and ask again until rank 0 has answered. Raises PeerLost where it does not within so many seconds."""
+        """Ask, and ask again until rank 0 has answered. Raises PeerLost where it does not within ``seconds``."""
         if self._arbiter is not None:
             return self._arbiter.answer(kind, (number, *numbers, 0, 0, 0))
         end = time.monotonic() + seconds

@@ -34,7 +34,9 @@ class Follower:
 
     def open(self, generation: int, living: Collection[int]) -> bool:
         """Begins a change, which the workers in the slots ``living`` have to answer. Returns False, and does nothing,
-        for what is no change, or not newer than everything that was obeyed before."""
+        where this is not a change (an even generation), or not newer than all that was obeyed before."""
+        # An order may come twice, or late after a newer one: obeyed again, it would wait for answers that have been
+        # given.
         if generation % 2 == 0 or generation <= self.generation:
             return False
         self.generation = generation
@@ -46,9 +48,9 @@ class Follower:
         """The slots whose workers have not answered the open change yet."""
         return sorted(self._asked)
 
-    def answered(self, slot: int, generation: int) -> bool:
-        """Notes that a worker has left everything older than this generation. Returns whether the driver is to be told:
-        once for each worker that was asked, and for the open change alone."""
+    def note_answer(self, slot: int, generation: int) -> bool:
+        """Notes that a worker has left everything older than this generation. Returns whether the driver is to hear of
+        it: once for each worker that was asked, and for the open change alone."""
         if generation != self.generation or slot not in self._asked:
             return False
         self._asked.discard(slot)

@@ -24,14 +24,14 @@ from apportion.errors import ApportionError
 Message = dict[str, Any]
 
 
-class Slot(NamedTuple):
+class HostSlot(NamedTuple):
     """The place of one worker: its host, and the number of its line in what the workers of that host share."""
 
     host: int
     number: int
 
 
-class Tell(NamedTuple):
+class AgentOrder(NamedTuple):
     """A message to the agent of a host."""
 
     host: int
@@ -43,7 +43,7 @@ class Leader:
     """The membership of all hosts. ``counts``: the workers of each host, which take the ranks in this order."""
 
     def __init__(self, counts: Sequence[int], *, generation: int = 0) -> None:
-        self.table = [Slot(host, number) for host, count in enumerate(counts) for number in range(count)]
+        self.table = [HostSlot(host, number) for host, count in enumerate(counts) for number in range(count)]
         """The slot of each rank."""
         self._several = len(counts) > 1
         self.generation = generation
@@ -51,22 +51,22 @@ class Leader:
         self.began = generation
         """The generation in which the training began, or was begun again."""
         self.saved = False
-        """True once a rank has told of a checkpoint."""
+        """True once a rank has reported a checkpoint."""
         self.hosts = set(range(len(counts)))
         """The hosts that are in the run."""
-        self._answered: set[Slot] = set()
-        self._ended: set[Slot] = set()
-        self._killed: set[Slot] = set()
+        self._answered: set[HostSlot] = set()
+        self._ended: set[HostSlot] = set()
+        self._killed: set[HostSlot] = set()
         self._places: dict[int, tuple[str, int]] = {}
 
     # What is heard
 
-    def answered(self, slot: Slot, generation: int) -> None:
+    def answered(self, slot: HostSlot, generation: int) -> None:
         """Notes that a worker has left everything that belongs to an older generation than this one."""
         if generation == self.generation:
             self._answered.add(slot)
 
-    def exited(self, slot: Slot) -> None:
+    def exited(self, slot: HostSlot) -> None:
         """Notes that the process in a slot has ended."""
         self._ended.add(slot)
 
@@ -77,32 +77,33 @@ class Leader:
 
     # What is decided
 
-    def open(self) -> list[Tell]:
+    def open(self) -> list[AgentOrder]:
         """Begins a change of the table, also where one is under way."""
+        # By two where a change is open already: answers to that one must not count for this one, in which more is lost.
         self.generation += 1 + self.generation % 2
         self._answered.clear()
         self._places.clear()
-        return [Tell(host, {"kind": "open", "generation": self.generation}) for host in sorted(self.hosts)]
+        return [AgentOrder(host, {"kind": "open", "generation": self.generation}) for host in sorted(self.hosts)]
 
     def drop(self, host: int) -> None:
         """Takes a host out of the run: nothing is expected of it any more, and no worker is started there."""
         self.hosts.discard(host)
         self._ended.update(slot for slot in self.table if slot.host == host)
 
-    def lives(self, slot: Slot) -> bool:
+    def lives(self, slot: HostSlot) -> bool:
         """Returns whether the process in a slot has not ended, as far as is known."""
         return slot not in self._ended
 
-    def take(self, host: int) -> None:
+    def add_host(self, host: int) -> None:
         """Takes a host into the run, from the next table on."""
         self.hosts.add(host)
 
-    def kill(self, ranks: Collection[int]) -> list[Tell]:
+    def kill(self, ranks: Collection[int]) -> list[AgentOrder]:
         """Has the processes of these ranks killed, as far as they have not ended and were not killed before."""
         left = [self.table[rank] for rank in ranks if self.table[rank] not in self._ended | self._killed]
         self._killed.update(left)
         return [
-            Tell(host, {"kind": "kill", "slots": [slot.number for slot in left if slot.host == host]})
+            AgentOrder(host, {"kind": "kill", "slots": [slot.number for slot in left if slot.host == host]})
             for host in sorted({slot.host for slot in left})
         ]
 
@@ -118,18 +119,19 @@ class Leader:
     def can_close(self) -> bool:
         """True where a table can be sent: every worker has answered or ended, those that were killed have ended, also
         who had answered before, and each host has said its place."""
+        # An answer is not enough of a process that was killed: it may have answered first, and still be writing.
         settled = self._killed <= self._ended and not self.asked()
         return self.generation % 2 == 1 and settled and self.hosts <= self._places.keys()
 
     def close(
-        self, slots: Iterable[Slot], fresh: Collection[Slot] = (), *, ending: bool = False, begins: bool = False
-    ) -> list[Tell]:
+        self, slots: Iterable[HostSlot], fresh: Collection[HostSlot] = (), *, ending: bool = False, begins: bool = False
+    ) -> list[AgentOrder]:
         """Ends the change: rank i has the i-th of these slots. ``fresh``: those in which a new process begins;
-        ``ending``: all are to save, and to leave; ``begins``: nobody has a state any more, and the training begins
+        ``ending``: all are to save, and to leave; ``begins``: no rank has a state any longer, and the training begins
         again, from its last checkpoint. Raises ApportionError where no worker is left."""
         assert self.can_close, f"{self.asked()} have not answered in generation {self.generation}"
         table = [slot for slot in slots if slot.host in self.hosts]
-        assert not begins or set(table) <= set(fresh), "nobody who begins again has anything of before"
+        assert not begins or set(table) <= set(fresh), "a process that begins again has nothing of the time before"
         if not table:
             raise ApportionError("no worker is left on any host")
         self.table, self._answered, self._killed = table, set(), set()
@@ -138,11 +140,11 @@ class Leader:
         self.began = self.generation if begins else self.began
         address, port = self._places[table[0].host]
         return [
-            Tell(host, self._table_of(host, address, port, fresh, ending))
+            AgentOrder(host, self._table_of(host, address, port, fresh, ending))
             for host in sorted({slot.host for slot in table})
         ]
 
-    def _table_of(self, host: int, address: str, port: int, fresh: Collection[Slot], ending: bool) -> Message:
+    def _table_of(self, host: int, address: str, port: int, fresh: Collection[HostSlot], ending: bool) -> Message:
         own = [(rank, slot) for rank, slot in enumerate(self.table) if slot.host == host]
         return {
             "kind": "table",

@@ -1,12 +1,16 @@
-"""The checkpoints of a run: all ranks make the state, and rank 0 writes it, in the background."""
+"""The checkpoints of a run: all ranks make the state, and rank 0 writes it, in the background. The best value of the
+metric decides which checkpoint is the best."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
-from apportion.comm.group import collective
+import torch
+
+from apportion.comm.group import Group, collective
 from apportion.comm.world import World
 from apportion.core.replica_digest import check_replicated
 from apportion.core.strategy import State, Step
@@ -15,7 +19,37 @@ from apportion.runtime.checkpoint.async_writer import Saver
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
-from apportion.runtime.worker.training.best_metric import BestMetric
+
+
+@final
+class BestMetric:
+    """The best value that the metric has had so far, the same on every rank after each evaluation."""
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+        """The value, where more is better; None: there was no evaluation yet."""
+
+    def improve(self, rule: str | None, metrics: Mapping[str, float]) -> bool:
+        """Takes the value that these metrics give by the rule ("max accuracy"); tells whether it is the best so far."""
+        if rule is None:
+            return False
+        sense, _, name = rule.partition(" ")
+        value = metrics[name] if sense == "max" else -metrics[name]
+        if math.isnan(value) or (self.value is not None and not value > self.value):
+            return False
+        self.value = value
+        return True
+
+    @collective
+    def agree(self, best: bool, group: Group, device: torch.device) -> bool:
+        """Returns rank 0's answer: a replacement does not know how well the network did before it joined. Called by all
+        ranks of the group."""
+        answer = torch.tensor([float(best), math.nan if self.value is None else self.value], dtype=torch.float64)
+        answer = answer.to(device)
+        # float64 carries the flag and the value in one message, without a rounding of the value.
+        group.broadcast(answer)
+        self.value = None if math.isnan(answer[1].item()) else answer[1].item()
+        return bool(answer[0].item())
 
 
 class RunCheckpoints:
@@ -57,12 +91,13 @@ class RunCheckpoints:
             return
         began = time.perf_counter()
         step = self._step
+        # Ranks that have drifted apart are found before the state of one of them is written as that of all.
         check_replicated(step.replicated(), rank=world.rank, step=step.done, device=world.device)
         state = step.state_dict()
         state.settings["best"] = self.best.value
-        self.keep(state, best=best, seconds=time.perf_counter() - began)
+        self.write_state(state, best=best, seconds=time.perf_counter() - began)
 
-    def keep(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
+    def write_state(self, state: State, *, best: bool, seconds: float = 0.0) -> None:
         """Has a state of this run written in the background, unless it holds a number that is not finite.
         ``seconds``: the time that it took to make it."""
         if self.directory is None:  # another rank looks at it, and writes it
@@ -77,6 +112,7 @@ class RunCheckpoints:
         loop's."""
         if self.directory is None:
             raise CheckpointError("the run has no run_dir")
+        # The main thread may be in the middle of a step; only a state that no step writes to may be read here.
         state = self._step.committed()
         if state is None:
             self.saver.flush()  # what was on its way is what the run goes back to
@@ -89,7 +125,7 @@ class RunCheckpoints:
         self.saver.check()
         return state.step
 
-    def kept(self) -> str:
+    def summary_of_saved(self) -> str:
         """Returns what is left of a run that ends with a loss that is not finite, and what can be done."""
         self.saver.flush()
         steps = [] if self._job.run_dir is None else RunDirectory(self._job.run_dir).steps()

@@ -11,9 +11,8 @@ from apportion.core.data.acted import ActedDataset
 from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
-from apportion.runtime.worker.evaluation import evaluate
-from apportion.runtime.worker.evaluation_trial import try_evaluation
-from apportion.runtime.worker.training.best_metric import BestMetric
+from apportion.runtime.worker.evaluation import evaluate, try_evaluation
+from apportion.runtime.worker.training.checkpoints import BestMetric
 from apportion.runtime.worker.training.evaluator import Evaluator
 
 
@@ -46,11 +45,11 @@ class RunEvaluations:
             try_evaluation(self._step, self._evaluation, self._source, group)
 
     def load_ahead(self, loaders: int) -> None:
-        """Lets so many processes load the batches of the evaluation ahead."""
+        """Lets ``loaders`` processes load the batches of the evaluation ahead."""
         if self._source is not None:
             self._source.load_ahead(loaders)
 
-    def due(self, before: int) -> bool:
+    def is_due(self, before: int) -> bool:
         """Tells whether an evaluation has come due since there were ``before`` updates."""
         done, evaluation = self._step.done, self._evaluation
         if evaluation is None or evaluation.every is None or done >= self._step.source.total:
@@ -77,8 +76,8 @@ class RunEvaluations:
         news, self._news = self._news, []
         return news + (self.beside.news() if self.beside is not None else [])
 
-    def taken(self, state: State, metrics: Mapping[str, float], best: BestMetric) -> bool:
-        """Takes the metrics of a snapshot, and returns whether it is the best so far."""
+    def record_metrics(self, state: State, metrics: Mapping[str, float], best: BestMetric) -> bool:
+        """Records the metrics of a snapshot, and returns whether it is the best so far."""
         assert self._evaluation is not None
         self.metrics = metrics
         improved = best.improve(self._evaluation.best, metrics)
@@ -86,13 +85,13 @@ class RunEvaluations:
         return improved
 
     def record(self, folder: str | None) -> None:
-        """Keeps what the network does for people to look at, where there is something to be seen. It is no reason to
-        end a run that it cannot be drawn."""
+        """Records an episode for people to look at, where the network acts in an environment. A run does not end
+        because an episode cannot be drawn."""
         if self._source is None or folder is None or not isinstance(dataset := self._source.dataset, ActedDataset):
             return
         try:
             dataset.record(Path(folder))
-        except Exception as error:  # rendering is somebody else's
+        except Exception as error:  # rendering is the code of the environment
             warnings.warn(f"no episode is recorded: {type(error).__name__}: {error}", stacklevel=2)
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ END_SECONDS = 2.0
 """The seconds in which the process ends by itself, with the processes of its environments, before it is killed."""
 BEAT = b"beat"
 BEAT_SECONDS = 0.2
-"""The seconds between two signs of life: nobody may take them out for a while, and a pipe holds some thousands."""
+"""The seconds between two signs of life: the rank may not read them for a while, and a pipe holds some thousands."""
 
 
 class EvaluationFailed(ApportionError):
@@ -70,26 +70,26 @@ class Evaluator:
         self._starts = 0
         self._news: list[str] = []
 
-    def ask(self, state: State, beat: Callable[[], None]) -> list[tuple[State, Mapping[str, float]]]:
+    def submit(self, state: State, beat: Callable[[], None]) -> list[tuple[State, Mapping[str, float]]]:
         """Have this snapshot evaluated. Returns those that are done by now; it waits for the oldest where too many are
         under way."""
         done = []
         while len(self._asked) >= MOST_UNDER_WAY:
-            done.append(self._take(beat))
+            done.append(self._oldest_metrics(beat))
         self._asked.append(state)
         self._send(state)
         return done
 
-    def done(self) -> list[tuple[State, Mapping[str, float]]]:
+    def finished(self) -> list[tuple[State, Mapping[str, float]]]:
         """Return the snapshots that are done by now, each with its metrics."""
         found = []
         while self._asked and self._pipe is not None and self._answers(0.0, lambda: None):
-            found.append(self._take(lambda: None))
+            found.append(self._oldest_metrics(lambda: None))
         return found
 
-    def rest(self, beat: Callable[[], None]) -> list[tuple[State, Mapping[str, float]]]:
+    def wait_for_all(self, beat: Callable[[], None]) -> list[tuple[State, Mapping[str, float]]]:
         """Wait for all that were asked for; ``beat`` is called as often as the evaluator shows that it goes on."""
-        return [self._take(beat) for _ in range(len(self._asked))]
+        return [self._oldest_metrics(beat) for _ in range(len(self._asked))]
 
     def close(self) -> None:
         """End the process; what it has not answered is given up."""
@@ -100,6 +100,7 @@ class Evaluator:
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
+            # The pipe is closed: the process reads its end, and ends its environments, before it is killed.
             self._process.join(END_SECONDS)
             self._process.kill()
             self._process.join()
@@ -111,7 +112,7 @@ class Evaluator:
         assert self._pipe is not None
         try:
             self._pipe.send_bytes(_packed(state))
-        except OSError:  # it has ended; whoever waits for its answer finds out why
+        except OSError:  # it has ended; the call that waits for its answer finds out why
             pass
 
     def _start(self) -> None:
@@ -123,10 +124,11 @@ class Evaluator:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the child has one thread, and takes none of its parent's locks
             self._process.start()
+        # The end of the child is then the end of the pipe, which _answers sees.
         theirs.close()
 
     def _answers(self, seconds: float, beat: Callable[[], None]) -> bool:
-        """Tells whether an answer is there within so many seconds; signs of life are taken out."""
+        """Tells whether an answer is there within ``seconds``; signs of life are taken out."""
         assert self._pipe is not None
         try:
             while self._answer is None and self._pipe.poll(seconds):
@@ -139,14 +141,14 @@ class Evaluator:
             return True  # its end is an answer
         return self._answer is not None
 
-    def _take(self, beat: Callable[[], None]) -> tuple[State, Mapping[str, float]]:
+    def _oldest_metrics(self, beat: Callable[[], None]) -> tuple[State, Mapping[str, float]]:
         """Wait for the metrics of the oldest snapshot."""
         while not self._answers(LOOK_SECONDS, beat):
             pass
         answer, self._answer = self._answer, None
         if answer is None:
             self._start_again()
-            return self._take(beat)
+            return self._oldest_metrics(beat)
         result = torch.load(io.BytesIO(answer), weights_only=True)
         if "failed" in result:
             raise EvaluationFailed(f"the evaluation failed: {result['failed']}\n{result['traceback']}")
@@ -186,17 +188,18 @@ def _packed(state: State) -> bytes:
 
 
 def _serve(workload: Workload, dtype: torch.dtype | None, parents: Connection, pipe: Connection, parent: int) -> None:
-    """Evaluate what comes, until nobody asks any more."""
+    """Evaluate each snapshot that arrives, until the rank closes the pipe."""
     die_with_parent(parent)
     multiprocessing.current_process().daemon = False  # which may not have children, and environments may start some
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its rank decides
     outlive_notice()
+    # The child would otherwise hold the other end of its own pipe open, and outlive its rank.
     parents.close()
     torch.set_num_threads(1)  # the threads of the parent did not come along
     played: _Snapshot | None = None
     try:
         while True:
-            # A process that was forked cannot use the GPU that its parent uses: what was there is evaluated here.
+            # A forked process cannot use the GPU that its parent uses: all snapshots are evaluated on the CPU.
             asked = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=True, map_location="cpu")
             try:
                 played = played or _Snapshot(workload, dtype)

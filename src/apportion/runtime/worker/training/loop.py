@@ -22,7 +22,7 @@ import torch
 from apportion.comm.group import Alone
 from apportion.comm.world import World
 from apportion.core.event import Event
-from apportion.core.parts.dataset import PartedDataset
+from apportion.core.parts import PartedDataset
 from apportion.core.strategy import Recoverable, State, Step, batches
 from apportion.core.workload import Workload
 from apportion.errors import CheckpointError, MembershipChanged, NotFinite, PeerLost, StateLost
@@ -43,7 +43,8 @@ REPORT_SECONDS = 0.2
 """The seconds between two events of a kind: a person sees no more, and a step loses nothing to it."""
 SPEED_SECONDS = 0.5
 CHANGE_SECONDS = 120.0
-"""The seconds in which whoever supervises several hosts says who is left, after a connection between them was lost."""
+"""The seconds in which the supervisor of several hosts announces which ranks are left, after a connection between them
+was lost."""
 
 
 def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, None]:
@@ -56,6 +57,7 @@ def work(job: Job, world: World, control: RunControl) -> Generator[Event, None, 
             yield event
     except GeneratorExit:
         control.stop = True
+        # The others are in a collective or about to enter one: leaving here at once would make them wait for this rank.
         for _ in events:  # on to the step where all ranks stop
             pass
         raise
@@ -119,7 +121,7 @@ class _TrainingLoop:
             done=self.done,
         )
         if world.under_way:
-            self.coordinator.again(self.group, self.done)
+            self.coordinator.rejoin(self.group, self.done)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
         self.checkpoints.cut(cuts_of(self.step, world))
@@ -132,8 +134,8 @@ class _TrainingLoop:
         control.begun.set()
 
     def _settled(self) -> dict[str, Any] | None:
-        """Returns what is known of the strategy before the first step; a run that is disproved does not come back from
-        here."""
+        """Returns what is known of the strategy before the first step; this call does not return in a run that is
+        disproved."""
         reads = recorder()
         if not self.job.prove or self.world.generation or self.world.size == 1:
             if reads is not None:
@@ -185,7 +187,7 @@ class _TrainingLoop:
         self._rejoin_step()
         self.checkpoints.cut(cuts_of(self.step, self.world))
         self._regroup()
-        self.coordinator.again(self.group, self.done)
+        self.coordinator.rejoin(self.group, self.done)
 
     def _opened_again(self) -> RunDirectory | None:
         """Returns the run directory that this rank writes from now on: the one that it has written, or another."""
@@ -221,7 +223,7 @@ class _TrainingLoop:
                 yield from self._end(reason)
                 return
             except NotFinite as error:
-                raise NotFinite(f"{error}; {self.checkpoints.kept()}") from None
+                raise NotFinite(f"{error}; {self.checkpoints.summary_of_saved()}") from None
             except (MembershipChanged, PeerLost) as change:
                 self.meter.pause()
                 self._rejoin_until_it_holds(change)
@@ -250,8 +252,9 @@ class _TrainingLoop:
         for batch in batches(self.step, loaders=self.job.loaders):
             self.world.check()
             before = self.done
+            # The membership is looked at once a step, before anything is computed with ranks that are gone.
             values = self.guarded(batch)
-            self.meter.take(values, batch.size, len(batch))
+            self.meter.record_step(values, batch.size, len(batch))
             progress.beats += 1
             progress.step = self.done
             now = time.perf_counter()
@@ -273,7 +276,7 @@ class _TrainingLoop:
         return "interrupted" if self.control.notice else "stopped"
 
     def _why_no_batch_is_left(self) -> str:
-        """Returns why the run ends here. Where ranks come and go, rank 0 may have ended it."""
+        """Returns why the run ends here. Where ranks join and leave, rank 0 may have ended it."""
         return "stopped" if self.world.unmet is not None and self.done < self.source.total else "finished"
 
     def _agree(self) -> Generator[Event, None, bool]:
@@ -281,6 +284,7 @@ class _TrainingLoop:
         python = self.step.python
         mark = python.quick_digest() if python is not None and not self.step.whole else 0
         stop, save = self.coordinator.poll(self.done, self.checkpoints.saver.seconds, mark)
+        # Every rank has the same flag from the same collective, so that all of them enter the next one.
         if self.coordinator.differ and python is not None:
             lose_what_differs(python, self.group, self.world.device)
         if save or stop:
@@ -295,6 +299,8 @@ class _TrainingLoop:
         """Finds what the training keeps in Python and ranks do not have alike, before a checkpoint has one rank's."""
         python = self.step.python
         if python is not None and not self.step.whole and self.group.size > 1:
+            # The marks are compared before rank 0 writes: a value that differs between ranks must not be restored on
+            # all of them.
             python.settle()
             marks = self.group.all_gather(torch.tensor([python.digest()], device=self.world.device))
             if bool((marks != marks[0]).any()):
@@ -311,7 +317,7 @@ class _TrainingLoop:
 
     def _evaluation_due(self, before: int) -> bool:
         """Tells whether an evaluation has come due since there were ``before`` updates."""
-        return self.evaluates and self.evaluations.due(before)
+        return self.evaluates and self.evaluations.is_due(before)
 
     def _evaluate_if_due(self, before: int) -> Iterator[Event]:
         """Evaluates where that has come due, and tells what has been evaluated meanwhile."""
@@ -320,14 +326,14 @@ class _TrainingLoop:
             yield from self._evaluate(final=False)
             self.meter.go_on()
         if self.evaluations.beside is not None:
-            yield from self._evaluated(self.evaluations.beside.done)
+            yield from self._evaluated(self.evaluations.beside.finished)
 
     def _evaluate(self, *, final: bool) -> Iterator[Event]:
         if not self.evaluates:
             return
         if not final and (beside := self.evaluations.beside) is not None:
             state = self.step.state_dict()
-            yield from self._evaluated(lambda: beside.ask(state, self._beat))
+            yield from self._evaluated(lambda: beside.submit(state, self._beat))
             return
         best = self.evaluations.run(self.group, self.checkpoints.best, self._beat)
         if best:
@@ -344,9 +350,9 @@ class _TrainingLoop:
             self.evaluations.run(self.group, self.checkpoints.best, self._beat)  # raises the same, at its own line
             raise
         for state, metrics in taken:
-            best = self.evaluations.taken(state, metrics, self.checkpoints.best)
+            best = self.evaluations.record_metrics(state, metrics, self.checkpoints.best)
             if best:
-                self.checkpoints.keep(state, best=True)
+                self.checkpoints.write_state(state, best=True)
             event = self.reporter.event("evaluation", metrics=dict(metrics), final=False, best=best)
             yield replace(event, step=state.step, epoch=state.step / self.source.deal.batches)
         yield from self._evaluation_news()
@@ -376,14 +382,15 @@ class _TrainingLoop:
             self.world.group().barrier()
         if reason == "finished":
             if (beside := self.evaluations.beside) is not None:
-                yield from self._evaluated(lambda: beside.rest(self._beat))
+                yield from self._evaluated(lambda: beside.wait_for_all(self._beat))
             yield from self._evaluate(final=True)
             self._save()
             if self.world.rank == 0:
                 self.evaluations.record(self.job.run_dir)
+        # Before the event of the end: a reader of it may load the last checkpoint at once.
         self.checkpoints.saver.finish(self._beat)
         yield from self._tell_checkpoints()
-        if self.world.rank == 0 or self.world.channel is None:  # without a supervisor each rank is told
+        if self.world.rank == 0 or self.world.channel is None:  # without a supervisor each rank reports its own end
             yield self.reporter.event(
                 "end",
                 reason=reason,

@@ -26,8 +26,8 @@ def open_directory(
     job: Job, world: World, workload: Workload, step: Step, proof: Mapping[str, Any] | None
 ) -> RunDirectory | None:
     """Opens the run directory on rank 0, which keeps it; returns None on the other ranks, and where there is none.
-    After a change of the membership nobody else writes it from then on; where rank 0 is on another host by then, which
-    does not see it, it is begun there."""
+    After a change of the membership no other rank writes it from then on; where rank 0 is on another host by then,
+    which does not see it, it is begun there."""
     if job.run_dir is None or world.rank != 0:
         return None
     directory = RunDirectory(job.run_dir)
@@ -60,8 +60,8 @@ def open_copy(
     if job.run_dir is None or job.policy.copies == 1 or world.local_size == world.size:
         return directory
     first = keepers(world.hosts(), job.policy.copies)
-    told = broadcast_message(mark_of(job.run_dir) if world.rank == 0 else None, world.group(), device=world.device)
-    if world.rank not in first or mark_of(job.run_dir) == told:
+    mark = broadcast_message(mark_of(job.run_dir) if world.rank == 0 else None, world.group(), device=world.device)
+    if world.rank not in first or mark_of(job.run_dir) == mark:
         return directory if world.rank == 0 else None
     if directory is not None:
         return directory
@@ -114,6 +114,7 @@ def restore(
         else:
             directory.start(_description(job, workload, step, world, mark, proof))
         _claim(directory, world)
+        # An empty directory on this host is not a fresh run where another host has saved steps of it.
         if not directory.steps() and world.place is not None and world.place.saved:
             raise CheckpointError(
                 f"{directory.path} holds no checkpoint: those of the run were on a host that is lost; "
@@ -123,6 +124,7 @@ def restore(
             state = directory.resume(mark)
     if not resumes:
         return None
+    # Rank 0 alone may see the disk of the run directory.
     state = broadcast_state(state, world.group(), device=world.device)
     if state is None:
         return None

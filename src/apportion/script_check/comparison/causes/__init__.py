@@ -1,1 +1,1 @@
-"""Why the ranks and one process part: one file for each family of causes."""
+"""Why the ranks and one process differ: one file for each family of causes."""

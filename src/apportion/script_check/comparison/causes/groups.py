@@ -29,16 +29,13 @@ def tied(evidence: Evidence) -> Finding | None:
         short = [own.partition(".")[2] or own for _, own in copies]
         names = short if len(set(short)) > 1 else [own for _, own in copies]
         listed = " and ".join(f"{own} on rank {rank}" for own, (rank, _) in zip(names, copies, strict=True))
-        return Finding(
+        return evidence.finding(
             "tied_apart",
-            "difference",
             f"{listed} are one parameter in one process (tied weights); here they are {len(copies)} tensors, each with "
             "only its own part of the gradient.",
             "Add the gradients of the copies over the ranks that hold them, after backward and before the step.",
-            tuple(dict.fromkeys(names)),
-            tuple(rank for rank, _ in copies),
-            evidence.found.shown,
-            evidence.found.site,
+            tensors=tuple(dict.fromkeys(names)),
+            ranks=tuple(rank for rank, _ in copies),
         )
     return None
 
@@ -50,10 +47,10 @@ def _trained(evidence: Evidence, rank: int) -> set[str]:
 
 def inputs(evidence: Evidence) -> Finding | None:
     """Returns the finding that the ranks of one tensor-parallel group were given different inputs."""
+    if evidence.is_sharded:
+        return None
     groups = defaultdict[tuple[int, ...], list[str]](list)
-    for event in evidence.ranks[0].of("network"):
-        if any(kind.startswith("FSDP") for kind in event["modules"].values()):
-            return None
+    for event in evidence.ranks[0].events_of("network"):
         for name, group in event["groups"].items():
             groups[tuple(group)].append(name)
     if sliced := _sliced_by_hand(evidence):
@@ -71,18 +68,16 @@ def inputs(evidence: Evidence) -> Finding | None:
             shown = evidence.shown([names[0]])[0]
             module = shown.rpartition(".")[0] or shown
             ranks = " and ".join(map(str, members))
-            return Finding(
+            return evidence.finding(
                 "inputs_differ",
-                "difference",
                 f"Ranks {ranks} hold the shards of one tensor-parallel group ({module}) and were given different "
                 "inputs, where the group computes one batch together: the sampler or loader counts all ranks as data "
                 "parallel.",
                 "Give all ranks of a tensor-parallel group the same batches: num_replicas and rank of the sampler are "
                 "those of the data-parallel dimension of the mesh.",
-                evidence.shown(names),
-                tuple(members),
-                evidence.found.shown,
-                _loader(evidence) or first["site"],
+                tensors=evidence.shown(names),
+                ranks=tuple(members),
+                site=_loader(evidence) or first["site"],
             )
     return None
 
@@ -140,16 +135,12 @@ def shards_scaled(evidence: Evidence) -> Finding | None:
     if len(set(each)) == 1:
         return None
     listed = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in zip(sorted(factors), each, strict=True))
-    return Finding(
+    return evidence.finding(
         "shards_scaled_apart",
-        "difference",
         f"Each rank has scaled the shards that it holds by a factor of its own ({listed}, relative to one process): "
         "the gradients are clipped by the norm of a rank's shards and not by that of all.",
         "Clip with torch.nn.utils.clip_grad_norm_, which takes the norm of whole tensors, or sum the squares of all "
         "ranks before the root.",
-        evidence.shown(evidence.found.names),
-        tuple(sorted(factors)),
-        evidence.found.shown,
-        evidence.found.site,
-        each[0],
+        ranks=tuple(sorted(factors)),
+        factor=each[0],
     )

@@ -1,1 +1,0 @@
-"""Proofs and comparisons on ranks that are running already: all of them call the same."""

@@ -1,1 +1,0 @@
-"""A rank that others reach when they come, without a meeting of all."""

@@ -1,1 +1,0 @@
-"""Data sets in parts: which rank has which of them, how their rows make batches, and how their lengths become known."""

@@ -1,0 +1,395 @@
+"""The thread of rank 0 that makes the averages of replicas which come and go.
+
+It lets in whoever has proved to know the secret and was given the same run, deals batches, takes what replicas have
+learnt, and closes a round when all have come, or at its deadline. It never waits for one replica: what a slow one has
+not taken yet lies in memory until it does. The average is computed in rank order, from the parts that are there, so
+that the same parts give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from apportion.comm.network.rank_connection import RankConnection
+from apportion.comm.network.rank_listener import RankListener
+from apportion.errors import PeerLost
+from apportion.parallel.averaging.contribution import (
+    Contribution,
+    ContributionBytes,
+    ReplicaTensors,
+    average,
+    copy_parts,
+)
+from apportion.parallel.averaging.messages import MessageKind, MessageReader, RoundMessage, send_message
+from apportion.parallel.averaging.round_log import LoggedPart, LoggedRound, RoundLog
+from apportion.parallel.averaging.round_state import OpenedRound, RoundBook
+
+FAREWELL_SECONDS = 5.0
+"""The seconds that replicas have at the end to learn that it is the end."""
+_BROKEN = (PeerLost, ConnectionError, AssertionError, ValueError, KeyError, TypeError)
+"""What a connection raises that has ended, or whose other end says what is no message of this run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRounds:
+    """What is given of rounds that close at their deadline."""
+
+    every: int
+    """The most batches of a replica in a round."""
+    total: int
+    """The batches of the training."""
+    deadline: float
+    """The seconds that a round takes at most."""
+    averages_slots: bool = False
+    """True where replicas go on with the mean of their optimizers' slots."""
+    size: int = 1
+    """The number of ranks that the first round waits for, and the most that there may be at once."""
+
+
+Refuse = Callable[[Mapping[str, Any], Mapping[str, Any], int], str | None]
+"""A function that compares what rank 0 was given with what another rank was, whose number follows, and returns why that
+one may not take part; None where it may."""
+
+
+@dataclass
+class _Admitted:
+    """A replica whose connection is there."""
+
+    rank: int
+    connection: RankConnection
+    reader: MessageReader
+    process: str = ""
+    """What tells its process from others; empty until it has said hello."""
+    life: int = 0
+    fresh: bool = True
+    """True until it has the state of an optimizer to begin with."""
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A part of the round that is open."""
+
+    part: LoggedPart
+    changes: Contribution
+
+
+@dataclass
+class _Since:
+    """What has happened since the last round was closed, besides the parts of the open one."""
+
+    late: list[LoggedPart] = field(default_factory=list)
+    """The parts that came too late for their round."""
+    came: list[tuple[int, int]] = field(default_factory=list)
+    """The rank and the life of each replica that has come."""
+
+
+@final
+class RoundCoordinator:
+    """Makes the averages, in a thread of its own, until ``close``. ``own``: the connection of this process's replica,
+    which is rank 0."""
+
+    def __init__(
+        self,
+        rounds: OpenRounds,
+        frame: ReplicaTensors,
+        listener: RankListener,
+        name: str,
+        own: socket.socket,
+        introduction: tuple[Mapping[str, Any], Refuse] | None = None,
+    ) -> None:
+        self._rounds, self._frame, self._listener, self._name = rounds, frame, listener, name
+        self._introduction = introduction
+        self._averages = [frame.new(), frame.new()]
+        """The last average, and room for the next one."""
+        self._full = ContributionBytes(self._averages[0], slots=True)
+        self._whole = ContributionBytes(self._averages[0], slots=True, momentum=True)
+        """What rank 0 takes, which saves it."""
+        self._bare = self._full if rounds.averages_slots else ContributionBytes(self._averages[0], slots=False)
+        self._book = RoundBook(every=rounds.every, total=rounds.total, deadline=rounds.deadline, size=rounds.size)
+        self._log: tuple[int, list[LoggedRound]] = (0, [])
+        self._admitted: list[_Admitted] = []
+        self._given: dict[int, _Given] = {}
+        self._since = _Since()
+        self._opened: OpenedRound | None = None
+        self._displaced: set[str] = set()
+        """The processes whose rank another one has taken since."""
+        self._bell = socket.socketpair()
+        self._ending: float | None = None
+        """The time by which it ends; None while it goes on."""
+        self.failed: BaseException | None = None
+        """What has ended the thread, where that was an error."""
+        listener.on_ready = self.wake
+        self._let_in(0, own)
+        self._thread = threading.Thread(target=self._run, name="averages", daemon=True)
+
+    def begin(self, first: Contribution, done: int, unpushed: Sequence[int]) -> None:
+        """Begin the rounds from an average that holds so many batches, and lacks these of the ones before its last."""
+        copy_parts(first, self._averages[0])
+        self._book.begin(done, unpushed, time.monotonic())
+        self._log = (done, [])
+        self._thread.start()
+
+    def log(self) -> RoundLog:
+        """Return what has been made so far."""
+        first, rounds = self._log
+        return RoundLog(first, tuple(rounds))
+
+    def wake(self) -> None:
+        """Have the thread look at what has come. May be called from any thread."""
+        with contextlib.suppress(OSError):
+            self._bell[1].send(b"\0")
+
+    def close(self) -> None:
+        """End the rounds: tell the replicas that are there, and leave."""
+        self._ending = time.monotonic() + FAREWELL_SECONDS
+        self.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        for sock in self._bell:
+            sock.close()
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while self._ending is None:
+                self._turn()
+            self._say_goodbye()
+        except BaseException as error:
+            self.failed = error
+        finally:
+            for admitted in self._admitted:
+                admitted.connection.release()
+
+    def _turn(self) -> None:
+        """Do what can be done at once, and sleep until there is more."""
+        for rank in self._listener.ready(self._name):
+            sock = self._listener.poll(self._name, rank, 0.0)
+            if sock is not None:
+                self._let_in(rank, sock)
+        for admitted in list(self._admitted):
+            self._attend(admitted)
+        now = time.monotonic()
+        self._tell(self._book.ask(now), MessageKind.ASKED)
+        if self._book.is_over(now):
+            self._close_round(now)
+        self._open_round()
+        self._sleep(self._book.due(time.monotonic()))
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Sleep until something comes, or so many seconds have passed; not at all where something has come already."""
+        if any(admitted.reader.has_come for admitted in self._admitted):
+            return
+        poller = select.poll()
+        poller.register(self._bell[0], select.POLLIN)
+        for admitted in self._admitted:
+            poller.register(admitted.connection, admitted.connection.events)
+        poller.poll(None if seconds is None else seconds * 1000 + 1)
+        self._bell[0].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while self._bell[0].recv(4096):
+                pass
+
+    # Who comes and goes
+
+    def _let_in(self, rank: int, sock: socket.socket) -> None:
+        most = self._full if rank == 0 else self._bare
+        connection = RankConnection(sock, f"rank {rank}")
+        kinds = {MessageKind.HELLO: 0, MessageKind.PART: most.nbytes, MessageKind.LEFT: 0}
+        self._admitted.append(_Admitted(rank, connection, MessageReader(connection, kinds)))
+
+    def _attend(self, admitted: _Admitted) -> None:
+        """Move on the messages of a replica, and do what they ask. One that is gone, or that says what is no message of
+        this run, is let go of."""
+        try:
+            while (message := admitted.reader.next()) is not None:
+                self._take(admitted, message)
+        except _BROKEN:
+            self._let_go(admitted)
+
+    def _let_go(self, admitted: _Admitted) -> None:
+        if admitted not in self._admitted:
+            return
+        self._admitted.remove(admitted)
+        admitted.connection.release()
+        slot = self._book.slots.get(admitted.rank)
+        if slot is not None and slot.life == admitted.life:
+            self._book.leave(admitted.rank)
+            self._say(f"rank {admitted.rank} is gone: what it was dealt in round {self._book.number} is dealt again")
+
+    def _say(self, what: str) -> None:
+        """Tell the user who comes and goes; the end of the run is reported otherwise."""
+        if self._ending is None and not self._book.is_finished:
+            sys.stderr.write(f"{what}\n")
+            sys.stderr.flush()
+
+    def _take(self, admitted: _Admitted, message: RoundMessage) -> None:
+        if message.kind is MessageKind.HELLO:
+            self._greet(admitted, message.fields)
+            return
+        if not admitted.life:
+            raise ConnectionError(f"{admitted.connection.name} has not said hello")
+        number, made = int(message.fields["round"]), int(message.fields["made"])
+        dealt = self._book.slots[admitted.rank].batches
+        batches = dealt[:made]
+        examples = float(message.fields.get("examples", 0.0))
+        counts = self._book.come_back(admitted.rank, number, made, time.monotonic())
+        part = LoggedPart(
+            rank=admitted.rank,
+            life=admitted.life,
+            begun=number,
+            batches=batches,
+            dealt=len(dealt),
+            examples=examples if counts else 0.0,
+        )
+        if not counts:
+            self._since.late.append(part)
+            return
+        wire = self._full if admitted.rank == 0 else self._bare
+        if len(message.data) != wire.nbytes or not examples >= 0:
+            raise ConnectionError(f"{admitted.connection.name} sent {len(message.data)} bytes and {examples} examples")
+        self._given[admitted.rank] = _Given(part, wire.parts(message.data))
+
+    def _greet(self, admitted: _Admitted, fields: Mapping[str, Any]) -> None:
+        """Let a replica take part, or tell it why not."""
+        why = self._refusal(admitted, fields)
+        if why is not None:
+            send_message(admitted.connection, MessageKind.REFUSED, {"why": why})
+            return  # it goes by itself
+        for other in [o for o in self._admitted if o is not admitted and o.rank == admitted.rank and o.life]:
+            if other.process != fields["process"]:
+                self._displaced.add(other.process)
+            self._let_go(other)
+        admitted.process, admitted.life = str(fields["process"]), self._book.come(admitted.rank)
+        self._since.came.append((admitted.rank, admitted.life))
+        if self._book.number:
+            self._say(f"rank {admitted.rank} has come during round {self._book.number}, and is in the next one")
+
+    def _refusal(self, admitted: _Admitted, fields: Mapping[str, Any]) -> str | None:
+        if fields["process"] in self._displaced:
+            return f"another process has taken the place of rank {admitted.rank} meanwhile: end this one"
+        if not 0 <= admitted.rank < self._rounds.size:
+            return f"RANK={admitted.rank} must be in 0..{self._rounds.size - 1} (WORLD_SIZE={self._rounds.size})"
+        if fields["nbytes"] != self._full.nbytes:
+            return (
+                f"rank {admitted.rank} averages {fields['nbytes']} bytes where rank 0 averages {self._full.nbytes}: "
+                "start all ranks with the same network, optimizer and strategy"
+            )
+        if self._introduction is None or admitted.rank == 0:
+            return None
+        own, refuse = self._introduction
+        return refuse(own, fields["given"], admitted.rank)
+
+    # Rounds
+
+    def _open_round(self) -> None:
+        opened = self._book.open(time.monotonic())
+        if opened is None:
+            return
+        self._opened = opened
+        live = self._averages[0]
+        memory: dict[ContributionBytes, bytearray] = {}
+        for admitted in self._admitted:
+            deal = opened.deals.get(admitted.rank)
+            if deal is None or deal.life != admitted.life:
+                continue
+            wire = self._wire(admitted)
+            if wire not in memory:
+                memory[wire] = wire.write(live)
+            self._send_round(admitted, opened, deal.batches, memory[wire])
+
+    def _wire(self, admitted: _Admitted) -> ContributionBytes:
+        """Return the layout of an average that a replica is sent."""
+        return self._whole if admitted.rank == 0 else self._full if admitted.fresh else self._bare
+
+    def _send_round(
+        self,
+        admitted: _Admitted,
+        opened: OpenedRound,
+        batches: Sequence[int],
+        memory: bytearray,
+        *,
+        ended: bool = False,
+    ) -> None:
+        fields: dict[str, Any] = {
+            "round": opened.number,
+            "done": opened.done,
+            "present": opened.present,
+            "batches": batches,
+            "fresh": admitted.fresh,
+            "ended": ended,
+        }
+        if admitted.rank == 0:  # which saves
+            fields["unpushed"] = opened.unpushed
+        send_message(admitted.connection, MessageKind.ROUND, fields, memory)
+        admitted.fresh = False
+        self._push(admitted)
+
+    def _tell(self, ranks: Sequence[int], kind: MessageKind) -> None:
+        """Send a message of the round that is open, or was until now, to some ranks."""
+        for admitted in self._admitted:
+            if admitted.rank in ranks and admitted.life == self._book.slots[admitted.rank].life:
+                assert self._opened is not None, "a round that is announced was opened"
+                send_message(admitted.connection, kind, {"round": self._opened.number})
+                self._push(admitted)
+
+    def _push(self, admitted: _Admitted) -> None:
+        """Send what goes out without waiting; the rest goes when the socket has room."""
+        try:
+            admitted.connection.move()
+        except _BROKEN:  # the next look at it finds the same
+            pass
+
+    def _close_round(self, now: float) -> None:
+        """Make the average of the parts that have come, and note who they were."""
+        opened, book = self._opened, self._book
+        assert opened is not None, "a round that is over was opened"
+        came, late, waited = book.close(now)
+        self._tell(late, MessageKind.CLOSED)
+        given = [self._given.pop(rank) for rank in came]
+        self._given.clear()
+        old, new = self._averages
+        weights = [(each.part.examples, each.changes) for each in given]
+        average(self._frame, old, new, weights, sum(weight for weight, _ in weights))
+        self._averages = [new, old]
+        book.add(sum(len(each.part.batches) for each in given))
+        since, self._since = self._since, _Since()
+        parts, came_anew = (*(each.part for each in given), *since.late), tuple(since.came)
+        seconds = waited + time.monotonic() - now
+        self._log[1].append(LoggedRound(opened.number, opened.done, opened.present, seconds, waited, parts, came_anew))
+        self._send_last()
+
+    def _send_last(self) -> None:
+        """Give the last average to those that are there and have nothing left to do."""
+        if not self._book.is_finished:
+            return
+        last = OpenedRound(self._book.number, self._book.done, 1, ())
+        for admitted in self._admitted:
+            slot = self._book.slots.get(admitted.rank)
+            if slot is not None and slot.life == admitted.life:
+                self._send_round(admitted, last, (), self._wire(admitted).write(self._averages[0]), ended=True)
+
+    def _say_goodbye(self) -> None:
+        """Tell everyone that it has ended, and give them until the end to read it."""
+        assert self._ending is not None
+        for admitted in self._admitted:
+            send_message(admitted.connection, MessageKind.ENDED, {})
+        while self._admitted and (left := self._ending - time.monotonic()) > 0:
+            for admitted in list(self._admitted):
+                try:
+                    while admitted.reader.next() is not None:
+                        pass
+                except _BROKEN:
+                    self._admitted.remove(admitted)
+                    admitted.connection.release()
+            if self._admitted:
+                self._sleep(left)

@@ -1,1 +1,0 @@
-"""Rounds that close at their deadline, among replicas that come and go."""
