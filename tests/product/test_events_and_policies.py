@@ -102,9 +102,13 @@ def test_checkpoints_are_made_and_kept_as_the_policy_says(keep: int, tmp_path: P
 
 
 def test_a_checkpoint_is_made_after_an_epoch_and_at_the_end(tmp_path: Path) -> None:
-    policy = "policy(checkpoint_every='1 epoch', keep=9)"
-    apportion.train(work(steps=12), "single_device", run_dir=tmp_path / "run", policy=policy)
-    assert {5, 12} <= set(checkpoints_of(tmp_path / "run")) <= {5, 10, 12}
+    """One that waits to be written is replaced by a newer one, so that a few of the forty are left out."""
+    policy = "policy(checkpoint_every='1 epoch', keep=99)"
+    apportion.train(work(steps=202), "single_device", run_dir=tmp_path / "run", policy=policy)
+    *after_epochs, last = checkpoints_of(tmp_path / "run")
+    assert last == 202
+    assert after_epochs
+    assert not [step for step in after_epochs if step % 5]
 
 
 class Poisoned(nn.Module):
