@@ -39,7 +39,7 @@ registry are
     scikit-learn, scipy, joblib, threadpoolctl                  for the networks of four examples; left out without them
     nvidia-nccl-cu12 or -cu13, 2.30 or later                    for `nccl`, in the version of CUDA that torch has
 
-The command line (typer, rich) is needed by those tests of tests/product that use it, and by nothing else here.
+The command line (click, rich) is needed by those tests of tests/product that use it, and by nothing else here.
 """
 
 import argparse

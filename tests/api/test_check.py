@@ -16,11 +16,11 @@ import networks
 import planted
 import pytest
 import torch
+from click.testing import CliRunner
 from planted import Averaging, Faulty
 from ranks import by_value
 from torch import nn
 from torch.utils.data import TensorDataset
-from typer.testing import CliRunner
 
 import apportion
 from apportion import Workload

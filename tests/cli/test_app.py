@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
+from click.testing import CliRunner, Result
 from commands import at_terminal
-from typer.testing import CliRunner, Result
 
 from apportion.api.compared_row import ComparedRow
 from apportion.api.train import run
@@ -188,7 +187,7 @@ def words(text: str) -> str:
 
 
 def test_the_flags_of_every_verb_are_these() -> None:
-    group = typer.main.get_command(app)
+    group = app
     found = {}
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         found[name] = ["--help", *(o for p in command.params if p.param_type_name == "option" for o in p.opts)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import click
 import pytest
-import typer
 
 from apportion.cli.failures import INTERRUPTED, guarded
 
@@ -15,7 +15,7 @@ def test_what_an_interrupted_run_reports_names_flags_and_not_arguments(capsys: p
     interrupt.add_note("interrupted; step 3 is saved; what followed is not (the disk is full; use run_dir= elsewhere)")
     before = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(typer.Exit) as left, guarded():
+        with pytest.raises(click.exceptions.Exit) as left, guarded():
             raise interrupt
     finally:
         signal.signal(signal.SIGINT, before)

@@ -221,7 +221,7 @@ workload = Workload(
 
 @pytest.mark.processes
 def test_the_command_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from apportion.cli.app import app
 

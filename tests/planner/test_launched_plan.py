@@ -12,9 +12,9 @@ from typing import Any
 import networks
 import pytest
 import torch
+from click.testing import CliRunner
 from commands import finish, places, start
 from ranks import by_value, on_ranks
-from typer.testing import CliRunner
 
 from apportion.cli.app import app
 from apportion.comm.world import World

@@ -17,8 +17,8 @@ from typing import Any
 
 import networks
 import pytest
+from click.testing import CliRunner, Result
 from ranks import by_value
-from typer.testing import CliRunner, Result
 
 import apportion
 from apportion.cli.app import app

@@ -56,7 +56,7 @@ VALUES = [
     "layer_placement", "local", "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "power_sgd",
     "ray", "single_device", "slurm", "ssh", "tensor_parallel", "top_k", "wavefront_parallel",
 ]  # fmt: skip
-HEAVY = ["typer", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime", "ray", "gymnasium"]
+HEAVY = ["click", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime", "ray", "gymnasium"]
 LIMIT_SHARE = 0.15
 """Of the time that torch itself takes: processors differ, and so does one from minute to minute."""
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from ranks import by_value
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from typer.testing import CliRunner
 
 import apportion
 from apportion import Evaluation, Workload

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 import apportion
 from apportion.cli.begin import begin
@@ -35,37 +35,34 @@ if TYPE_CHECKING:
     from apportion.core.event import Event
     from apportion.planner.plan import Plan
 
-app = typer.Typer(
-    help="Train one network on all the devices you have, and prove that it is the same network.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
-Address = Annotated[
-    str, typer.Argument(metavar="FILE:NAME", help="the workload: path/to/file.py:name or package.module:name")
-]
-Workers = Annotated[int | None, typer.Option(min=1, help="processes that take batches (default: one a core or GPU)")]
-Steps = Annotated[int | None, typer.Option(min=1, help="updates")]
-Launcher = Annotated[
-    str | None, typer.Option(metavar="L", help='"local(workers=4, threads=8)", "ssh(...)", slurm, ray, env')
-]
-NamedStrategy = Annotated[
-    str | None, typer.Argument(metavar="S", help="the strategy, as --strategy", show_default=False)
-]
-OnHosts = Annotated[
-    str | None, typer.Option(metavar="A,B:4", help="hosts that ssh reaches, each with its workers: --launcher ssh(...)")
-]
-NoTrial = Annotated[bool, typer.Option("--no-trial", help="choose by prediction alone")]
-Remeasure = Annotated[bool, typer.Option("--remeasure", help="forget what earlier runs have measured")]
-AllowApproximate = Annotated[
-    bool, typer.Option("--allow-approximate", help="choose an approximate strategy where it learns more in a pilot")
-]
-NoCheck = Annotated[bool, typer.Option("--no-check", help="train without proving first that it is the same network")]
-Reprove = Annotated[bool, typer.Option("--reprove", help="prove it again where an earlier run's proof is cached")]
-RequireProof = Annotated[bool, typer.Option("--require-proof", help="end with status 1 where that could not be proved")]
-Trust = Annotated[bool, typer.Option("--trust", help="run the code that a run names, whosever it is")]
-Json = Annotated[bool, typer.Option("--json", help="the answer as JSON, on standard output")]
+class _Verbs(click.Group):
+    """A group that lists its commands in the order of this file, each with its whole first sentence."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the list of commands into the help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in self.commands.items()])
+
+
+_AT_LEAST_ONE = click.IntRange(min=1)
+
+
+@click.group(cls=_Verbs, no_args_is_help=True, context_settings={"max_content_width": 100})
+def app() -> None:
+    """Train one network on all the devices you have, and prove that it is the same network."""
+
+
+_workload = click.argument("workload", metavar="FILE:NAME")
+_workers = click.option(
+    "--workers", metavar="N", type=_AT_LEAST_ONE, help="processes that take batches (default: one a core or GPU)"
+)
+_launcher = click.option("--launcher", metavar="L", help='"local(workers=4, threads=8)", "ssh(...)", slurm, ray, env')
+_hosts = click.option(
+    "--hosts", metavar="A,B:4", help="hosts that ssh reaches, each with its workers: --launcher ssh(...)"
+)
+_trust = click.option("--trust", is_flag=True, help="run the code that a run names, whosever it is")
+_json = click.option("--json", "as_json", is_flag=True, help="the answer as JSON, on standard output")
 
 
 def main() -> None:
@@ -105,36 +102,57 @@ def _interrupted_early(number: int, frame: Any) -> None:
 
 
 @app.command()
+@_workload
+@click.argument("named", metavar="[S]", required=False)
+@click.option(
+    "--strategy", metavar="S", help='for example "data_parallel(microbatches=2)"; without it the best is found'
+)
+@_workers
+@_hosts
+@click.option("--steps", metavar="N", type=_AT_LEAST_ONE, help="updates")
+@click.option("--seed", metavar="N", type=int, help="instead of the workload's")
+@click.option(
+    "--members",
+    metavar="N",
+    type=click.IntRange(min=2),
+    help="train so many, from different seeds, in parallel: runs m1, m2, ...",
+)
+@click.option("--run-dir", metavar="DIR", help="where everything is written (default: runs/...)")
+@click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
+@_launcher
+@click.option("--policy", metavar="P", help="for example \"policy(checkpoint_every='30 s', keep=3)\"")
+@click.option("--no-trial", is_flag=True, help="choose by prediction alone")
+@click.option("--remeasure", is_flag=True, help="forget what earlier runs have measured")
+@click.option(
+    "--allow-approximate", is_flag=True, help="choose an approximate strategy where it learns more in a pilot"
+)
+@click.option("--no-check", is_flag=True, help="train without proving first that it is the same network")
+@click.option("--require-proof", is_flag=True, help="end with status 1 where that could not be proved")
+@click.option("--reprove", is_flag=True, help="prove it again where an earlier run's proof is cached")
 def train(  # noqa: PLR0913 (the flags)
-    workload: Address,
-    named: NamedStrategy = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(metavar="S", help='for example "data_parallel(microbatches=2)"; without it the best is found'),
-    ] = None,
-    workers: Workers = None,
-    hosts: OnHosts = None,
-    steps: Steps = None,
-    seed: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
-    members: Annotated[
-        int | None, typer.Option(min=2, help="train so many, from different seeds, in parallel: runs m1, m2, ...")
-    ] = None,
-    run_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="where everything is written (default: runs/...)")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --run-dir")] = False,
-    launcher: Launcher = None,
-    policy: Annotated[
-        str | None, typer.Option(metavar="P", help="for example \"policy(checkpoint_every='30 s', keep=3)\"")
-    ] = None,
-    no_trial: NoTrial = False,
-    remeasure: Remeasure = False,
-    allow_approximate: AllowApproximate = False,
-    no_check: NoCheck = False,
-    require_proof: RequireProof = False,
-    reprove: Reprove = False,
+    workload: str,
+    named: str | None,
+    strategy: str | None,
+    workers: int | None,
+    hosts: str | None,
+    steps: int | None,
+    seed: int | None,
+    members: int | None,
+    run_dir: str | None,
+    resume: bool,
+    launcher: str | None,
+    policy: str | None,
+    no_trial: bool,
+    remeasure: bool,
+    allow_approximate: bool,
+    no_check: bool,
+    require_proof: bool,
+    reprove: bool,
 ) -> None:
-    """Train a workload, and say how well it does."""
+    """Train a workload, and say how well it does.
+
+    FILE:NAME is the workload: path/to/file.py:name or package.module:name. S is the strategy, as with --strategy.
+    """
     strategy = _one_of(named, strategy)
     if members is not None:
         _train_members(workload, members, run_dir, {
@@ -204,90 +222,84 @@ def _train_members(workload: str, members: int, run_dir: str | None, given: Mapp
             if value is not None and value is not False
             for word in ((name,) if value is True else (name, str(value)))
         ]
-        trained = train_members(workload, members, folder, flags, typer.echo)
+        trained = train_members(workload, members, folder, flags, click.echo)
         if done := [str(one.run_dir) for one in trained if one.status == 0]:
-            typer.echo(f"apportion serve {' '.join(done)}")
+            click.echo(f"apportion serve {' '.join(done)}")
         if len(done) < members:
             failed = ", ".join(f"{one.name} (exit status {one.status})" for one in trained if one.status != 0)
             raise ApportionError(f"{members - len(done)} of {members} members were not trained: {failed}")
 
 
 @app.command(cls=WithScriptArguments)
+@click.argument("target", metavar="[FILE.py|FILE:NAME [-- ARGS]]", required=False)
+@click.option("-m", "module", metavar="MODULE", help="instead of a file: the script that python -m runs")
+@click.option(
+    "--workers",
+    metavar="N",
+    type=_AT_LEAST_ONE,
+    help="ranks of the script (default: 2; also --nproc-per-node), or workers of the strategy",
+)
+@click.option(
+    "--steps", metavar="N", type=_AT_LEAST_ONE, help="updates to compare (default: 24 of a script, 8 of a strategy)"
+)
+@click.option("--accept", metavar="NAME", multiple=True, help="a finding that is intended; again for each one")
+@click.option(
+    "--then",
+    metavar="'ARGS'",
+    help="run the script a second time, with these arguments besides, by which it resumes: '--resume last.pt'",
+)
+@click.option("--reference", metavar="FILE.py:NAME", help="a function(model, batch) that returns a script's loss")
+@click.option("--out", metavar="FILE.html", help="write what was found about a script there")
+@click.option("--strategy", metavar="S", help="the strategy to prove, of a workload")
+@_hosts
+@_launcher
+@_json
+@click.pass_context
 def check(  # noqa: PLR0913 (the flags)
-    context: typer.Context,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE.py|FILE:NAME [-- ARGS]",
-            help="a script, whose own arguments follow --; or the workload, with --strategy",
-            show_default=False,
-        ),
-    ] = None,
-    module: Annotated[
-        str | None, typer.Option("-m", metavar="MODULE", help="instead of a file: the script that python -m runs")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="ranks of the script (default: 2; also --nproc-per-node), or workers of the strategy",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="updates to compare (default: 24 of a script, 8 of a strategy)")
-    ] = None,
-    accept: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="a finding that is intended; again for each one")
-    ] = None,
-    then: Annotated[
-        str | None,
-        typer.Option(
-            metavar="'ARGS'",
-            help="run the script a second time, with these arguments besides, by which it resumes: '--resume last.pt'",
-        ),
-    ] = None,
-    reference: Annotated[
-        str | None, typer.Option(metavar="FILE.py:NAME", help="a function(model, batch) that returns a script's loss")
-    ] = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="write what was found about a script there")
-    ] = None,
-    strategy: Annotated[str | None, typer.Option(metavar="S", help="the strategy to prove, of a workload")] = None,
-    hosts: OnHosts = None,
-    launcher: Launcher = None,
-    as_json: Json = False,
+    context: click.Context,
+    target: str | None,
+    module: str | None,
+    workers: int | None,
+    steps: int | None,
+    accept: tuple[str, ...],
+    then: str | None,
+    reference: str | None,
+    out: str | None,
+    strategy: str | None,
+    hosts: str | None,
+    launcher: str | None,
+    as_json: bool,
 ) -> None:
     """Prove that a training script, or a strategy, computes on several workers what one process does, after every step,
-    tensor by tensor."""
+    tensor by tensor.
+
+    The target is a script, FILE.py, whose own arguments follow --; or a workload, FILE:NAME, with --strategy.
+    """
     given = {"--strategy": strategy, "--hosts": hosts, "--launcher": launcher}
     own = script_arguments(context)
     with guarded():
         if module is not None or (target is not None and ":" not in target):
-            request = ScriptRequest(target, module, own, workers, steps, accept or (), then, reference, out, as_json)
+            request = ScriptRequest(target, module, own, workers, steps, accept, then, reference, out, as_json)
             status = check_script_command(request, given)
         else:
             of_scripts = {"--accept": accept, "--then": then is not None, "--reference": reference, "--out": out}
             workload = workload_of(target, own, of_scripts, strategy)
             status = check_strategy_command(workload, str(strategy), steps, (launcher, workers, hosts), as_json)
     if status:
-        raise typer.Exit(status)
+        raise click.exceptions.Exit(status)
 
 
 @app.command()
-def proofs(
-    remove: Annotated[
-        list[str] | None, typer.Option(metavar="NAME|all", help="remove this one; again for others; all: every one")
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@click.option("--remove", metavar="NAME|all", multiple=True, help="remove this one; again for others; all: every one")
+@_json
+def proofs(remove: tuple[str, ...], as_json: bool) -> None:
     """List the proofs that earlier runs have made and later ones reuse, or remove some."""
     with guarded():
         from apportion.api.proofs import list_proofs, remove_proofs
 
         if remove:
             many = remove_proofs(remove)
-            typer.echo(f"removed {many} cached proof{'' if many == 1 else 's'}")
+            click.echo(f"removed {many} cached proof{'' if many == 1 else 's'}")
             return
         found = list_proofs()
         if as_json:
@@ -299,23 +311,36 @@ def proofs(
 
 
 @app.command()
+@_workload
+@click.option("--strategy", metavar="S", multiple=True, help="again for each one; without it all")
+@_workers
+@_hosts
+@click.option(
+    "--steps", metavar="N", type=_AT_LEAST_ONE, default=50, show_default=True, help="updates of each, after a warm-up"
+)
+@click.option("--out", metavar="FILE", help="save the table there, as JSON")
+@_launcher
+@_json
 def compare(  # noqa: PLR0913 (the flags)
-    workload: Address,
-    strategy: Annotated[list[str] | None, typer.Option(metavar="S", help="again for each one; without it all")] = None,
-    workers: Workers = None,
-    hosts: OnHosts = None,
-    steps: Annotated[int, typer.Option(min=1, help="updates of each, after a warm-up")] = 50,
-    out: Annotated[str | None, typer.Option(metavar="FILE", help="save the table there, as JSON")] = None,
-    launcher: Launcher = None,
-    as_json: Json = False,
+    workload: str,
+    strategy: tuple[str, ...],
+    workers: int | None,
+    hosts: str | None,
+    steps: int,
+    out: str | None,
+    launcher: str | None,
+    as_json: bool,
 ) -> None:
-    """Measure strategies against each other, on this machine or on several hosts."""
+    """Measure strategies against each other, on this machine or on several hosts.
+
+    FILE:NAME is the workload: path/to/file.py:name or package.module:name.
+    """
     with guarded():
-        begin(workload, strategy or (), launcher, hosts)
+        begin(workload, strategy, launcher, hosts)
         from apportion.cli.tables import show_rows
 
         where = launcher_of(launcher, workers, hosts)
-        rows = apportion.compare(workload, strategy, steps=steps, path=out, launcher=where)
+        rows = apportion.compare(workload, list(strategy) or None, steps=steps, path=out, launcher=where)
         if not is_first(launcher):
             pass
         elif as_json:
@@ -325,31 +350,37 @@ def compare(  # noqa: PLR0913 (the flags)
 
 
 @app.command()
+@click.argument("workload", metavar="[FILE:NAME]", required=False)
+@click.option("--network", metavar="FILE", help="instead of it, its profile")
+@click.option("--cluster", metavar="FILE|NAME", help="which machines (default: this one, measured)")
+@click.option("--against", metavar="FILE|NAME", help="other machines: how many of them match these?")
+@_workers
+@_hosts
+@click.option("--no-trial", is_flag=True, help="stop at the prediction")
+@click.option("--allow-approximate", is_flag=True, help="choose an approximate one if a pilot speaks for it")
+@click.option("--remeasure", is_flag=True, help="measure this machine again")
+@click.option("--launcher", metavar="L", help="env: for the ranks that run this, on their hosts")
+@click.option("--out", metavar="FILE.html", help="write the plan there, with pictures")
+@_json
 def plan(  # noqa: PLR0913 (the flags)
-    workload: Annotated[
-        str | None, typer.Argument(metavar="FILE:NAME", help="the workload; with --network only the commands name it")
-    ] = None,
-    network: Annotated[str | None, typer.Option(metavar="FILE", help="instead of it, its profile")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help="which machines (default: this one, measured)")
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help="other machines: how many of them match these?")
-    ] = None,
-    workers: Workers = None,
-    hosts: OnHosts = None,
-    no_trial: Annotated[bool, typer.Option("--no-trial", help="stop at the prediction")] = False,
-    allow_approximate: Annotated[
-        bool, typer.Option("--allow-approximate", help="choose an approximate one if a pilot speaks for it")
-    ] = False,
-    remeasure: Annotated[bool, typer.Option("--remeasure", help="measure this machine again")] = False,
-    launcher: Annotated[
-        str | None, typer.Option(metavar="L", help="env: for the ranks that run this, on their hosts")
-    ] = None,
-    out: Annotated[str | None, typer.Option(metavar="FILE.html", help="write the plan there, with pictures")] = None,
-    as_json: Json = False,
+    workload: str | None,
+    network: str | None,
+    cluster: str | None,
+    against: str | None,
+    workers: int | None,
+    hosts: str | None,
+    no_trial: bool,
+    allow_approximate: bool,
+    remeasure: bool,
+    launcher: str | None,
+    out: str | None,
+    as_json: bool,
 ) -> None:
-    """Say which way to split a workload, why, and when the answer would change."""
+    """Say which way to split a workload, why, and when the answer would change.
+
+    FILE:NAME is the workload: path/to/file.py:name or package.module:name. With --network, only the commands that are
+    printed name it.
+    """
     with guarded():
         begin(workload if network is None else None, (), launcher, hosts)
         decided = apportion.plan(
@@ -383,38 +414,41 @@ def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=1, default=str))
+    click.echo(json.dumps(value, indent=1, default=str))
 
 
 @app.command()
+@click.argument("members", metavar="MEMBER...", nargs=-1, required=True)
+@click.option("--deadline", metavar="T", help='of a request that names none: 50ms, "2 s" (default: 1s)')
+@click.option("--quorum", metavar="N", type=_AT_LEAST_ONE, help="members that an answer needs (default: 1)")
+@click.option("--replication", metavar="R", help="auto (default), in_graph or between_graph")
+@click.option(
+    "--host",
+    metavar="H",
+    multiple=True,
+    help="address to listen at (default: 127.0.0.1); again for each name that clients use for it",
+)
+@click.option("--port", metavar="N", type=int, help="0: any that is free (default: 8000)")
+@click.option(
+    "--evaluate", metavar="DATA", help="FILE:NAME or FILE.npz: say what answers without a member cost, and end"
+)
+@click.option("--serving", "settings", metavar="S", help="for example \"serving(most_rows=64, aggregation='vote')\"")
+@_trust
 def serve(  # noqa: PLR0913 (the flags)
-    members: Annotated[
-        list[str],
-        typer.Argument(metavar="MEMBER...", help="FILE.onnx, FILE.pt2, a run or checkpoint, http://...; or NAME=that"),
-    ],
-    deadline: Annotated[
-        str | None, typer.Option(metavar="T", help='of a request that names none: 50ms, "2 s" (default: 1s)')
-    ] = None,
-    quorum: Annotated[int | None, typer.Option(min=1, help="members that an answer needs (default: 1)")] = None,
-    replication: Annotated[
-        str | None, typer.Option(metavar="R", help="auto (default), in_graph or between_graph")
-    ] = None,
-    host: Annotated[
-        list[str] | None,
-        typer.Option(help="address to listen at (default: 127.0.0.1); again for each name that clients use for it"),
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="0: any that is free (default: 8000)")] = None,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(metavar="DATA", help="FILE:NAME or FILE.npz: say what answers without a member cost, and end"),
-    ] = None,
-    settings: Annotated[
-        str | None,
-        typer.Option("--serving", metavar="S", help="for example \"serving(most_rows=64, aggregation='vote')\""),
-    ] = None,
-    trust: Trust = False,
+    members: tuple[str, ...],
+    deadline: str | None,
+    quorum: int | None,
+    replication: str | None,
+    host: tuple[str, ...],
+    port: int | None,
+    evaluate: str | None,
+    settings: str | None,
+    trust: bool,
 ) -> None:
-    """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol."""
+    """Answer with one net or an ensemble by a deadline, over the Open Inference Protocol.
+
+    MEMBER is FILE.onnx, FILE.pt2, a run or a checkpoint, http://...; or NAME=that.
+    """
     with guarded():
         from apportion.core.value import parse_as
         from apportion.serving.config import Serving, named, seconds_of
@@ -430,22 +464,24 @@ def serve(  # noqa: PLR0913 (the flags)
         if evaluate is not None:
             from apportion.serving import offline_evaluation
 
-            typer.echo("\n".join(offline_evaluation.evaluate(named(members), evaluate, serving).lines()))
+            click.echo("\n".join(offline_evaluation.evaluate(named(list(members)), evaluate, serving).lines()))
             return
-        number = apportion.serve(named(members), serving=serving)
+        number = apportion.serve(named(list(members)), serving=serving)
     if number == signal.SIGINT:
-        raise typer.Exit(INTERRUPTED)
+        raise click.exceptions.Exit(INTERRUPTED)
 
 
 @app.command()
-def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="a run's folder, or one of its checkpoints")],
-    target: Annotated[str, typer.Option(metavar="T", help='"onnx", "onnx(precision=\'int8\')"')] = "onnx",
-    out: Annotated[str | None, typer.Option(metavar="FILE", help="default: model.onnx and the like, in RUN")] = None,
-    trust: Trust = False,
-    as_json: Json = False,
-) -> None:
-    """Carry a trained net to other hardware, and hold what the file computes against the net."""
+@click.argument("run", metavar="RUN")
+@click.option("--target", metavar="T", default="onnx", show_default=True, help='"onnx", "onnx(precision=\'int8\')"')
+@click.option("--out", metavar="FILE", help="default: model.onnx and the like, in RUN")
+@_trust
+@_json
+def export(run: str, target: str, out: str | None, trust: bool, as_json: bool) -> None:
+    """Carry a trained net to other hardware, and hold what the file computes against the net.
+
+    RUN is a run's folder, or one of its checkpoints.
+    """
     with guarded():
         from apportion.core.value import check_written
 
@@ -455,13 +491,13 @@ def export(
         signal.signal(signal.SIGTERM, _end)
         made = export_run(run, target=target, path=out, trust=trust)
         if as_json:
-            typer.echo(json.dumps(made.to_json()))
+            click.echo(json.dumps(made.to_json()))
         else:
-            typer.echo(f"{made.path}: {made.nbytes:,} bytes, {made.target}")
+            click.echo(f"{made.path}: {made.nbytes:,} bytes, {made.target}")
             for line in verified(made):
-                typer.echo(f"  {line}")
+                click.echo(f"  {line}")
             for report in made.reports:
-                typer.echo(f"  report: {report}")
+                click.echo(f"  report: {report}")
 
 
 def _end(number: int, _: object) -> None:

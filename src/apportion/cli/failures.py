@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import typer
+import click
 
 from apportion.cli.flags import in_flags
 from apportion.errors import ApportionError, Disproved, NotFinite, NotVerified, RanksDiffer, WorkerFailed
@@ -29,36 +29,36 @@ EXTRAS = {
 @contextmanager
 def guarded() -> Iterator[None]:
     """Prints what goes wrong as one message with the cause and the cure, and ends with the exit status of its kind."""
-    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {in_flags(str(message))}", err=True)
+    warnings.showwarning = lambda message, *_: click.echo(f"warning: {in_flags(str(message))}", err=True)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
     except ValueError as error:
         _print_error(error)
-        raise typer.Exit(WRONG_USE) from None
+        raise click.exceptions.Exit(WRONG_USE) from None
     except (Disproved, NotFinite, NotVerified, RanksDiffer) as error:
         _print_error(error)
-        raise typer.Exit(NO) from None
+        raise click.exceptions.Exit(NO) from None
     except WorkerFailed as error:
         _print_error(error)
         if error.where is not None:
-            typer.echo(f"  at {error.where}", err=True)
+            click.echo(f"  at {error.where}", err=True)
         if error.traceback is not None:
-            typer.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
-        raise typer.Exit(FAILED) from None
+            click.echo(f"rank {error.rank}'s traceback:\n{error.traceback}", err=True)
+        raise click.exceptions.Exit(FAILED) from None
     except (ApportionError, ImportError, OSError) as error:
         extra = EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
         cure = f": pip install 'apportion[{extra}]'" if extra else ""
         _print_error(error, cure)
-        raise typer.Exit(FAILED) from None
+        raise click.exceptions.Exit(FAILED) from None
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but the last words
-        typer.echo(in_flags("\n".join(_notes(interrupt) or ["interrupted"])), err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        click.echo(in_flags("\n".join(_notes(interrupt) or ["interrupted"])), err=True)
+        raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 def _print_error(error: Exception, cure: str = "") -> None:
-    typer.echo(f"error: {in_flags(str(error))}{cure}", err=True)
+    click.echo(f"error: {in_flags(str(error))}{cure}", err=True)
 
 
 def _notes(error: BaseException | None) -> list[str]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-from typer.core import TyperCommand
+import click
 
 from apportion.cli.script_display import ScriptProgress, answer_lines
 
@@ -23,7 +22,7 @@ _ALIASES = {"--nproc_per_node": "--workers", "--nproc-per-node": "--workers"}
 """The names that torchrun has for an option."""
 
 
-class WithScriptArguments(TyperCommand):
+class WithScriptArguments(click.Command):
     """A command for which all words after the first ``--`` are the arguments of a script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -117,9 +116,9 @@ def check_script_command(request: ScriptRequest, of_workloads: Mapping[str, str 
             reference=request.reference,
         )
     if request.as_json:
-        typer.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
+        click.echo(_NUMBERS.sub(_on_one_line, json.dumps(answer.as_json(), indent=1, default=str)))
     else:
-        typer.echo("\n".join(answer_lines(answer, target)))
+        click.echo("\n".join(answer_lines(answer, target)))
     if request.out is not None:  # after the answer, which is not to be lost where the disk is full
         try:
             write_report(answer, script_of(target, request.own, module=request.module is not None), request.out)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import typer
+import click
 
 from apportion.script_check.findings import Finding, ScriptAnswer
 
@@ -32,9 +32,9 @@ _VERDICTS = {
     "could not run": "Could not run: {reason}",
 }
 _COLOURS = {
-    "the same network": typer.colors.GREEN,
-    "the same network, but": typer.colors.YELLOW,
-    "undecided": typer.colors.YELLOW,
+    "the same network": "green",
+    "the same network, but": "yellow",
+    "undecided": "yellow",
 }
 _LABELS = {"warning": "Wrong: ", "note": "Note: "}
 
@@ -44,9 +44,9 @@ def answer_lines(answer: ScriptAnswer, target: str) -> Iterator[str]:
     was run."""
     ranks = answer.compared.get("ranks", "several")
     verdict = _VERDICTS[answer.verdict].format(ranks=ranks, script=Path(target).name, reason=_sentence(answer.reason))
-    colour = _COLOURS.get(answer.verdict, typer.colors.RED)
+    colour = _COLOURS.get(answer.verdict, "red")
     for line in _wrapped(verdict):
-        yield typer.style(line, fg=colour, bold=True)
+        yield click.style(line, fg=colour, bold=True)
     for finding in answer.findings:
         yield ""
         yield from finding_lines(finding, Path(target).parent, answer.verdict != HANG)
@@ -59,7 +59,7 @@ def answer_lines(answer: ScriptAnswer, target: str) -> Iterator[str]:
         yield ""
     for sentence in about:
         for line in _wrapped(sentence):
-            yield typer.style(line, dim=True)
+            yield click.style(line, dim=True)
 
 
 def finding_lines(finding: Finding, folder: Path, acceptable: bool) -> Iterator[str]:
@@ -74,7 +74,7 @@ def finding_lines(finding: Finding, folder: Path, acceptable: bool) -> Iterator[
     if finding.remedy:
         yield from _indented("fix: ", finding.remedy)
     if acceptable and not finding.accepted and finding.severity != "note":
-        yield typer.style(f"  accept with: --accept {finding.name}", dim=True)
+        yield click.style(f"  accept with: --accept {finding.name}", dim=True)
 
 
 def _compared(compared: Mapping[str, Any]) -> list[str]:

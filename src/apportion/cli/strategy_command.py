@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-import typer
+import click
 
 import apportion
 from apportion.cli.begin import begin
@@ -29,7 +29,7 @@ def check_strategy_command(
     if not is_first(launcher):
         pass
     elif as_json:
-        typer.echo(json.dumps({"holds": proof.holds, **asdict(proof)}, indent=1, default=str))
+        click.echo(json.dumps({"holds": proof.holds, **asdict(proof)}, indent=1, default=str))
     else:
         show_proof(proof)
     return 0 if proof.holds else NO
