@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,23 @@ def test_cases_are_kept_that_are_spread_over_all(
     assert kept(many, *marks) == expected
 
 
-def test_continuous_integration_runs_what_scripts_test_leaves_out() -> None:
+def test_continuous_integration_runs_a_share_of_what_scripts_test_leaves_out_and_the_night_all() -> None:
     called = re.findall(r"^scripts/test.*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert called == ["scripts/test", "scripts/test thorough || tested=$?"]
-    script = (ROOT / "scripts" / "test").read_text()
-    assert "'') which='not thorough' ;;" in script
-    assert "thorough) which='thorough' ;;" in script
+    assert called[0] == "scripts/test"
+    assert [line.partition(" --shard")[0] for line in called[1:]] == ["scripts/test thorough"]
+    nightly = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    shards = re.findall(r"run: scripts/test (\w+) --shard \$\{\{ matrix.shard \}\}/8", nightly)
+    assert shards == ["nightly", "thorough"]
+    assert "shard: [1, 2, 3, 4, 5, 6, 7, 8]" in nightly
+
+
+@pytest.mark.processes
+def test_each_commit_runs_another_twelfth_of_the_thorough_tests() -> None:
+    (line,) = re.findall(r"--shard (.*)/12 ", (ROOT / ".ci" / "run").read_text())
+    counted = line.replace("$(git rev-list --count HEAD 2>/dev/null || echo 0)", "$1")
+    assert counted != line
+    shards = [
+        subprocess.run(["sh", "-c", f"echo {counted}", "sh", str(commits)], capture_output=True, text=True, check=True)
+        for commits in range(24)
+    ]
+    assert [int(done.stdout) for done in shards] == [*range(1, 13)] * 2
