@@ -86,7 +86,7 @@ def test_why_it_was_taken_says_how_sure_that_is() -> None:
         )
 
     assert why(first, 0.99, first, second) == "the fastest, 500 ms a step"
-    assert why(first, 0.5, first, second).endswith(", though it cannot be told apart from the next")
+    assert why(first, 0.5, first, second).endswith(", though it cannot be distinguished from the next")
     assert why(second, 0.5, first, second).startswith("600 ms a step, and the simplest of those")
     assert why(first, 1.0, first, tried("map_reduce", None)) == "500 ms a step, and nothing else could run"
 

@@ -1,5 +1,5 @@
-"""The command line: one function a verb. Exit status: 0 done; 1 the answer is no; 2 wrong use; 3 could not be done;
-130 interrupted; 143 told to end by SIGTERM, 129 by SIGHUP."""
+"""The command line: one function a verb. Exit status: 0 done; 1 the answer is "no"; 2 wrong use; 3 could not be done;
+130 interrupted; 143 ended by SIGTERM, 129 by SIGHUP."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def train(  # noqa: PLR0913 (the flags)
     steps: Steps = None,
     seed: Annotated[int | None, typer.Option(help="instead of the workload's")] = None,
     members: Annotated[
-        int | None, typer.Option(min=2, help="train so many, from different seeds, in parallel: runs m1, m2, ...")
+        int | None,
+        typer.Option(min=2, help="train this many members, from different seeds, in parallel: runs m1, m2, ..."),
     ] = None,
     run_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="where everything is written (default: runs/...)")

@@ -49,7 +49,7 @@ slower than those after it, and a run that seems twice as long is given twice th
 PREDICTING, PILOT = 0.4, 0.3
 """The shares of the time of trials that prices and a pilot are given."""
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
-"""The least time that prices take: about so many seconds, for a machine that is not known yet, and so many steps of the
+"""The least time that prices take: about these seconds, for a machine that is not known yet, and these steps of the
 workload, since each layer and its parts are timed by one process and by several."""
 BUSY, QUIET = 0.15, 0.05
 """The share of the time without a core from which other programs are taken to have the cores, and the one below which
@@ -147,10 +147,11 @@ class _Deciding:
         if known is None or known["measured_for"] < self._budget() / 2:  # that was of a much shorter run
             return None
         try:
-            strategy: Strategy = parse(known["told"]["strategy"], "apportion.strategies")
-            chosen = candidate(strategy, parse_as(known["told"]["launcher"], Local))
+            plan = known[decision_cache.PLAN]
+            strategy: Strategy = parse(plan["strategy"], "apportion.strategies")
+            chosen = candidate(strategy, parse_as(plan["launcher"], Local))
             expected = None if known["expected"] is None else Expected(**known["expected"])
-            plan = {**known["told"], "remembered": True, "why": f"{known['told']['why']}, as an earlier run found"}
+            plan = {**plan, "remembered": True, "why": f"{plan['why']}, as an earlier run found"}
         except (KeyError, TypeError, ValueError):  # of another version
             return None
         return Decision(chosen=chosen, plan={**plan, "seconds": self._took()}, expected=expected)
@@ -159,7 +160,7 @@ class _Deciding:
         """Keep the decision for the next run, unless nothing was measured or predicted for it."""
         if decision.expected is not None and decision.plan is not None and not decision.expected.rough:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
-            kept: dict[str, Any] = {"told": decision.plan, "expected": expected}
+            kept: dict[str, Any] = {decision_cache.PLAN: decision.plan, "expected": expected}
             kept |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
             decision_cache.keep(self._key, kept)
 
@@ -339,8 +340,8 @@ def _why(refined: TuningResult) -> str:
     if len(measured) == 1:
         return f"{took}, and nothing else could run"
     if refined.chosen is not measured[0]:
-        return f"{took}, and the simplest of those that cannot be told apart from the fastest ({measured[0]})"
-    sure = "" if refined.confidence >= SURE else ", though it cannot be told apart from the next"
+        return f"{took}, and the simplest of those that cannot be distinguished from the fastest ({measured[0]})"
+    sure = "" if refined.confidence >= SURE else ", though it cannot be distinguished from the next"
     return f"the fastest, {took}{sure}"
 
 

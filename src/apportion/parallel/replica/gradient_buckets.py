@@ -35,15 +35,15 @@ MOST_BYTES = 25 << 20
 
 
 def early_bytes(ranks: int) -> int:
-    """The bytes of gradients that leave together before the backward pass has ended: so many that each message of a
+    """The bytes of gradients that leave together before the backward pass has ended: enough that each message of a
     ring of these ranks has half a MiB, beside which its latency is small."""
     return min(MOST_BYTES, max(LARGE_BYTES, ranks * LARGE_BYTES // 2))
 
 
 @dataclass
 class _Packed:
-    """Parameters whose gradients travel together, of one dtype and device, and so many numbers behind them. A large
-    gradient travels by itself, from where it lies if it may."""
+    """Parameters whose gradients travel together, of one dtype and device, and ``tail_numbers`` numbers behind them. A
+    large gradient travels by itself, from where it lies if it may."""
 
     parameters: list[nn.Parameter]
     tail_numbers: int = 0
@@ -388,7 +388,7 @@ class GradientHooks:
     def _call(self, p: nn.Parameter, given: Any, after: Any, owner: nn.Parameter) -> None:
         now, then = gradient_hooks_of(owner)
         for key, hook in given.items():
-            if key in now:  # nobody has removed it
+            if key in now:  # it has not been removed
                 changed = hook(p.grad)
                 p.grad = p.grad if changed is None else changed
         for key, hook in after.items():

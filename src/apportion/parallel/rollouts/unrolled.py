@@ -12,7 +12,7 @@ from apportion.core import tree
 from apportion.parallel.ops.sync_batch_norm import RunningStatistics
 
 MOST_DEVIATIONS = 10.0
-"""Observations that are normalised are clipped to so many standard deviations, as most implementations do."""
+"""The standard deviations to which normalised observations are clipped, as in most implementations."""
 
 
 class Played(NamedTuple):

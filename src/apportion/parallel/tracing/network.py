@@ -275,7 +275,7 @@ def _interpreted(model: nn.Module, graph: fx.Graph, sample: Any) -> Iterator[Lay
                 activation_bytes=sum(t.nbytes for t in outputs),
                 flops=flops,
             )
-        else:  # a size, or what is not computed: whoever uses it takes from where that came from
+        else:  # a size, or what is not computed: its users take from what it was taken from
             sources[node] = taken
 
     with _Counter(model) as counter:

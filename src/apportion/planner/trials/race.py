@@ -31,8 +31,8 @@ def leader(rounds: Mapping[Runner, Rounds]) -> Runner:
 
 
 def still_running(rounds: Mapping[Runner, Rounds], going: Sequence[Runner]) -> list[Runner]:
-    """Return those of ``going``, who made the same rounds so far, that may still come out first. Who can be told apart
-    from the leader, and takes more time by a share of ``ALIKE`` or more, cannot."""
+    """Return those of ``going``, which have made the same rounds so far, that may still come out first. One that is
+    certainly slower than the leader, by a share of ``ALIKE`` or more, cannot."""
     first = min(going, key=lambda r: median(rounds[r].values()))
 
     def lost(other: Runner) -> bool:

@@ -1,4 +1,4 @@
-"""A test whether two candidates can be told apart, by their rounds, which took turns: whatever else the machine did
+"""A test whether two candidates can be distinguished, by their rounds, which took turns: whatever else the machine did
 slowed both."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 SURE = 0.9
 """The confidence from which the first candidate counts as the faster one."""
 ALIKE = 0.05
-"""The share by which two candidates differ at most for it to make no difference which is taken, where they are not told
-apart."""
+"""The share by which two candidates differ at most for it to make no difference which is taken, where they cannot be
+distinguished."""
 
 
 def told_apart(first: Sequence[float], second: Sequence[float]) -> float:

@@ -5,7 +5,7 @@
 2. They are measured in turns (``trial.take_turns``).
 3. Measured over predicted gives a few factors (``calibration``); where one that was not tried should now be the
    fastest, it is tried too, once.
-4. The fastest is chosen; of those that cannot be told apart from it (``significance``), the simplest.
+4. The fastest is chosen; of those that cannot be distinguished from it (``significance``), the simplest.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class TuningResult:
     """The trials, the fastest first; those that were refused are at the end."""
     chosen: TuningTrial
     confidence: float
-    """The confidence that the fastest is faster than the second: below ``significance.SURE`` they cannot be told
-    apart."""
+    """The confidence that the fastest is faster than the second: below ``significance.SURE`` they cannot be
+    distinguished."""
     correction: Correction
     """The correction of the predictions by the measurements."""
     seconds: float
@@ -104,7 +104,7 @@ def refine(
     seconds: float = TRIAL_SECONDS,
     most: int | None = None,
 ) -> TuningResult:
-    """Try what is worth trying of these candidates (exact ones on this machine; ``most``: so many at most), and choose.
+    """Try what is worth trying of these candidates (exact ones on this machine), ``most`` of them at most, and choose.
     Raises ValueError or WorkerFailed where none of them runs: the error of the first one."""
     Local().prepare()  # what workers are forked from is needed anyway
     began = time.monotonic()
@@ -167,8 +167,8 @@ def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction
 
 def choose(ranking: Sequence[TuningTrial]) -> tuple[TuningTrial, float]:
     """Choose from the ranking: (the trial to take, how confident one can be that the first is faster than the second).
-    A trial that cannot be told apart from the first, and is as good as equal, may be taken instead: the one with the
-    fewest processes, then with the shortest name."""
+    A trial that cannot be distinguished from the first, and is as good as equal, may be taken instead: the one with
+    the fewest processes, then with the shortest name."""
     first = ranking[0]
     if len(ranking) == 1:
         return first, 1.0
