@@ -315,8 +315,8 @@ class GradientSum:
 
 
 def dense(p: nn.Parameter, optimizers: Optimizer | Sequence[Optimizer], name: str = "") -> Tensor:
-    """A parameter's sparse gradient with its zeros, where its optimizer makes the same update of that; else ValueError.
-    It comes of a look-up by ``F.embedding(..., sparse=True)``, which no layer tells of beforehand."""
+    """A parameter's sparse gradient as a dense tensor. Raises ValueError where its optimizer would make another update
+    from that. Such a gradient comes from ``F.embedding(..., sparse=True)``, which no layer shows beforehand."""
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     kinds = [type(o) for o in given for group in o.param_groups if any(p is q for q in group["params"])]
     assert p.grad is not None

@@ -292,4 +292,5 @@ _ALIKE: dict[str, Callable[[Sequence[Any], dict[str, Any]], Any]] = {
     "multinomial": lambda args, kwargs: args[0].topk(args[1], -1).indices,
     "randperm": lambda args, kwargs: torch.arange(args[-1] if len(args) == 1 else args[0]),
 }
-"""The operations that take a share, a mean or weights for each place, or give whole numbers without a shape."""
+"""The operations that need a function of their own: they take a probability, a mean or weights for each element, or no
+shape."""
