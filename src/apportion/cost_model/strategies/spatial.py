@@ -35,7 +35,7 @@ class Images:
     first: int
     """The first layer that looks at neighbours."""
     joined: int | None
-    """The Linear layer after the images, whose inputs are divided; None: none follows, or an average pool is between."""
+    """The Linear layer after the images, whose inputs are divided; None: none follows, or an average pool before it."""
 
 
 def images(profile: Profile, way: str) -> Images | None:
