@@ -49,8 +49,8 @@ slower than those after it, and a run that seems twice as long is given twice th
 PREDICTING, PILOT = 0.4, 0.3
 """The shares of the time of trials that prices and a pilot are given."""
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
-"""The least time that prices take: about these seconds, for a machine that is not known yet, and these steps of the
-workload, since each layer and its parts are timed by one process and by several."""
+"""The least time that prices take: about these seconds, for a machine that is not known yet, and the time of this
+number of steps of the workload, since each layer and its parts are timed by one process and by several."""
 BUSY, QUIET = 0.15, 0.05
 """The share of the time without a core from which other programs are taken to have the cores, and the one below which
 what was found while they had them is not taken."""

@@ -60,7 +60,7 @@ class AveragingRound:
 
 
 def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
-    """Return the round of replica ``index`` of ``of``, when ``done`` of the total of batches have been handed out."""
+    """Return the round of replica ``index`` of ``of``, when ``done`` of ``total`` batches have been handed out."""
     first = done + index
     left = max(0, -(-(total - first) // of))
     return AveragingRound(done, first, of, min(every, left))

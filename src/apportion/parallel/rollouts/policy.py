@@ -37,7 +37,7 @@ class ActionPolicy(ABC):
 
     @abstractmethod
     def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Draw the random numbers of actions in this shape: ``shape``, followed by that of the draws of one action."""
+        """Draw the random numbers for actions of this shape: an array of ``shape`` and the shape of one action's draws."""
 
     @abstractmethod
     def act(self, numbers: Array, noise: Array) -> Array:

@@ -174,8 +174,8 @@ class _Kept:
 
 
 def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
-    """Return whether a tensor differs from what it was. A parameter that was written to counts as different
-    even if its values are the same: a teacher network begins as a copy of its student."""
+    """Return whether a tensor differs from what it was. A parameter that was written to counts as different even
+    if its values are the same: a teacher network begins as a copy of its student."""
     if now is None or kept is None:
         return (now is None) != (kept is None)
     if kept.version is not None and (version_of(now) != kept.version or now.data_ptr() != kept.pointer):
