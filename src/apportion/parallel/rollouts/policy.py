@@ -37,7 +37,7 @@ class ActionPolicy(ABC):
 
     @abstractmethod
     def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Draw the random numbers for actions of this shape: an array of ``shape`` and the shape of one action's draws."""
+        """Draw the random numbers for ``shape`` actions: an array of that shape, then that of one action's draws."""
 
     @abstractmethod
     def act(self, numbers: Array, noise: Array) -> Array:

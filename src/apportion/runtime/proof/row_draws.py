@@ -22,7 +22,7 @@ from apportion.core.sampler import mix
 GRID = 1e4
 """The number of steps to 1 at which a projection of a row is distinguished from another: far above rounding."""
 MOST_PAIRS = 4096
-"""The most places of two dimensions that are drawn for one by one."""
+"""The most pairs of rows for which numbers are drawn pair by pair."""
 TOGETHER = ("multinomial",)
 """The operations of which a whole row of the first dimension is one draw."""
 Seed = int
