@@ -116,7 +116,7 @@ class RolloutGrid:
         )
 
     def _learning(self, frames: int) -> float:
-        """Return the seconds that learning from ``frames`` frames takes, if it takes as long a frame as the quickest
-        did that were measured."""
+        """Return the seconds that learning from ``frames`` frames takes, if a frame takes as long as in the fastest of
+        the measurements."""
         each = min((t.forward + t.backward) / (t.environments * t.steps) for t in self.learned)
         return frames * each + statistics.median(t.update for t in self.learned)

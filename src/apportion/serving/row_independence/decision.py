@@ -62,7 +62,7 @@ def remembers(program: Runtime, row: Sequence[Array], *, quantized: bool = False
 
 
 def _begin_random_numbers_again() -> None:
-    """Have a module of torch draw the same numbers each time: those are no memory."""
+    """Seed torch, where it is imported, so that a module draws the same numbers each time: draws are not memory."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
 
