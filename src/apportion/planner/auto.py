@@ -193,7 +193,7 @@ class _Deciding:
         refined = refine(self._all(priced), self._workload, self._changes, seconds=share * seconds, most=_few(most))
         piloted = self._pilot(priced, refined, PILOT * seconds) if self._planning.approximate else None
         if piloted is not None and isinstance(piloted[1], Piloted) and piloted[1].better:
-            return self._taken(piloted[0], piloted[1].text, _told_tried(refined.tried, priced))
+            return self._taken(piloted[0], piloted[1].text, _tried_rows(refined.tried, priced))
         return self._refined(refined, priced, piloted)
 
     def _all(self, priced: Sequence[Offer]) -> list[Offer]:
@@ -214,7 +214,7 @@ class _Deciding:
             return self._first_taken("nothing else was measured or predicted")
         ranked = sorted(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
         best = next((p for p in ranked if self._builds(p)), self._offers[0])
-        return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
+        return self._taken(best, "the fastest by prediction; nothing was tried", _priced_rows(priced))
 
     def _builds(self, offer: Offer) -> bool:
         """Report whether the offer's strategy can build a step of this workload: prices do not know of all that is
@@ -236,8 +236,8 @@ class _Deciding:
         chosen = refined.chosen
         assert chosen.measured is not None
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
-        data = _told_tried(refined.tried, priced)
-        why = [_why(refined) + _told_piloted(piloted), *filter(None, [noted(chosen.measured.without_core_share)])]
+        data = _tried_rows(refined.tried, priced)
+        why = [_why(refined) + _pilot_sentence(piloted), *filter(None, [noted(chosen.measured.without_core_share)])]
         return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
 
     def _pilot(
@@ -323,7 +323,7 @@ def _few(most: int) -> int | None:
     return most if most < 6 else None
 
 
-def _told_piloted(piloted: tuple[Offer, Piloted | str] | None) -> str:
+def _pilot_sentence(piloted: tuple[Offer, Piloted | str] | None) -> str:
     """Why the approximate offer of a pilot was not taken; nothing where there was none to try."""
     if piloted is None:
         return ""
@@ -345,12 +345,12 @@ def _why(refined: TuningResult) -> str:
     return f"the fastest, {took}{sure}"
 
 
-def _told_tried(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _tried_rows(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
     """Describe the candidates that were tried, then those that were only priced, then those that were refused."""
     known = {str(t) for t in tried}
     rows = [
         {
-            **_told(t.strategy, t.launcher, None if t.predicted is None else t.predicted.step_seconds),
+            **_row(t.strategy, t.launcher, None if t.predicted is None else t.predicted.step_seconds),
             "step_seconds": None if t.measured is None else t.measured.step_seconds,
             "examples_per_second": None if t.measured is None else t.measured.examples_per_second,
             "refused": t.refused,
@@ -359,18 +359,18 @@ def _told_tried(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[d
     ]
     able = [row for row in rows if row["refused"] is None]
     refused = [row for row in rows if row["refused"] is not None]
-    return [*able, *_told_priced([p for p in priced if str(p) not in known]), *refused]
+    return [*able, *_priced_rows([p for p in priced if str(p) not in known]), *refused]
 
 
-def _told_priced(priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _priced_rows(priced: Sequence[Offer]) -> list[dict[str, Any]]:
     ranked = sorted(
         ((not p.strategy.exact, p.cost.seconds_per_example, i, p, p.cost) for i, p in enumerate(priced) if p.cost),
         key=lambda found: found[:3],
     )
-    return [_told(p.strategy, p.launcher, cost.step_seconds) for _, _, _, p, cost in ranked]
+    return [_row(p.strategy, p.launcher, cost.step_seconds) for _, _, _, p, cost in ranked]
 
 
-def _told(strategy: Strategy, launcher: Local, predicted_seconds: float | None) -> dict[str, Any]:
+def _row(strategy: Strategy, launcher: Local, predicted_seconds: float | None) -> dict[str, Any]:
     return {
         "strategy": str(strategy),
         "launcher": str(launcher),

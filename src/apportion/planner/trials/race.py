@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
-from apportion.planner.trials.significance import ALIKE, SURE, told_apart
+from apportion.planner.trials.significance import ALIKE, SURE, faster_confidence
 
 Runner = TypeVar("Runner", bound=Hashable)
 Rounds = Mapping[int, float]
@@ -37,7 +37,7 @@ def still_running(rounds: Mapping[Runner, Rounds], going: Sequence[Runner]) -> l
 
     def lost(other: Runner) -> bool:
         ahead, behind = beside(rounds[first], rounds[other])
-        return told_apart(ahead, behind) >= SURE and median(behind) > (1 + ALIKE) * median(ahead)
+        return faster_confidence(ahead, behind) >= SURE and median(behind) > (1 + ALIKE) * median(ahead)
 
     return [r for r in going if r == first or not lost(r)]
 

@@ -24,7 +24,7 @@ from apportion.cost_model.cost import Cost
 from apportion.errors import WorkerFailed
 from apportion.planner.calibration import Correction, Trial, correction
 from apportion.planner.candidate import family
-from apportion.planner.trials.significance import alike, told_apart
+from apportion.planner.trials.significance import alike, faster_confidence
 from apportion.planner.trials.trial import Measured, TrialWorkers, candidate, take_turns
 from apportion.runtime.launch.local import Local
 
@@ -188,7 +188,7 @@ def _alike(first: TuningTrial, other: TuningTrial) -> bool:
 
 def _sure(first: Measured, second: Measured) -> float:
     """Return how confident one can be that the first is faster."""
-    return told_apart(*_side_by_side(first, second))
+    return faster_confidence(*_side_by_side(first, second))
 
 
 def _side_by_side(first: Measured, second: Measured) -> tuple[list[float], list[float]]:
@@ -295,7 +295,7 @@ class _Bench:
         """Return the trials, the fastest first, the refused last."""
         ranked = sorted(self.groups, key=lambda g: g.measured.seconds_per_example)
         found = [_tried(self._of[id(g)], g.measured) for g in ranked]
-        return found + [replace(_tried(p, None), refused=_told(error)) for p, error in self._refused]
+        return found + [replace(_tried(p, None), refused=_first_line(error)) for p, error in self._refused]
 
 
 def _tried(offer: Offer, measured: Measured | None) -> TuningTrial:
@@ -303,5 +303,5 @@ def _tried(offer: Offer, measured: Measured | None) -> TuningTrial:
     return TuningTrial(strategy=offer.strategy, launcher=where, predicted=offer.cost, measured=measured)
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
