@@ -2,7 +2,7 @@
 
 A ``ValueError`` is the user's mistake (exit status 2): it states the value, the rule and the cure.
 An ``ApportionError`` is something that could not be done: a worker, a disk, an address (exit status 3; 1 for
-those whose answer is no).
+those whose answer is "no").
 An ``AssertionError`` is a defect of this package.
 ``ToldToEnd`` is none of these: a signal has asked the process to end, and the run is saved (exit status 128 and the
 number of the signal).
@@ -51,11 +51,11 @@ class NotProved(Exception):
 
 class Disproved(ApportionError):
     """A strategy does not train the network that it must, or that could not be shown where it had to be: the answer is
-    no (exit status 1), and nothing was trained."""
+    "no" (exit status 1), and nothing was trained."""
 
 
 class NotVerified(ApportionError):
-    """An exported file does not compute what it must: the answer is no (exit status 1), and no file is left."""
+    """An exported file does not compute what it must: the answer is "no" (exit status 1), and no file is left."""
 
 
 class ProgramMissing(ApportionError):
@@ -82,7 +82,7 @@ class StateLost(ApportionError):
 
 
 class RanksDiffer(ApportionError):
-    """What all ranks must hold alike they do not: the answer to whether this is one network is no (exit status 1)."""
+    """What all ranks must hold alike they do not: the answer to whether this is one network is "no" (exit status 1)."""
 
 
 class CheckpointError(ApportionError):

@@ -221,7 +221,7 @@ def test_a_disk_without_room_is_named_and_nothing_is_left(
 
 
 def test_wrong_uses_say_the_cure(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no folder .*: make it first"):
+    with pytest.raises(ValueError, match=r"the folder .* does not exist: make it first"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "none" / "net.onnx")
     with pytest.raises(ValueError, match="dimension 0 is the example, as many in each"):
         export(TwoInTwoOut(), (torch.randn(2, 3), torch.randn(4, 3)), tmp_path / "net.onnx")

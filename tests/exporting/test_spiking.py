@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "layer norm": (lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)), ROW, r"layer 1 \(LayerNorm\) .*BatchNorm"),
     "gate": (Gated, ROW, r"the function mul in Gated cannot become spiking neurons: .* use sums"),
     "decision": (Deciding, ROW, "Deciding has no fixed graph .* decide nothing by the numbers"),
-    "dynamic shape": (Selecting, ROW, "Selecting.* (decide nothing by the numbers|no rule for it)"),
+    "dynamic shape": (Selecting, ROW, "Selecting.* (decide nothing by the numbers|no rule converts it)"),
     "two inputs": (Two, (ROW, ROW), "Two takes inputs that are a tuple, .* one such input"),
     "padding between": (
         lambda: image(nn.Conv2d(2, 2, 3, padding=1), nn.ReLU()), IMAGE, r"layer 2 \(ReLU\) .* put a ReLU between them",

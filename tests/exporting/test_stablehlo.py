@@ -43,8 +43,8 @@ REFUSED = {
     "loss of each": r"the loss has the shape \(4,\) and must be one number: give its mean",
 }
 NO_STEP = {
-    "two inputs": "there is no loss, or there are no examples for calibration",
-    "nothing to train": "there is no parameter that is trained",
+    "two inputs": "it has no loss, or no examples for calibration",
+    "nothing to train": "no parameter is trained",
 }
 ONE_BY_ONE = ("recurrent", "transformer")
 

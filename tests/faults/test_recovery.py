@@ -702,7 +702,7 @@ def test_workers_that_crash_at_each_start_end_the_run_soon(tmp_path: Path, marks
     with Disturbed(tmp_path, DataParallel(), 2, given=surviving.crashing, policy=Policy(max_restarts=100)) as one:
         pass
     assert isinstance(one.raised, WorkerFailed)
-    assert "it has happened 3 times at step 0, which is no accident" in str(one.raised)
+    assert "it has happened 3 times at step 0, which is not an accident" in str(one.raised)
     assert len(one.faults()) <= 6
 
 

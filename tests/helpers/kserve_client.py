@@ -50,7 +50,7 @@ async def every_datatype_comes_back(
 
 async def what_is_wrong_is_said(client: InferenceRESTClient, url: str) -> None:
     tensor = InferInput("FP32", [3], "FP64", data=[0.0, 0.0, 0.0])
-    for model, why in (("every", "input BOOL is missing"), ("none", "there is no model 'none'")):
+    for model, why in (("every", "input BOOL is missing"), ("none", "model 'none' does not exist")):
         said = ""
         try:
             await client.infer(url, InferRequest(model, [tensor]), model_name=model)

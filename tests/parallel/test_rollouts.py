@@ -265,7 +265,7 @@ class Doubled(nn.Linear):
 
 
 def test_what_is_no_perceptron_does_not_act_by_numpy() -> None:
-    with pytest.raises(ValueError, match="which is no layer of a multilayer perceptron"):
+    with pytest.raises(ValueError, match="and not a layer of a multilayer perceptron"):
         NumpyActing(Unrolled(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))))
     observations = np.zeros((4, 2), np.float32)
     assert isinstance(fastest(Unrolled(nn.Sequential(Doubled(2, 2), nn.Tanh())), observations), TorchActing)

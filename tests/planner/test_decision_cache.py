@@ -14,7 +14,7 @@ from apportion.core.value import parse
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.profile import Pass
 from apportion.planner import auto
-from apportion.planner.auto import _Deciding, _few, _told_piloted, _told_priced, _told_tried, _why
+from apportion.planner.auto import _Deciding, _few, _pilot_sentence, _priced_rows, _tried_rows, _why
 from apportion.planner.calibration import Correction, Trial, correction, divided
 from apportion.planner.predict import _layout
 from apportion.planner.trials.pilot import LAST, Piloted
@@ -61,7 +61,7 @@ def test_prices_are_told_exact_ones_first_each_kind_by_its_examples() -> None:
         offer("fully_sharded", cost(0.9, 64)),
         offer("tensor_parallel"),
     ]
-    told = _told_priced(some)
+    told = _priced_rows(some)
     assert [row["strategy"] for row in told] == ["fully_sharded", "data_parallel", "local_sgd", "hogwild"]
     assert [row["predicted_seconds"] for row in told] == [0.9, 2.0, 1.0, 0.9]
     assert [row["exact"] for row in told] == [True, True, False, False]
@@ -70,7 +70,7 @@ def test_prices_are_told_exact_ones_first_each_kind_by_its_examples() -> None:
 def test_what_was_tried_comes_before_what_was_priced_and_what_was_refused_after_it() -> None:
     found = [tried("data_parallel", [0.5] * 3, predicted=cost(0.4)), tried("map_reduce", None)]
     some = [offer(name, cost(1.0)) for name in ("data_parallel", "map_reduce", "fully_sharded")]
-    told = _told_tried(found, some)
+    told = _tried_rows(found, some)
     assert [row["strategy"] for row in told] == ["data_parallel", "fully_sharded", "map_reduce"]
     assert [(row["predicted_seconds"], row["step_seconds"]) for row in told] == [(0.4, 0.5), (1.0, None), (None, None)]
     assert [row["refused"] for row in told] == [None, None, "no"]
@@ -86,7 +86,7 @@ def test_why_it_was_taken_says_how_sure_that_is() -> None:
         )
 
     assert why(first, 0.99, first, second) == "the fastest, 500 ms a step"
-    assert why(first, 0.5, first, second).endswith(", though it cannot be told apart from the next")
+    assert why(first, 0.5, first, second).endswith(", though it cannot be distinguished from the next")
     assert why(second, 0.5, first, second).startswith("600 ms a step, and the simplest of those")
     assert why(first, 1.0, first, tried("map_reduce", None)) == "500 ms a step, and nothing else could run"
 
@@ -105,14 +105,14 @@ def test_a_pilot_that_could_not_be_is_told_of_and_one_that_was_lost(monkeypatch:
             return outcome
 
         monkeypatch.setattr(auto, "pilot", told)
-        return _told_piloted(deciding._pilot([other], refined, 1.0))
+        return _pilot_sentence(deciding._pilot([other], refined, 1.0))
 
     same = (1.0,) * LAST
     assert why(Piloted(exact=same, approximate=same, steps=(3, 3), seconds=1.0)) == (
         "; hogwild learned no more in the same time"
     )
     assert why(ValueError("there is no loss\nand more lines")) == "; no pilot of hogwild: there is no loss"
-    assert _told_piloted(deciding._pilot([], refined, 1.0)) == "", "there is none to try"
+    assert _pilot_sentence(deciding._pilot([], refined, 1.0)) == "", "there is none to try"
 
 
 def test_a_short_time_is_for_so_many_candidates_and_a_long_one_for_all() -> None:

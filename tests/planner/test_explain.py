@@ -107,9 +107,9 @@ def test_who_was_taken_because_it_is_simpler_is_told_to_be_slower() -> None:
     first, second = row(SingleDevice(), ALONE, computing=1.02), row(DataParallel(), computing=1.0)
     (*_, told) = why_first([first, second], PROFILE)
     assert told.endswith(
-        "2.0% faster, which is less than can be told: the simpler one is taken (1 worker instead of 2 workers)"
+        "2.0% faster, which is within the uncertainty: the simpler one is taken (1 worker instead of 2 workers)"
     )
-    assert why_not(second, first, PROFILE) == "as fast as can be told (2.0% faster), and less simple: 2 workers"
+    assert why_not(second, first, PROFILE) == "as fast within the uncertainty (2.0% faster), and less simple: 2 workers"
 
 
 # Why another lost
@@ -120,7 +120,7 @@ def lost(strategy: Strategy, **terms: float) -> str:
 
 
 def test_what_is_hardly_slower_may_not_be_told_apart() -> None:
-    tie = "1.0% slower, which is less than can be told: computes 30 ms longer: 2 workers of 1 thread"
+    tie = "1.0% slower, which is within the uncertainty: computes 30 ms longer: 2 workers of 1 thread"
     first = row(SingleDevice(), ALONE, computing=1.0, updating=0.02)
     assert why_not(row(DataParallel(), computing=1.03, updating=0.0002), first, PROFILE) == tie
     assert lost(DataParallel(), computing=1.05) == "5.0% slower: computes 50 ms longer: 2 workers of 1 thread"

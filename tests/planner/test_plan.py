@@ -301,7 +301,7 @@ def test_a_tie_goes_to_the_simpler_one(gain: float, first: str) -> None:
     assert str(ranked(some)[0].strategy) == first
     if first == "single_device":
         plan = make(some, network(), host(4))
-        assert "less than can be told: the simpler one is taken (1 worker instead of 2 workers)" in plan.why[-1]
+        assert "within the uncertainty: the simpler one is taken (1 worker instead of 2 workers)" in plan.why[-1]
 
 
 def test_what_was_measured_counts_more_than_what_was_predicted() -> None:
@@ -766,8 +766,8 @@ def test_of_one_process_and_another_no_number_of_workers_is_told() -> None:
         for strategy, measured in zip((plain, fused), tried, strict=True)
     )
     plan = make([first, second], network(), host(), chosen=first)
-    assert plan.why[-1].endswith("less than can be told: the simpler one is taken")
-    assert plan.reasons[1] == "as fast as can be told (0.3% faster), and less simple"
+    assert plan.why[-1].endswith("within the uncertainty: the simpler one is taken")
+    assert plan.reasons[1] == "as fast within the uncertainty (0.3% faster), and less simple"
 
 
 @pytest.fixture
@@ -909,7 +909,7 @@ def test_the_commands_are_for_the_address_and_the_numbers_are_of_the_profile(fol
         ((*FILES, "--allow-approximate"), "nothing is measured or tried with it"),
         ((f"{__file__}:x", "--cluster", "2-cores", "--allow-approximate"), "which is elsewhere, there is none"),
         ((*FILES, "--workers", "3"), "cluster one host has no place for them"),
-        ((*FILES, "--out", "nowhere/plan.html"), "there is no folder nowhere"),
+        ((*FILES, "--out", "nowhere/plan.html"), "the folder nowhere for plan.html does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -15,7 +15,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.value import parse
 from apportion.cost_model.cost import Cost
 from apportion.planner.calibration import MOST, Correction, Trial, correction
-from apportion.planner.trials.significance import SURE, told_apart
+from apportion.planner.trials.significance import SURE, faster_confidence
 from apportion.planner.trials.trial import Measured, candidate
 from apportion.planner.trials.tune import Offer, TuningTrial, choose, refine, surprising, worth_trying
 from apportion.runtime.launch.local import Local
@@ -43,13 +43,13 @@ TWO, FOUR = "local(workers=2, threads=2)", "local(workers=4, threads=1)"
 )
 def test_rounds_that_took_turns_tell_apart_what_a_coin_would_not(won: int, lost: int, sure: bool) -> None:
     first = [1.0] * won + [1.2] * lost
-    assert (told_apart(first, [1.1] * (won + lost)) >= SURE) == sure
+    assert (faster_confidence(first, [1.1] * (won + lost)) >= SURE) == sure
 
 
 def test_the_sign_test_is_the_binomial() -> None:
-    assert told_apart([1, 1, 1, 3], [2, 2, 2, 2]) == pytest.approx(1 - (4 + 1) / 16)
-    assert told_apart([1.0, 1.0], [1.0, 1.0]) == 0.0, "equal rounds say nothing"
-    assert told_apart([], []) == 0.0
+    assert faster_confidence([1, 1, 1, 3], [2, 2, 2, 2]) == pytest.approx(1 - (4 + 1) / 16)
+    assert faster_confidence([1.0, 1.0], [1.0, 1.0]) == 0.0, "equal rounds say nothing"
+    assert faster_confidence([], []) == 0.0
 
 
 # Refitting

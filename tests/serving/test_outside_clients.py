@@ -82,7 +82,7 @@ def test_triton_s_client_is_told_what_is_wrong(client: Any) -> None:
     tensor.set_data_from_numpy(np.zeros(3))
     with pytest.raises(InferenceServerException, match="input BOOL is missing"):
         client.infer("every", [tensor])
-    with pytest.raises(InferenceServerException, match="there is no model 'none'"):
+    with pytest.raises(InferenceServerException, match="model 'none' does not exist"):
         client.get_model_metadata("none")
 
 

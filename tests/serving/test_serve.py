@@ -152,7 +152,7 @@ def test_metadata_is_what_the_protocol_asks_for(four: Server) -> None:
     ("method", "path", "status", "why"),
     [
         ("GET", "/v3", 404, "/v3 does not exist"),
-        ("GET", "/v2/models/m9", 404, "there is no model 'm9': it is one of m1, m2, m3, m4, ensemble"),
+        ("GET", "/v2/models/m9", 404, "model 'm9' does not exist: it is one of m1, m2, m3, m4, ensemble"),
         ("GET", "/v2/models/m1/versions/2", 404, "has no version '2'"),
         ("POST", "/v2", 405, "asked for with GET"),
         ("GET", "/v2/models/m1/infer", 405, "asked for with POST"),

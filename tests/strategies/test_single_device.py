@@ -158,7 +158,10 @@ def test_nothing_changes_before_update() -> None:
     [
         ({"schedule": lambda o, n: torch.optim.lr_scheduler.ReduceLROnPlateau(o)}, "ReduceLROnPlateau needs a metric"),
         ({"loss": lambda o, t: F.cross_entropy(o, t, reduction="none")}, "must be one number"),
-        ({"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)}, "no parameter of the model"),
+        (
+            {"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0)},
+            "not a parameter of the model",
+        ),
         ({"optimizer": lambda p: {"a": sgd(p[:1]), "b": sgd(p[1:])}}, "2 optimizers need update="),
     ],
 )

@@ -37,7 +37,7 @@ class Check(DrivenVerb[Proof]):
     """The lengths of these parts."""
 
     def jobs(self, launcher: str, ranks: int) -> list[Job]:
-        local_layout(self.strategy, ranks)  # refuses what does not run on so many
+        local_layout(self.strategy, ranks)  # refuses a strategy that does not run on them
         job = Job(workload=self.workload, strategy=self.strategy, launcher=launcher, prove=True, workers=ranks)
         return [replace(job, lengths=self.lengths)]
 
@@ -89,7 +89,7 @@ def check(
     nothing is begun where weights move. Where a network amplifies rounding so much that its bound would be above 1e-3
     of the change, nothing above that is called equal; where too little moves to tell, the answer is undecided.
 
-    Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make so many steps
+    Where workers go their own ways, and the strategy writes down which (``Strategy.replays``), all make the steps
     without waiting for each other, and one process makes the same updates again: to the last bit, in both precisions.
 
     Meanwhile the loss is tried by itself on made-up outputs, where the strategy divides batches, and the targets of the

@@ -78,7 +78,7 @@ class Compare(DrivenVerb[list[ComparedRow]]):
             save(value, self.path)
 
     def _candidates(self, ranks: Ranks, left_out: list[tuple[str, str]]) -> Iterator[tuple[int, Candidate]]:
-        """Yields the candidates with their numbers; adds those that do not run on so many ranks to ``left_out``."""
+        """Yields the candidates with their numbers; adds those that do not run on these ranks to ``left_out``."""
         for number, strategy in enumerate(self.strategies):
             try:
                 where = ranks.layout_alone() if strategy.one_process else ranks.layout(strategy)

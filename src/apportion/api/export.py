@@ -80,7 +80,7 @@ def export_run(
     workload = workload_of(run, trust=trust)
     if workload.carry is not None:
         raise ValueError(
-            "the net of this run takes a state besides its inputs (carry=), which is no part of the data: give a "
+            "the net of this run takes a state besides its inputs (carry=), which is not part of the data: give a "
             "sample of both, apportion.export(apportion.load(run), (inputs, state), path)"
         )
     dataset = workload.open_data() if workload.parts is None else workload.open_part(0)

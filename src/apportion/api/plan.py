@@ -48,8 +48,8 @@ def plan(  # noqa: PLR0913 (the settings, all of them by name)
     workload's layers here. With ``network`` neither a model nor its machines are needed: a ``workload`` beside it is
     what the commands name. ``against``: another cluster, to say how many of its hosts match this one.
 
-    ``workers``: only layouts of so many. ``trial``: the best few are tried, where the machines are those that this runs
-    on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
+    ``workers``: only layouts with this number. ``trial``: the best few are tried, where the machines are those that
+    this runs on; else all is predicted. ``allow_approximate``: an approximate strategy may be chosen, after a pilot.
 
     ``launcher``: plans for ranks of several hosts, on which it is measured and tried: ``env()`` for those that call
     this, each in the same way, ``ssh("a", "b:4")`` for ranks that are started for it. Only ``trial`` goes with it.
@@ -168,8 +168,8 @@ class PlanOfRanks(Verb[Plan]):
 
 
 def cluster_of(given: Cluster | str | Path) -> Cluster:
-    """Returns a cluster: itself, from its file, or from the catalogue by its name. Raises ValueError where there is no
-    such cluster."""
+    """Returns a cluster: itself, from its file, or from the catalogue by its name. Raises ValueError where no such
+    cluster exists."""
     if isinstance(given, Cluster):
         return given
     if isinstance(given, Path) or given.endswith(".json"):
@@ -213,7 +213,7 @@ def _profiled(workload: Workload | str, here: Cluster, workers: int | None, *, r
     rates. ``rollouts``: the seconds for rollouts of other sizes."""
     from apportion.profiler.measure_workload import profile
 
-    # So many workers may have no place on the GPUs, and a network that acts has one on the cores beside them.
+    # The GPUs may have no place for this number of workers: a network that acts has one on the cores beside them.
     places = places_of(here, workers) or places_of(here, workers, on_cores=True)
     if not places:
         raise ValueError(no_place(here, workers, None, on_cores=True))

@@ -60,7 +60,7 @@ def gather_proof_rows(workload: Workload, dataset: Dataset[Any], world: World, *
 
 @collective
 def rows_of_check(workload: Workload, world: World, steps: int) -> tuple[SentRows | None, tuple[int, ...]]:
-    """Sends the rows of so many whole batches to rank 0; returns them there, and None on the other ranks, with the
+    """Sends the rows of ``steps`` whole batches to rank 0; returns them there, and None on the other ranks, with the
     lengths of all parts. Called by all ranks. Raises RowsNotSentError, on all of them, where rows cannot be sent."""
     shards = deal_parts(workload.parts or 1, world.hosts())
     dataset = workload.parted_data()

@@ -69,7 +69,7 @@ class ProofRequest:
     """The number of hosts that the ranks run on."""
     then: Callable[[Proof], ProofRequest | None] | None = None
     """What is to be proved by the same processes afterwards, given what was found; it has to be of the same workload.
-    Where there is no time for it, what was found stands."""
+    Where the time does not suffice for it, what was found stands."""
     added: bool = False
     """True where the answer is added to that of the proof which this one follows, as that of its rare rows; False
     where it takes its place."""

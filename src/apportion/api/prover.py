@@ -191,8 +191,8 @@ class _Proving:
         return self._rest(pools, wide, rounds)
 
     def _rest(self, pools: ProofWorkers, wide: Round, rounds: list[Round]) -> list[Round]:
-        """Compares the gradients by themselves and the states in the run's own precision; what there is no time for is
-        left out where float64 has shown its part."""
+        """Compares the gradients by themselves and the states in the run's own precision; what cannot be done in time
+        is left out where float64 has shown its part."""
         if self._asked.least and rounds:
             self._left_out(pools, wide, self._compare.own)
             return rounds

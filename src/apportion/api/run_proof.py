@@ -216,7 +216,7 @@ class SelfProof:
         return asdict(settled)
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds that a proof may take before a run of so many steps."""
+        """Returns the seconds that a proof may take before a run of ``steps`` steps."""
         return max(LEAST_SECONDS, budget(steps * (self._step_seconds or 0.0)) - self._spent)
 
     def _found(self, began: float, seconds: float) -> Settled:

@@ -241,7 +241,7 @@ def joined(
     channel: Channel | None = None,
 ) -> Generator[Event, None, None]:
     """Runs as one of the ranks that are running already. ``control``: how the run is stopped from outside; ``channel``:
-    to whoever supervises the ranks of this host, and replaces those that are lost."""
+    to the supervisor of the ranks of this host, which replaces those that are lost."""
     if strategy is None and planning.approximate:
         raise ValueError(
             "allow_approximate needs a pilot with processes of its own, and the ranks of env() are running already: "
@@ -378,8 +378,8 @@ def _chosen_together(
 
 
 TAKE_OVER_SECONDS, TAKEN_OVER_SECONDS = 10.0, 0.5
-"""The seconds for which another rank that becomes rank 0 waits until nobody writes the run directory any more: on one
-host, where whoever did has ended, and on several, where it may live on."""
+"""The seconds for which another rank that becomes rank 0 waits until no process writes the run directory any more: on
+one host, where the former rank 0 has ended, and on several, where it may live on."""
 PROCESSES = 16
 """The number of processes that rank 0 starts at most to prove a run of ranks that others have started: more would not
 fit a host."""

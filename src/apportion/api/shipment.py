@@ -33,7 +33,7 @@ class HostJob:
     replaceable: bool = False
     """True where other processes may take the places of ranks that are lost."""
     ranks: int = 2
-    """About how many ranks there are: a spare gets ready for the share of one of so many."""
+    """About how many ranks there are: a spare gets ready for the share of one of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ class DrivenVerb(Verb[Value]):
 
     @abstractmethod
     def jobs(self, launcher: str, ranks: int) -> Sequence[Job]:
-        """Returns the jobs whose steps running ranks make, on exactly so many ranks. ``launcher``: what has started
+        """Returns the jobs whose steps running ranks make, on exactly ``ranks`` ranks. ``launcher``: what has started
         them, as it is written. Raises ValueError where they cannot be."""
 
     @abstractmethod

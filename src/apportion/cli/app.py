@@ -1,5 +1,5 @@
-"""The command line: one function a verb. Exit status: 0 done; 1 the answer is no; 2 wrong use; 3 could not be done;
-130 interrupted; 143 told to end by SIGTERM, 129 by SIGHUP."""
+"""The command line: one function a verb. Exit status: 0 done; 1 the answer is "no"; 2 wrong use; 3 could not be done;
+130 interrupted; 143 ended by SIGTERM, 129 by SIGHUP."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _interrupted_early(number: int, frame: Any) -> None:
     "--members",
     metavar="N",
     type=click.IntRange(min=2),
-    help="train so many, from different seeds, in parallel: runs m1, m2, ...",
+    help="train this many members, from different seeds, in parallel: runs m1, m2, ...",
 )
 @click.option("--run-dir", metavar="DIR", help="where everything is written (default: runs/...)")
 @click.option("--resume", is_flag=True, help="go on with the run in --run-dir")

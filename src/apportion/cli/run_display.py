@@ -1,4 +1,4 @@
-"""A run on the terminal: a bar while it goes, plain lines where there is no terminal, the numbers at the end."""
+"""A run on the terminal: a bar while it goes, plain lines without a terminal, the numbers at the end."""
 
 from __future__ import annotations
 

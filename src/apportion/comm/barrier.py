@@ -109,7 +109,7 @@ class Barrier:
         self.wait()
 
     def _is_there(self, sequence: Word, generation: Word) -> bool:
-        # The generation first: it is written after the number has begun anew, so what is read then is no older one's.
+        # The generation first: it is written after the number has begun anew, so that number is of this generation.
         if generation.value != self._generation:
             return False
         fence()

@@ -17,8 +17,8 @@ others as Hewett and Grady, "A Linear Algebraic Approach to Model Parallelism in
 
 The rule that all of them need: every rank of the group calls the same functions in the same order, and whatever they
 return takes part in what ``backward`` is called on, on every rank or on none. Autograd runs the functions of a graph
-in the reverse of the order in which they were called, so the backward passes meet each other in one order too; there
-is no other that two ranks could take. A rank whose part is empty calls them like the others.
+in the reverse of the order in which they were called, so the backward passes meet each other in one order too; two
+ranks could take no other. A rank whose part is empty calls them like the others.
 
 ``dim`` is the dimension that is divided, ``sizes`` the length of every rank's part of it; 0 is a length.
 

@@ -91,9 +91,9 @@ def fence() -> None:
 
 
 def full_fence() -> None:
-    """Order memory as ``fence`` does, and let what is read after be no older than what was written before. A process
-    that says that it sleeps and then looks once more is woken by one that writes and then looks for sleepers. No
-    processor keeps that order by itself."""
+    """Order memory as ``fence`` does, and keep later reads from overtaking earlier writes, which no processor does by
+    itself. One process announces that it sleeps, and then looks once more; another writes, and then looks for sleepers:
+    so one of them sees what the other has written."""
     # Unconditional: x86 may also let a read overtake an earlier write to another word (store buffer), which is just
     # what a sleeper and its waker do. The atomic operation of a lock drains that buffer.
     for _ in range(2):

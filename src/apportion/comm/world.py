@@ -191,7 +191,7 @@ class World:
         return world
 
     def _abandon_when_over(self) -> None:
-        """Has this process leave what it waits for of other hosts, once another generation has begun."""
+        """Ends the waits of this process for ranks of other hosts, once another generation has begun."""
         assert self.members is not None
         while not self.members.await_change(self.generation, LOOK_SECONDS):
             pass

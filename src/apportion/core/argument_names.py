@@ -121,7 +121,7 @@ WORKLOAD: Mapping[str, str] = {
         ("step", "training_step", "train_step"), "did you mean update=, a function (step, batch) -> values?"
     ),
 }
-"""What is meant by a name that ``Workload`` does not have."""
+"""The hints for names that ``Workload`` does not have."""
 
 EVALUATION: Mapping[str, str] = {
     **dict.fromkeys(
@@ -137,7 +137,7 @@ EVALUATION: Mapping[str, str] = {
     **dict.fromkeys(("bs", "batchsize", "eval_batch_size"), "did you mean batch_size=?"),
     **dict.fromkeys(("criterion", "loss", "loss_fn"), 'a loss is one of the metrics: metrics={"loss": ...}'),
 }
-"""What is meant by a name that ``Evaluation`` does not have."""
+"""The hints for names that ``Evaluation`` does not have."""
 
 _FIELDS = (
     "model", "data", "optimizer", "batch_size", "loss", "update", "count", "epochs", "schedule", "clip_grad_norm",
@@ -202,7 +202,7 @@ RUN: Mapping[str, str] = {
     **dict.fromkeys(("method", "algorithm", "parallel", "backend"), "did you mean strategy=?"),
     **dict.fromkeys(("proof", "prove", "verify"), "did you mean check=False, or require_proof=True?"),
 }
-"""What is meant by a name that ``train`` and ``run`` do not have."""
+"""The hints for names that ``train`` and ``run`` do not have."""
 
 LOCAL: Mapping[str, str] = {
     **dict.fromkeys(
@@ -212,7 +212,7 @@ LOCAL: Mapping[str, str] = {
     **dict.fromkeys(("gpus", "num_gpus", "gpu", "cuda"), 'did you mean device="cuda" with workers=, one a GPU?'),
     **dict.fromkeys(("cores", "cpus", "num_threads", "omp_num_threads"), "did you mean threads=?"),
 }
-"""What is meant by a field that ``local`` does not have."""
+"""The hints for fields that ``local`` does not have."""
 
 POLICY: Mapping[str, str] = {
     **dict.fromkeys(
@@ -223,7 +223,7 @@ POLICY: Mapping[str, str] = {
     **dict.fromkeys(("restarts", "retries", "max_failures"), "did you mean max_restarts=?"),
     **dict.fromkeys(("detect_anomaly", "nan"), 'did you mean on_nan="stop"?'),
 }
-"""What is meant by a field that ``Policy`` does not have."""
+"""The hints for fields that ``Policy`` does not have."""
 
 NAMES: Mapping[str, Mapping[str, str]] = {
     "apportion.strategies": {
@@ -285,7 +285,7 @@ CHECK: Mapping[str, str] = {
     **{name: about for name, about in RUN.items() if name not in ("workers", "steps", "path", "out")},
     **dict.fromkeys(("nproc", "num_workers", "processes", "world_size"), "did you mean workers=?"),
 }
-"""What is meant by a name that ``check`` and ``compare`` do not have."""
+"""The hints for names that ``check`` and ``compare`` do not have."""
 
 PLAN: Mapping[str, str] = {
     **CHECK,
@@ -294,10 +294,10 @@ PLAN: Mapping[str, str] = {
         "a plan is of all strategies: apportion.compare(workload, strategies) measures those that are named",
     ),
 }
-"""What is meant by a name that ``plan`` does not have."""
+"""The hints for names that ``plan`` does not have."""
 
 SERVE: Mapping[str, str] = {
     name: f"it is a setting of the server: serving=apportion.Serving({name}=...)"
     for name in ("host", "port", "names", "replication", "aggregation", "most_rows")
 }
-"""What is meant by a name that ``serve`` does not have."""
+"""The hints for names that ``serve`` does not have."""

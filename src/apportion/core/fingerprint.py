@@ -20,8 +20,8 @@ def fingerprint(
     """The settings, as plain JSON, that a resumed run must have in common with the one that wrote the checkpoint.
 
     ``model`` is the plain one and ``optimizers`` what the workload's factory made for it, before any update;
-    ``deal``: the order in which the examples of the training set are taken. Training longer is no difference, unless a
-    schedule spreads over the steps.
+    ``deal``: the order in which the examples of the training set are taken. Training longer makes no difference, unless
+    a schedule spreads over the steps.
     """
     found: dict[str, Any] = {
         name: getattr(workload, name) for name in ("batch_size", "seed", "order", "precision", "clip_grad_norm")

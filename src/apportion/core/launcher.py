@@ -9,7 +9,7 @@ from apportion.core.value import Value
 
 
 class Carried(Protocol):
-    """Something that ranks do, which says how it is done on each kind of ranks."""
+    """Something that ranks carry out, with a method for each way in which ranks come to run."""
 
     def on_processes(self, launcher: Any) -> Any:
         """Does it on processes of this machine, which are started for it."""

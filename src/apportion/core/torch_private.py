@@ -245,7 +245,7 @@ def pass_accumulates(node: Any) -> bool | None:
 
 
 in_a_transform: Callable[[], bool] = _transforms or (lambda: True)
-"""Whether torch.func is at work (vmap, grad, jvp), which takes no ordinary function of one's own."""
+"""Whether torch.func is at work (vmap, grad, jvp), which does not support a plain ``autograd.Function``."""
 
 
 def in_forward_mode() -> bool:

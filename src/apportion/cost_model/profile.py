@@ -325,7 +325,7 @@ def _at(timings: list[Timing], rows: float) -> Seconds:
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     """The value between the nearest two points of the raw table; outside of the table the value on the line through the
     last two points, and no steeper downwards than the line through zero."""
-    known = sorted(dict(points).items())  # of two at the same place one counts: there is no line through them
+    known = sorted(dict(points).items())  # of two at the same place one counts: they give no line
     if len(known) == 1:
         return known[0][1] * at / known[0][0]
     low, high = next(

@@ -108,7 +108,7 @@ def export(  # noqa: PLR0913 (each is a separate thing that a user may say)
     _check_kinds(chosen, check, data, limit)
     path = Path(path)
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
+        raise ValueError(f"the folder {path.parent} for {path.name} does not exist: make it first")
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the file's name, such as {path / f'model{chosen.suffix}'}")
     wide = at_least_two(sample)

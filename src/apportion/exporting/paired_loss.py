@@ -187,8 +187,8 @@ def _is_score(function: MeanMetric, some: ComparedOutputs) -> bool:
 
 
 def _lower_end(losses: Sequence[float], weights: Sequence[int]) -> float:
-    """The lower end of the one-sided 95 % interval of the mean loss of an example. Of a single block no uncertainty is
-    known: a single example proves nothing, and a metric of all examples is taken as it is."""
+    """The lower end of the one-sided 95 % interval of the mean loss of an example. A single block has no spread
+    to estimate it from: the result is then the mean itself, or minus infinity for a single example."""
     total, blocks = sum(weights), len(losses)
     mean = sum(w * x for w, x in zip(weights, losses, strict=True)) / total
     if blocks == 1:

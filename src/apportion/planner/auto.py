@@ -49,8 +49,8 @@ slower than those after it, and a run that seems twice as long is given twice th
 PREDICTING, PILOT = 0.4, 0.3
 """The shares of the time of trials that prices and a pilot are given."""
 PRICED_SECONDS, PRICED_STEPS = 5.0, 50
-"""The least time that prices take: about so many seconds, for a machine that is not known yet, and so many steps of the
-workload, since each layer and its parts are timed by one process and by several."""
+"""The least time that prices take: about these seconds, for a machine that is not known yet, and the time of this
+number of steps of the workload, since each layer and its parts are timed by one process and by several."""
 BUSY, QUIET = 0.15, 0.05
 """The share of the time without a core from which other programs are taken to have the cores, and the one below which
 what was found while they had them is not taken."""
@@ -147,10 +147,11 @@ class _Deciding:
         if known is None or known["measured_for"] < self._budget() / 2:  # that was of a much shorter run
             return None
         try:
-            strategy: Strategy = parse(known["told"]["strategy"], "apportion.strategies")
-            chosen = candidate(strategy, parse_as(known["told"]["launcher"], Local))
+            plan = known[decision_cache.PLAN]
+            strategy: Strategy = parse(plan["strategy"], "apportion.strategies")
+            chosen = candidate(strategy, parse_as(plan["launcher"], Local))
             expected = None if known["expected"] is None else Expected(**known["expected"])
-            plan = {**known["told"], "remembered": True, "why": f"{known['told']['why']}, as an earlier run found"}
+            plan = {**plan, "remembered": True, "why": f"{plan['why']}, as an earlier run found"}
         except (KeyError, TypeError, ValueError):  # of another version
             return None
         return Decision(chosen=chosen, plan={**plan, "seconds": self._took()}, expected=expected)
@@ -159,7 +160,7 @@ class _Deciding:
         """Keep the decision for the next run, unless nothing was measured or predicted for it."""
         if decision.expected is not None and decision.plan is not None and not decision.expected.rough:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
-            kept: dict[str, Any] = {"told": decision.plan, "expected": expected}
+            kept: dict[str, Any] = {decision_cache.PLAN: decision.plan, "expected": expected}
             kept |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
             decision_cache.keep(self._key, kept)
 
@@ -192,7 +193,7 @@ class _Deciding:
         refined = refine(self._all(priced), self._workload, self._changes, seconds=share * seconds, most=_few(most))
         piloted = self._pilot(priced, refined, PILOT * seconds) if self._planning.approximate else None
         if piloted is not None and isinstance(piloted[1], Piloted) and piloted[1].better:
-            return self._taken(piloted[0], piloted[1].text, _told_tried(refined.tried, priced))
+            return self._taken(piloted[0], piloted[1].text, _tried_rows(refined.tried, priced))
         return self._refined(refined, priced, piloted)
 
     def _all(self, priced: Sequence[Offer]) -> list[Offer]:
@@ -213,7 +214,7 @@ class _Deciding:
             return self._first_taken("nothing else was measured or predicted")
         ranked = sorted(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
         best = next((p for p in ranked if self._builds(p)), self._offers[0])
-        return self._taken(best, "the fastest by prediction; nothing was tried", _told_priced(priced))
+        return self._taken(best, "the fastest by prediction; nothing was tried", _priced_rows(priced))
 
     def _builds(self, offer: Offer) -> bool:
         """Report whether the offer's strategy can build a step of this workload: prices do not know of all that is
@@ -235,8 +236,8 @@ class _Deciding:
         chosen = refined.chosen
         assert chosen.measured is not None
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
-        data = _told_tried(refined.tried, priced)
-        why = [_why(refined) + _told_piloted(piloted), *filter(None, [noted(chosen.measured.without_core_share)])]
+        data = _tried_rows(refined.tried, priced)
+        why = [_why(refined) + _pilot_sentence(piloted), *filter(None, [noted(chosen.measured.without_core_share)])]
         return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
 
     def _pilot(
@@ -322,7 +323,7 @@ def _few(most: int) -> int | None:
     return most if most < 6 else None
 
 
-def _told_piloted(piloted: tuple[Offer, Piloted | str] | None) -> str:
+def _pilot_sentence(piloted: tuple[Offer, Piloted | str] | None) -> str:
     """Why the approximate offer of a pilot was not taken; nothing where there was none to try."""
     if piloted is None:
         return ""
@@ -339,17 +340,17 @@ def _why(refined: TuningResult) -> str:
     if len(measured) == 1:
         return f"{took}, and nothing else could run"
     if refined.chosen is not measured[0]:
-        return f"{took}, and the simplest of those that cannot be told apart from the fastest ({measured[0]})"
-    sure = "" if refined.confidence >= SURE else ", though it cannot be told apart from the next"
+        return f"{took}, and the simplest of those that cannot be distinguished from the fastest ({measured[0]})"
+    sure = "" if refined.confidence >= SURE else ", though it cannot be distinguished from the next"
     return f"the fastest, {took}{sure}"
 
 
-def _told_tried(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _tried_rows(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
     """Describe the candidates that were tried, then those that were only priced, then those that were refused."""
     known = {str(t) for t in tried}
     rows = [
         {
-            **_told(t.strategy, t.launcher, None if t.predicted is None else t.predicted.step_seconds),
+            **_row(t.strategy, t.launcher, None if t.predicted is None else t.predicted.step_seconds),
             "step_seconds": None if t.measured is None else t.measured.step_seconds,
             "examples_per_second": None if t.measured is None else t.measured.examples_per_second,
             "refused": t.refused,
@@ -358,18 +359,18 @@ def _told_tried(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[d
     ]
     able = [row for row in rows if row["refused"] is None]
     refused = [row for row in rows if row["refused"] is not None]
-    return [*able, *_told_priced([p for p in priced if str(p) not in known]), *refused]
+    return [*able, *_priced_rows([p for p in priced if str(p) not in known]), *refused]
 
 
-def _told_priced(priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _priced_rows(priced: Sequence[Offer]) -> list[dict[str, Any]]:
     ranked = sorted(
         ((not p.strategy.exact, p.cost.seconds_per_example, i, p, p.cost) for i, p in enumerate(priced) if p.cost),
         key=lambda found: found[:3],
     )
-    return [_told(p.strategy, p.launcher, cost.step_seconds) for _, _, _, p, cost in ranked]
+    return [_row(p.strategy, p.launcher, cost.step_seconds) for _, _, _, p, cost in ranked]
 
 
-def _told(strategy: Strategy, launcher: Local, predicted_seconds: float | None) -> dict[str, Any]:
+def _row(strategy: Strategy, launcher: Local, predicted_seconds: float | None) -> dict[str, Any]:
     return {
         "strategy": str(strategy),
         "launcher": str(launcher),

@@ -21,7 +21,7 @@ MEASURED_BAND, CALLS_BAND = 0.1, 0.5
 our own calls in Python, which are counted and not timed. Of 54 predictions for three networks, from 0 to 70 % of which
 were calls, 70 % were closer than the sum of both, for large steps as well as small ones."""
 TIE = 0.03
-"""The share by which two predictions must differ to be told apart: the times of layers that both are made of are the
+"""The share by which two predictions must differ to be distinguished: the times of layers that both are made of are the
 same measurements, so they differ by less than each may be off."""
 
 
@@ -188,7 +188,7 @@ def trials_of(found: Iterable[Priced]) -> list[Trial]:
 
 def ranked(found: Iterable[Priced]) -> list[Priced]:
     """Sort candidates: exact ones by seconds an example, then approximate ones by seconds an example, then those that
-    are refused. Among the fastest exact ones that are not told apart, the simplest comes first."""
+    are refused. Among the fastest exact ones that cannot be distinguished, the simplest comes first."""
     able = sorted((p for p in found if p.cost is not None), key=lambda p: p.seconds_per_example)
     refused = [p for p in found if p.cost is None]
     exact = _simplest_first([p for p in able if p.strategy.exact])
@@ -204,8 +204,8 @@ def _simplest_first(able: Sequence[Priced]) -> list[Priced]:
 
 
 def tied(fast: Priced, slow: Priced) -> bool:
-    """Report whether two candidates cannot be told apart: two measurements where their middle halves overlap by as much
-    as a median is uncertain; predictions within ``TIE``."""
+    """Report whether two candidates cannot be distinguished: two measurements where their middle halves overlap by as
+    much as a median is uncertain; predictions within ``TIE``."""
     ratio = slow.seconds_per_example / fast.seconds_per_example - 1
     if fast.tried is not None and slow.tried is not None:
         steps = min(fast.tried.steps, slow.tried.steps)

@@ -17,7 +17,9 @@ from apportion.core import json_data
 from apportion.core.json_data import cache_folder
 from apportion.process import usable_cores
 
-FIELDS = {"told", "expected", "a_step", "measured_for"}
+PLAN = "told"
+"""The field of what is kept that holds the data of a ``plan`` event."""
+FIELDS = {PLAN, "expected", "a_step", "measured_for"}
 """The fields of what is kept: the data of a ``plan`` event, the time that its steps should take, the seconds of a step
 of one process, and the seconds that the measuring was allowed."""
 

@@ -79,7 +79,7 @@ def _against(first: Priced, second: Priced, profile: Profile) -> str:
             f" ({_workers(first)} instead of {_workers(second)})" if first.layout.ranks != second.layout.ranks else ""
         )
         return (
-            f"{second} is {1 / ratio - 1:.1%} faster, which is less than can be told: the simpler one is taken{fewer}"
+            f"{second} is {1 / ratio - 1:.1%} faster, which is within the uncertainty: the simpler one is taken{fewer}"
         )
     text = f"{ratio:.2f} times as fast as {second}"
     saved, lost = differences(first, second, profile.batch_size)
@@ -141,10 +141,10 @@ def why_not(p: Priced, first: Priced, profile: Profile) -> str:
     slower = p.seconds_per_example / first.seconds_per_example
     if slower <= 1:
         many = f": {_workers(p)}" if p.layout.ranks != first.layout.ranks else ""
-        return f"as fast as can be told ({1 - slower:.1%} faster), and less simple{many}"
+        return f"as fast within the uncertainty ({1 - slower:.1%} faster), and less simple{many}"
     by = f"{slower:.2f} times as long" if slower >= 1.1 else f"{slower - 1:.1%} slower"
     more = differences(first, p, profile.batch_size)[0]
-    tie = ", which is less than can be told" if tied(first, p) else ""
+    tie = ", which is within the uncertainty" if tied(first, p) else ""
     if not (first.expected and p.expected):
         return f"{by}{tie}, {_how(p)}{_share(p, first, more)}"
     if not more:

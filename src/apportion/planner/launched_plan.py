@@ -106,8 +106,8 @@ def _on(cluster: Cluster, slots: Sequence[tuple[int, int | None]]) -> Placement:
 def priced_here(
     opened: Workload, own: Placement, seconds: float, name: str | None = None
 ) -> tuple[list[Priced], Profile]:
-    """Price everything that these ranks could do, all of them where they are or one alone; and return the profile that
-    it is priced by as well. ``name``: what refusals call the workload."""
+    """Price everything that these ranks could run, on all of them as they are placed or on one alone. Returns the
+    candidates, and the profile that they are priced by. ``name``: the name of the workload in refusals."""
     profiled = profile(opened, own.cluster, [own, *places_of(own.cluster, 1)], seconds=seconds)
     if name is not None:
         profiled = replace(profiled, name=name)

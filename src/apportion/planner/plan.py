@@ -61,7 +61,7 @@ class Plan:
     found: tuple[Priced, ...] = ()
     """Every strategy on every layout that was looked at."""
     only_workers: int | None = None
-    """The number of workers, where only layouts of so many were asked for."""
+    """The number of workers, where only layouts with that number were asked for."""
     address: str | None = None
     """The workload that the commands name, where it is not ``workload``."""
     started_by: str | None = None

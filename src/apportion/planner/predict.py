@@ -23,7 +23,7 @@ from apportion.runtime.launch.local import Local
 
 def offered(launcher: Local) -> list[Offer]:
     """Offer what can be tried where nothing is predicted: one process with all threads and with one, and data_parallel
-    on a few layouts. Where a number of workers is asked for, only what has so many."""
+    on a few layouts. Where a number of workers is asked for, only what has that number."""
     single, parallel = (find(name, "apportion.strategies") for name in ("single_device", "data_parallel"))
     if launcher.workers is not None:
         return [_offer((single if launcher.workers == 1 else parallel)(), launcher)]

@@ -36,9 +36,9 @@ def search(
 ) -> tuple[Priced, ...]:
     """Price every strategy on every layout, the best first (see ``ranked``), each strategy once for each layout.
 
-    ``workers``, ``threads``: only layouts of so many. ``strategies``: only these: a name stands for all values that it
-    has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. ``using``: only layouts with a rank on one of
-    these devices; there may be none. Pure: nothing is measured. Raises ValueError where there is no such layout.
+    ``workers``, ``threads``: only layouts with these numbers. ``strategies``: only these: a name stands for all values
+    that it has to offer, a value (``"pipeline_parallel(stages=2)"``) for itself. ``using``: only layouts with a rank on
+    one of these devices; there may be none. Pure: nothing is measured. Raises ValueError where there is no such layout.
     """
     on_cores = profile.rollouts is not None
     places = places_of(cluster, workers, threads, on_cores=on_cores)
@@ -73,9 +73,9 @@ def among(
 def places_of(
     cluster: Cluster, workers: int | None = None, threads: int | None = None, *, on_cores: bool = False
 ) -> list[Placement]:
-    """Return the layouts worth a look, the largest first; only those of so many workers and threads where these are
-    given. ``on_cores``: of machines with GPUs also several workers on their cores, where networks that act are often
-    faster."""
+    """Return the layouts worth a look, the largest first; only those with these numbers of workers and threads
+    where they are given. ``on_cores``: of machines with GPUs also several workers on their cores, where networks that
+    act are often faster."""
     if workers is None:
         found = [layout for layout in layouts(cluster, on_cores=on_cores) if threads in (None, layout.threads)]
     else:
@@ -88,7 +88,7 @@ def places_of(
 
 
 def no_place(cluster: Cluster, workers: int | None, threads: int | None, *, on_cores: bool = False) -> str:
-    """Say why there is no layout of so many workers of so many threads, and for how many there is one."""
+    """Say why no layout has ``workers`` workers of ``threads`` threads, and which numbers have one."""
     given = " and ".join(f"{name}={n}" for name, n in (("workers", workers), ("threads", threads)) if n is not None)
     devices = devices_for_workers(cluster, on_cores)[-1]
     cores, hosts = sum(d.cores for d in devices), {d.host for d in devices}
@@ -117,7 +117,7 @@ def _nearest(cluster: Cluster, workers: int, threads: int | None, most: int, on_
 
 
 def _of_workers(cluster: Cluster, devices: Sequence[Device], workers: int, threads: int | None) -> Iterator[Placement]:
-    """Yield the layouts of so many workers on these devices; on one host, and spread evenly over all."""
+    """Yield the layouts of ``workers`` workers on these devices; on one host, and spread evenly over all."""
     hosts = list(dict.fromkeys(d.host for d in devices))
     for many in sorted({1, len(hosts)}):
         here = [d for d in devices if d.host in hosts[:many]]

@@ -35,7 +35,7 @@ def fingerprint() -> dict[str, Any]:
 
 
 def read(seconds: float, where: Path | None = None) -> Cluster | None:
-    """Read this machine as it was measured before, for so many seconds or longer; None where it was not, or what was
+    """Read this machine as it was measured before, for ``seconds`` or longer; None where it was not, or what was
     kept cannot be read."""
     made_of = fingerprint()
     try:

@@ -44,8 +44,8 @@ SAMPLE_SECONDS = 0.001
 SIZES = (*(1 << power for power in range(10, 25, 2)), 100 << 20)
 """The sizes that are sent, in bytes: 1 KiB, 4 KiB, ... 16 MiB, and 100 MiB."""
 OVERLAP_BYTES, OVERLAP_SECONDS = 4 << 20, (0.005, 0.05)
-"""The most that is sent while a rank computes: so many bytes, and no more than takes so many seconds: the second of
-these, less where less time is given, but never less than the first."""
+"""The most that is sent while a rank computes: its bytes, and the seconds that it takes. These are the second number,
+less where less time is given, but never less than the first."""
 OVERLAP_SUMS = 20
 """The number of sums that ``overlap`` takes as long as: some to find out how much may be sent, and five for each of
 three samples."""
@@ -133,8 +133,8 @@ class HardwareBenchmark:
         return took, (without_core() - before) / max(took, 1e-9)
 
     def _together(self, work: Callable[[], Any], seconds: float, active: Sequence[int] | None) -> list[float]:
-        """Time the work for so many seconds, on all active ranks at once. The last sample does not count: the others
-        may have stopped before its end."""
+        """Time the work for ``seconds``, on all active ranks at once. The last sample does not count: the others may
+        have stopped before its end."""
         taken: list[tuple[float, float]] = []
         self.group.barrier()
         if active is None or self.group.rank in active:
@@ -210,7 +210,7 @@ class HardwareBenchmark:
         return found
 
     def _largest_sum(self, seconds: float) -> tuple[Tensor, float]:
-        """Find what is summed over all ranks in about so many seconds at most, and how long that takes. It begins
+        """Find what is summed over all ranks in about ``seconds`` at most, and how long that takes. It begins
         small: over a slow link a single large sum may take longer than all the time there is."""
         nbytes = SIZES[2]
         alone = min(self.all_reduce(nbytes, 0.0))
@@ -234,7 +234,7 @@ class HardwareBenchmark:
         return found
 
     def _in_step(self, work: Callable[[], Any], seconds: float) -> list[float]:
-        """Time the work for so many seconds, or ``LEAST`` times; equally often on every rank."""
+        """Time the work for ``seconds``, or ``LEAST`` times; equally often on every rank."""
         self.group.barrier()
         self._seconds(work)
         self.group.barrier()

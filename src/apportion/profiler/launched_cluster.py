@@ -42,8 +42,8 @@ Found = dict[str, Any]
 
 @collective
 def measure_here(world: World, *, seconds: float = SECONDS) -> Cluster:
-    """Measure the devices of all ranks of the world, and the links within and between their hosts, in about so many
-    seconds. All ranks call it, and each returns the same cluster."""
+    """Measure the devices of all ranks of the world, and the links within and between their hosts, in about
+    ``seconds``. All ranks call it, and each returns the same cluster."""
     if seconds <= 0.0:
         raise ValueError(f"seconds={seconds} must be positive: something has to be timed")
     group, device = world.group(), world.device

@@ -81,7 +81,7 @@ def _at(value: Any, axis: int = 0) -> int:
 def part_of(
     call: Callable[..., Any], given: tuple[Any, Any], way: str, ranks: int, *, copies: bool
 ) -> tuple[float, TimedPart] | None:
-    """Return (share, part) of a call that is cut in this way for so many ranks; None where the call is too small for
+    """Return (share, part) of a call that is cut in this way for ``ranks`` ranks; None where the call is too small for
     that."""
     args, kwargs = given
     if way in ("layer", "chunk"):

@@ -39,10 +39,10 @@ _ANSWER_SECONDS = 300.0
 
 def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | None = None) -> Cluster:
     """Measure this machine's devices and links and their rates; taken from the cache where the same machine was
-    measured before, for so many seconds or longer. ``remeasure``: measure again all the same. ``cache``: a folder,
+    measured before, for ``seconds`` or longer. ``remeasure``: measure again all the same. ``cache``: a folder,
     instead of ``~/.cache/apportion/clusters``.
 
-    It is real work for about so many seconds: nothing else should run meanwhile. An interruption leaves nothing behind.
+    It is real work for about ``seconds``: nothing else should run meanwhile. An interruption leaves nothing behind.
     Raises ValueError where ``seconds`` is not positive.
     """
     if seconds <= 0.0:

@@ -120,7 +120,7 @@ def profile(
 
 
 def _single(settings: Sequence[_Setting]) -> list[_Setting]:
-    """Return the settings that rollouts are measured in: whoever acts computes with one thread, whatever it has."""
+    """Return the settings that rollouts are measured in: acting is done with one thread, whatever a worker has."""
     return [s for s in settings if s.threads == 1] or list(settings[:1])
 
 

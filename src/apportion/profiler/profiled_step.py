@@ -51,7 +51,7 @@ class TimedStep:
         self._known: dict[int, Followed | None] = {}
 
     def rows(self, rows: int) -> Batch:
-        """Return so many rows of the first batch, or somewhat more."""
+        """Return about ``rows`` rows of the first batch."""
         return self.batch.parts(-(-len(self.batch) // rows))[0]
 
     def inputs(self, batch: Batch) -> Any:
@@ -77,7 +77,7 @@ class TimedStep:
     # Its calls
 
     def followed(self, rows: int) -> Followed | None:
-        """Return the network with its calls on so many rows; None where the network cannot be followed."""
+        """Return the network with its calls on ``rows`` rows; None where the network cannot be followed."""
         if rows not in self._known:
             self._known[rows] = self._follow(rows)
         return self._known[rows]

@@ -82,13 +82,13 @@ def hiding(samples: Rounds) -> tuple[float, float]:
 
 
 def whose(alone: float, at_once: float, many: int) -> Port:
-    """Say whose a link's bandwidth is: all users' together where so many transfers at once take nearer to so many times
-    as long as one than to as long, else each device's."""
+    """Say which port limits a link's bandwidth: one for all its users where ``many`` transfers at once take nearer to
+    ``many`` times as long as one than to the same time, else one of each device."""
     return "all" if at_once / alone > many**0.5 else "device"
 
 
 def sums(ranks: int, sizes: Table) -> list[Moved]:
-    """Return the entries of a link's table for sums over so many ranks, by their bytes."""
+    """Return the entries of a link's table for sums over ``ranks`` ranks, by their bytes."""
     return [
         Moved(what="all_reduce", ranks=ranks, nbytes=nbytes, seconds=typical(rounds))
         for nbytes, rounds in sorted(sizes.items())

@@ -113,7 +113,7 @@ class StepProfiler:
     # Whole steps
 
     def whole(self, rows: int, seconds: float) -> Message:
-        """Time steps of so many rows: seconds of each one's forward (with the loss), backward and update; every other
+        """Time steps of ``rows`` rows: seconds of each one's forward (with the loss), backward and update; every other
         one with a ``fused`` update, where there is one."""
         return self._steps(self._own.rows(rows), seconds)
 
@@ -168,7 +168,7 @@ class StepProfiler:
     # Layers
 
     def layers(self, rows: int, seconds: float) -> Message:
-        """Time each call, in seconds, in the course of steps of so many rows; the loss is under ``""``."""
+        """Time each call, in seconds, in the course of steps of ``rows`` rows; the loss is under ``""``."""
         batch = self._own.rows(rows)
         followed = self._own.followed(len(batch))
         found: dict[str, list[tuple[float, float]]] = {}
@@ -213,8 +213,8 @@ class StepProfiler:
         return found
 
     def part(self, order: Message) -> Message:
-        """Time a layer by itself, in seconds: whole (``way=""``), or cut for so many ranks; share None where it cannot
-        be cut so."""
+        """Time a layer by itself, in seconds: whole (``way=""``), or cut for a number of ranks; share None where it
+        cannot be cut so."""
         batch = self._own.rows(order["rows"])
         followed = self._own.followed(len(batch))
         assert followed is not None, "only a network that is followed has parts"

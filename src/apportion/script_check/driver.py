@@ -79,7 +79,7 @@ def check_script(  # noqa: PLR0913 (the flags)
         try:
             passes = _passes(ranks_pass, script)
         except Unjoinable as error:
-            passes = _Passes(ranks_pass, None, unlike=f"there is no union of the rows, as {error}, and {_UNREADABLE}")
+            passes = _Passes(ranks_pass, None, unlike=f"the rows have no union, as {error}, and {_UNREADABLE}")
         try:
             passes = _with_function(passes, script, reference)
         except ReferenceUnavailable as error:
@@ -162,7 +162,7 @@ def _passes(ranks_pass: RanksPass, script: Script) -> _Passes:
         conditions = replace(conditions, gpus=len(ranks), folder=conditions.folder / "gpus")
         found = reference(ranks_pass.passed, script, conditions)
     if (reason := unusable(found.passed, 1)) is not None:
-        unlike = f"there is no reference, as the script does not run as one process: {reason}"
+        unlike = f"nothing can be the reference, as the script does not run as one process: {reason}"
         return _Passes(ranks_pass, found, unlike=unlike)
     if not on_same_rows(ranks, found):
         other = replayed(ranks_pass.passed, found.passed, script, conditions)

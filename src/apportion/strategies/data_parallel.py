@@ -24,8 +24,8 @@ several hosts and on GPUs the gradients of the last layers leave while those bef
 
 Wins when the compute of a share outweighs the gradient's way: convolutions, large batches. Loses when the gradient is
 larger than what it is made of: fully connected layers at a small batch. ``microbatches`` trades time for memory: the
-share is computed in so many parts, one after the other. ``shares="measured"``: ranks that are found to be slower take
-fewer rows. ``of=pipeline_parallel(...)``: each of so many ``replicas`` is a group of workers that hold the network in
+share is computed in that many parts, one after the other. ``shares="measured"``: ranks that are found to be slower take
+fewer rows. ``of=pipeline_parallel(...)``: each of ``replicas`` replicas is a group of workers that hold the network in
 parts, as that strategy cuts it (``parallel/partition/replicated_step.py``); the gradients of a part are summed over the
 replicas.
 
@@ -216,7 +216,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         compress: Compression | None = None,
     ) -> None:
         self._microbatches, self._again = microbatches, world.under_way
-        # Whoever is alone since a host was lost is so until it is back, with the layers that it is built with now.
+        # A rank may be alone only until a lost host is back, and then goes on with the layers that are built now.
         self._divides = world.most > 1
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
@@ -270,7 +270,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         return None
 
     def backward(self, batch: Batch) -> Tensor | None:
-        if self._measured is not None:  # from here: what is between two steps (an evaluation) is no rank's own speed
+        if self._measured is not None:  # from here: the time between two steps (an evaluation) is not measured
             self._measured.begin()
             self._waited = self._group.waited
         self._attend(batch)

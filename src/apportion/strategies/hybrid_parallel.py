@@ -126,7 +126,7 @@ class HybridParallel(Strategy):
         among = [layer for layer in back if self.tensor is None or _under(layer.name, [self.tensor])]
         how = sliced(profile, min_width=self.min_width, among=among)
         if not how:
-            raise ValueError(f"there is no layer that can be sliced under {back[0].name}: use data_parallel")
+            raise ValueError(f"no layer under {back[0].name} can be sliced: use data_parallel")
         return hybrid_cost(profile, layout, at, how, rotates=self.exchange == "rotate")
 
     @property
@@ -197,7 +197,7 @@ class HybridParallel(Strategy):
             if not found.layers():
                 found = plan(model, inputs, workload, min_width=width, within=back)
         if not found.layers():
-            raise ValueError(f"there is no layer that can be sliced under {', '.join(back)}: use data_parallel")
+            raise ValueError(f"no layer under {', '.join(back)} can be sliced: use data_parallel")
         last = takes_channels_last(model, (trains.front, evaluates.front), inputs)
         rotates = self.exchange == "rotate"
         functions = self._functions(workload, world, trains.front, inputs) if world.size > 1 else []

@@ -1,4 +1,4 @@
-"""local_sgd: replicas train on batches of their own, and go on from the average of their weights every so many steps.
+"""local_sgd: replicas train on batches of their own, and go on from the average of their weights every few steps.
 
 Papers: McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-Efficient Learning of Deep Networks from
 Decentralized Data" (FedAvg), 2017; Stich, "Local SGD Converges Fast and Communicates Little", 2019; Douillard et al.,
@@ -28,15 +28,16 @@ steps, up to ``every`` of them: it then takes no time. Costs accuracy, since eac
 copy of the weights. A few bytes still go round before each sum, so that a rank waits there for the slowest one. On one
 host, where memory is the way, there is nothing to hide.
 
-Wins where the way between the workers is slow, or their speeds differ: a late replica holds up nobody on one host.
+Wins where the way between the workers is slow, or their speeds differ: on one host a late replica delays no other.
 Loses where the gradient's way is cheap: data_parallel then learns more from as many examples.
 
-``deadline="2 s"``: rounds that nobody can hold up, among ranks that others have started and that come and go (Diskin et
-al., "Distributed Deep Learning in Open Collaborations", 2021; the partial participation of FedAvg). Rank 0 makes the
-averages, in a thread, of what each replica has by the deadline, weighted by its examples. Who has nothing by then is
-left out: what it has learnt is dropped, since it began from an older average, and its batches are dealt again. Price:
-rank 0 takes the weights of n - 1 others over its own cable and sends them the average, ``2 (n - 1) bytes(weights) /
-bandwidth / every``. Who took part in which round is logged, and ``reference`` makes the run again from that.
+``deadline="2 s"``: rounds that no replica can hold up, among ranks that others have started and that come and go
+(Diskin et al., "Distributed Deep Learning in Open Collaborations", 2021; the partial participation of FedAvg). Rank 0
+makes the averages, in a thread, of what each replica has by the deadline, weighted by its examples. Who has nothing by
+then is left out: what it has learnt is dropped, since it began from an older average, and its batches are dealt again.
+Price: rank 0 takes the weights of n - 1 others over its own cable and sends them the average, ``2 (n - 1)
+bytes(weights) / bandwidth / every``. Who took part in which round is logged, and ``reference`` makes the run again from
+that.
 
 A worker's death loses its steps since it last gave a contribution, ``every`` at most. Its replacement does that round
 again, from the last average; where it is not replaced, those batches are gone. With ``overlap=True`` the run goes back

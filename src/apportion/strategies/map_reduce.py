@@ -237,7 +237,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
             p.grad = None
 
     def rejoin(self, world: World) -> None:
-        assert self._committed is not None, "whoever replaces workers holds memory for them"
+        assert self._committed is not None, "a launcher that replaces workers holds memory for them"
         state = self._committed.read()
         if state is None:
             raise StateLost("a worker was lost before the first update: there is nothing to go on from")

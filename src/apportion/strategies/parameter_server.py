@@ -281,6 +281,6 @@ class ParameterServer(Strategy):
         if workers == 1 and (self.push_every, self.pull_every) == (1, 1):
             return reference(ruled)
         raise ValueError(
-            f"{self} on {world_size} workers computes something else in each run, which its log alone says: replay "
-            'that, or check parameter_server(mode="ordered")'
+            f"{self} on {world_size} workers computes something else in each run, which only its log records: "
+            'replay that, or check parameter_server(mode="ordered")'
         )

@@ -16,7 +16,7 @@ the first layer's worker, what comes after them (and the loss) on the last one's
 
 Price, with L layers on n workers, T moments in chunks of k: ``t = t_step / n * (1 + (n - 1) / n * k n / (L T) * 2 / 3)
 + t_before + t_after + 2 (L - 1) B T H / bandwidth + 2 L T / (n k) * latency``. A third of the work, the gradients of
-the weights, keeps nobody waiting.
+the weights, keeps no rank waiting.
 
 Wins with two or more layers of about the same size, over long sequences: no batch is cut, so each product keeps all
 its rows, and no weight travels. Loses where there are fewer layers than workers, where what comes before or after

@@ -176,7 +176,7 @@ class GroupBackend(_ProcessGroup):  # type: ignore[misc]
             return total.div_(self.group.size)
         if op == _Op.SUM:
             return total
-        raise ValueError(f"{op} of torch.distributed is not made over apportion's groups: use SUM or AVG")
+        raise ValueError(f"{op} of torch.distributed is not supported by apportion's groups: use SUM or AVG")
 
     # The names that torch had for these before 2.13.
     _allgather_base = all_gather_single

@@ -9,7 +9,7 @@ one row, or give what has no rows at all, as a graph. A value has ``n`` rows whe
   has them.
 
 A tensor without dimensions, a ``PackedSequence``, a nested or a sparse tensor, and an object of a class of the user's
-that is no dataclass have no rows.
+that is not a dataclass have no rows.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ BUFFERS = (bytearray, array, io.BytesIO, io.StringIO)
 @final
 class BufferLeaf(Leaf):
     """Bytes or text that change in place: a bytearray, an array of the standard library, a file in memory. The position
-    of such a file is no state: reading moves it, and a data set reads on each rank what it needs."""
+    of such a file is not state: reading moves it, and a data set reads on each rank what it needs."""
 
     __slots__ = ()
 

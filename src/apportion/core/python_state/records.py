@@ -171,7 +171,7 @@ class ValueReader:
                 self._numbered[stored["number"]] = found
             return found
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{str(stored)[:80]} is not a value that was kept here ({error})") from None
+            raise ValueError(f"{str(stored)[:80]} cannot be read as a saved value ({error})") from None
 
     def _value(self, stored: Mapping[str, Any], now: Any) -> Any:
         kind, inner = next(iter(stored.items()))

@@ -35,7 +35,7 @@ class Images:
     first: int
     """The first layer that looks at neighbours."""
     joined: int | None
-    """The Linear layer that the image goes into, cut by its inputs; None: the image is summed before."""
+    """The Linear layer after the images, whose inputs are divided; None: none follows, or an average pool before it."""
 
 
 def images(profile: Profile, way: str) -> Images | None:

@@ -98,7 +98,7 @@ def _operators() -> list[Any]:
 
 
 def _activation(self: Any, name: str, alpha: Any, beta: Any) -> Any:
-    """Also the rectifier, which the onnx package's own RNN does not have."""
+    """The activation of this name: the rectifier, which the onnx package's own RNN lacks, or one of its own."""
     return _rectified if name.lower() == "relu" else self.usual(name, alpha, beta)
 
 

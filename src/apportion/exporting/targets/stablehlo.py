@@ -137,9 +137,9 @@ class Stablehlo(Target):
         if not self.training:
             return None, "not asked for"
         if trained.loss is None or trained.calibration is None:
-            return None, "there is no loss, or there are no examples for calibration"
+            return None, "it has no loss, or no examples for calibration"
         if not lowering.trained_names(trained.module):
-            return None, "there is no parameter that is trained"
+            return None, "no parameter is trained"
         given = trained.calibration
         counts = [len(pytree.tree_leaves(tree)[0]) for tree in (trained.sample, given.inputs)]
         inputs, targets = pytree.tree_map(lambda x: x[: min(counts)], (given.inputs, given.targets))

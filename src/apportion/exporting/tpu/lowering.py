@@ -238,7 +238,7 @@ class Lowering:
 
 
 def shape_of(tree: Any, batch: Any) -> Any:
-    """Return the shapes and types of arrays; ``batch``: instead of the number of rows, None leaves it."""
+    """Return the shapes and types of arrays. ``batch``: replaces the number of rows; None: that stays."""
     jax = jax_package()
 
     def one(x: Any) -> Any:

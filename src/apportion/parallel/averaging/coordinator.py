@@ -1,8 +1,8 @@
 """The thread of rank 0 that makes the averages of replicas which come and go.
 
-It lets in whoever has proved to know the secret and was given the same run, deals batches, takes what replicas have
-learnt, and closes a round when all have come, or at its deadline. It never waits for one replica: what a slow one has
-not taken yet lies in memory until it does. The average is computed in rank order, from the parts that are there, so
+It admits replicas that have proved to know the secret and were given the same run, deals batches, takes what replicas
+have learnt, and closes a round when all have come, or at its deadline. It never waits for one replica: what a slow one
+has not taken yet lies in memory until it does. The average is computed in rank order, from the parts that are there, so
 that the same parts give the same bits.
 """
 
@@ -35,7 +35,7 @@ from apportion.parallel.averaging.round_state import OpenedRound, RoundBook
 FAREWELL_SECONDS = 5.0
 """The seconds that replicas have at the end to learn that it is the end."""
 _BROKEN = (PeerLost, ConnectionError, AssertionError, ValueError, KeyError, TypeError)
-"""What a connection raises that has ended, or whose other end says what is no message of this run."""
+"""What a connection raises that has ended, or whose other end sends what is not a message of this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class RoundCoordinator:
         self._thread = threading.Thread(target=self._run, name="averages", daemon=True)
 
     def begin(self, first: Contribution, done: int, unpushed: Sequence[int]) -> None:
-        """Begin the rounds from an average that holds so many batches, and lacks these of the ones before its last."""
+        """Begin the rounds from an average that holds ``done`` batches, and lacks these of the ones before its last."""
         copy_parts(first, self._averages[0])
         self._book.begin(done, unpushed, time.monotonic())
         self._log = (done, [])
@@ -186,7 +186,7 @@ class RoundCoordinator:
         self._sleep(self._book.due(time.monotonic()))
 
     def _sleep(self, seconds: float | None) -> None:
-        """Sleep until something comes, or so many seconds have passed; not at all where something has come already."""
+        """Sleep until something comes, or ``seconds`` have passed; not at all where something has come already."""
         if any(admitted.reader.has_come for admitted in self._admitted):
             return
         poller = select.poll()
@@ -208,8 +208,8 @@ class RoundCoordinator:
         self._admitted.append(_Admitted(rank, connection, MessageReader(connection, kinds)))
 
     def _attend(self, admitted: _Admitted) -> None:
-        """Move on the messages of a replica, and do what they ask. One that is gone, or that says what is no message of
-        this run, is let go of."""
+        """Move on the messages of a replica, and do what they ask. One that is gone, or that sends what is not a
+        message of this run, is let go of."""
         try:
             while (message := admitted.reader.next()) is not None:
                 self._take(admitted, message)

@@ -9,7 +9,7 @@ has learnt, and may go and come again.
     rank 2   replica       step (frozen) ..... x   0 and 1     (wakes) leave, take
     rank 3   (killed)               (comes again) hello        \\ step step step
 
-The ranks have not met: each finds rank 0 where ranks that others have started meet, and waits for nobody else.
+The ranks have not met: each finds rank 0 where ranks that others have started meet, and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIRST_SECONDS, RETURN_SECONDS = 300.0, 60.0
 
 @final
 class OpenExchange(Exchange):
-    """An exchange that nobody can hold up, and that replicas may leave and join."""
+    """An exchange that no replica can hold up, and that replicas may leave and join."""
 
     def __init__(self, frame: ReplicaTensors, world: World, rounds: OpenRounds) -> None:
         self._frame, self._world, self._rounds = frame, world, rounds
@@ -112,7 +112,7 @@ class OpenExchange(Exchange):
         send_message(connection, MessageKind.HELLO, fields)
 
     def _lose(self, error: PeerLost) -> None:
-        """Let go of a connection that has ended; what was not given is made anew, by whoever it is dealt to."""
+        """Let go of a connection that has ended; what was not given is made anew, by the replica that gets it."""
         if self._reader is not None:
             self._reader.connection.release()
         self._reader = None
@@ -178,7 +178,7 @@ class OpenExchange(Exchange):
         self._give(self._many, write)
 
     def _give(self, made: int, write: Write) -> None:
-        """Give what this replica has learnt from so many of its batches."""
+        """Give what this replica has learnt from ``made`` of its batches."""
         if self._gave or self._reader is None:
             return
         examples = write(self._own)

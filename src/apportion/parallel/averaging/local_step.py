@@ -167,8 +167,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
         self._made, self._examples, self._met = 0, 0, False
 
     def _go_back(self, settings: dict[str, Any], scheduled: int, slots: dict[str, Tensor] | None = None) -> None:
-        """Set the schedules back to where they were after so many batches: not all that were dealt have come into the
-        average. ``slots``: those that the optimizers go on with; None: their own."""
+        """Set the schedules back to where they were after ``scheduled`` batches: not all that were dealt have come into
+        the average. ``slots``: those that the optimizers go on with; None: their own."""
         self._replica.keep_buffers()
         state = self._replica.state()
         state = replace(state, settings={**settings, "python": state.settings["python"]})

@@ -78,8 +78,8 @@ class MessageReader:
 
     @property
     def has_come(self) -> bool:
-        """True where a piece has come that ``next`` has not looked at: whoever sends on this connection also moves what
-        comes, and the socket then says nothing more of it."""
+        """True where a piece has come that ``next`` has not looked at: sending on this connection also receives, and
+        the socket does not report those bytes again."""
         return self.connection.through[1] >= self._until
 
     def next(self) -> RoundMessage | None:
@@ -115,7 +115,7 @@ class MessageReader:
         try:
             fields = json.loads(self._text)
         except ValueError as error:
-            raise ConnectionError(f"{self.connection.name} sent {self._text[:40]!r}, which is no JSON") from error
+            raise ConnectionError(f"{self.connection.name} sent {self._text[:40]!r}, which is not JSON") from error
         if not isinstance(fields, dict):
             raise ConnectionError(f"{self.connection.name} sent {type(fields).__name__}, where a message has names")
         return fields

@@ -61,7 +61,7 @@ class RoundLog:
 
     @property
     def longest(self) -> float:
-        """The seconds of the longest round, after the first, which waits for nobody to be ready."""
+        """The seconds of the longest round after the first, in which replicas may still be getting ready."""
         return max((each.seconds for each in self.rounds[1:]), default=0.0)
 
     def took_part(self, rank: int) -> list[int]:

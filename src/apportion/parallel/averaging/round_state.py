@@ -5,12 +5,13 @@ It holds no tensor and reads no clock: every decision follows from what it was g
 
     idle      has come, or has given its part: is dealt batches when the next round opens
     working   has batches of the round that is open
-    late      that round was closed without it; nobody waits for it, and it is dealt nothing until it says something
+    late      that round was closed without it; no replica waits for it, and it gets no batches until it sends a message
 
-A round opens as soon as one is over, for all that are idle. A moment before its deadline whoever works is asked for
-what it has by then. It is over when everyone who works has come, or at its deadline; where nobody has come by then, and
-nobody new waits, with the first who comes. The batches that were not made, and those of whoever was late or is gone,
-are dealt again, in the next round: so each batch is in an average once, and every epoch sees each example once.
+A round opens as soon as one is over, for all that are idle. A moment before its deadline each working replica is asked
+for what it has by then. It is over when every working replica has given its part, or at its deadline; where none has by
+then, and no new replica waits, with the first part. The batches that were not made, and those of replicas that were
+late or are gone, are dealt again, in the next round: so each batch is in an average once, and every epoch sees each
+example once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PresentReplica:
     batches: tuple[int, ...] = ()
     """The batches that it was dealt last."""
     many: int | None = None
-    """The most batches that it makes by the deadline; None: nobody knows."""
+    """The most batches that it makes by the deadline; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class RoundBook:
         """The ranks whose parts of the open round have come, in this order."""
 
     def begin(self, done: int, unpushed: Iterable[int], now: float) -> None:
-        """Begin with an average that holds so many batches; ``unpushed``: those that it lacks before its last one."""
+        """Begin with an average that holds ``done`` batches; ``unpushed``: those that it lacks before its last one."""
         self._free = sorted(unpushed)
         self.done, self._next = done, done + len(self._free)
         self._gathers_until = now + GATHER_SECONDS
@@ -173,8 +174,8 @@ class RoundBook:
         return dealt
 
     def come_back(self, rank: int, number: int, made: int, now: float) -> bool:
-        """Note that a replica has ended its part of a round, of which it has made so many batches; returns whether that
-        counts. It is idle from here on."""
+        """Note that a replica has ended its part of a round, of which it has made ``made`` batches; returns whether
+        that counts. It is idle from here on."""
         slot = self.slots[rank]
         counts = slot.standing is Standing.WORKING and number == self.number and 0 < made <= len(slot.batches)
         if counts:
@@ -206,7 +207,7 @@ class RoundBook:
         return bool(self._came) or any(slot.standing is Standing.IDLE for slot in self.slots.values())
 
     def due(self, now: float) -> float | None:
-        """Return the seconds until something is to be decided that nobody says; None where there is nothing."""
+        """Return the seconds until a decision is due that no message brings about; None where none is due."""
         if self._opened is not None:
             ends = self._opened + self._deadline if self._is_waited_for else None
             times = [time for time in (self._ask_at, ends) if time is not None]
@@ -229,5 +230,5 @@ class RoundBook:
         return came, late, seconds
 
     def add(self, batches: int) -> None:
-        """Note that so many more batches are in the average."""
+        """Note that ``batches`` more batches are in the average."""
         self.done += batches

@@ -1,4 +1,4 @@
-"""The rounds of replicas that train on their own, meet every so many steps and go on from the average: which replica
+"""The rounds of replicas that train on their own, meet every few steps and go on from the average: which replica
 does what in a round.
 
 Batches are handed out whole and in turn. A round gives ``every`` of them to each replica; the last one may fall short.
@@ -53,14 +53,14 @@ class AveragingRound:
         return self.first + number * self.stride if self.given is None else self.given[number]
 
     def place(self, made: int) -> int:
-        """Return how many batches all replicas together have behind them when this one has made so many: the
+        """Return how many batches all replicas together have behind them when this one has made ``made``: the
         learning-rate schedules are there. The schedules of a replica that is late are where its own batches are."""
         place = (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
         return place if self.limit is None else min(place, self.limit - (self.many - made))
 
 
 def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
-    """Return the round of the index-th of so many replicas, when so many of the total have been handed out."""
+    """Return the round of replica ``index`` of ``of``, when ``done`` of ``total`` batches have been handed out."""
     first = done + index
     left = max(0, -(-(total - first) // of))
     return AveragingRound(done, first, of, min(every, left))
@@ -101,7 +101,7 @@ class Exchange(ABC):
         """Give a contribution, and wait until it is in an average. Called again after an interruption."""
 
     def is_over(self, made: int, write: Write) -> bool:
-        """Return whether this replica is to go on to the next round, though it has made no more than so many of its
+        """Return whether this replica is to go on to the next round, though it has made no more than ``made`` of its
         batches: since it was asked for what it has by now, and has given that, or was closed out."""
         return False
 
@@ -116,7 +116,7 @@ class Exchange(ABC):
         an exchange that all ranks make at once."""
         return self._frame.named_slots(average)
 
-    def leave(self) -> None:  # noqa: B027 (nobody waits)
+    def leave(self) -> None:  # noqa: B027 (no replica waits)
         """Declare that this replica has nothing more to do."""
 
     def stop(self) -> bool:

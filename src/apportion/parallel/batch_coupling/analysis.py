@@ -42,7 +42,7 @@ CHAOS = 1e3
 NUDGE = 1e-13
 """The relative change that is put into every weight to see what becomes of rounding."""
 Rows = Callable[[int], Part]
-"""A function of a number of rows, which gives inputs and targets of so many: ``BatchSource.sample``."""
+"""A function that gives the inputs and targets of as many rows as it is asked for: ``BatchSource.sample``."""
 _LEAST = 1e-4
 """The part of the largest gradient of all below which what is not zero is rounding."""
 _CURE = "use single_device, or a strategy that gives every worker whole batches (tensor_parallel, layer_placement)"

@@ -33,7 +33,7 @@ BOUND = 1e-8
 """The difference, as a share of the loss or of its largest gradient, above which two sides are not equal; rounding that
 is measured to be a thousandth of it raises it."""
 COARSE = 1e-3
-"""The share up to which rounding may raise the bound: another order of the rows that changes more is no rounding."""
+"""The share up to which rounding may raise the bound: another order of the rows that changes more is not rounding."""
 ROUNDINGS = 1000.0
 SAME = 1e-6
 """The share up to which two weights are one."""
@@ -93,7 +93,7 @@ class _Mismatch:
 def probe_loss(
     loss: Callable[[Any, Any], Tensor], count: Count, outputs: Any, targets: Any, *, rows: int = ROWS
 ) -> LossFinding:
-    """Tries a loss on made-up outputs of so many rows. ``outputs``: what the model gives for some rows; ``targets``:
+    """Tries a loss on made-up outputs of ``rows`` rows. ``outputs``: what the model gives for some rows; ``targets``:
     those of at least two rows. Every tensor of both has the row as dimension 0."""
     try:
         probe = _Probe(loss, count, outputs, targets, rows)

@@ -40,7 +40,7 @@ class Codec(ABC):
 
     @abstractmethod
     def nbytes(self, numel: int, itemsize: int) -> int:
-        """Return the length of the code of so many numbers of so many bytes each."""
+        """Return the length of the code of ``numel`` numbers of ``itemsize`` bytes each."""
 
     @abstractmethod
     def encode(self, numbers: Tensor, code: Tensor) -> None:
@@ -48,7 +48,7 @@ class Codec(ABC):
 
     @abstractmethod
     def add(self, code: Tensor, numbers: Tensor, *, times: float = 1.0) -> None:
-        """Add what a code says, so many times, to flat numbers."""
+        """Add ``times`` times what a code says to flat numbers."""
 
     def decode(self, code: Tensor, numbers: Tensor) -> None:
         """Write what a code says into flat numbers."""
@@ -163,7 +163,7 @@ class CodedSum(HostSum):
             left.nan_to_num_(0.0, 0.0, 0.0)
 
     def _make_room(self, rows: int, numel: int, itemsize: int) -> Tensor:
-        """Returns memory for so many codes of so many numbers, which is the same at every call."""
+        """Returns memory for ``rows`` codes of ``numel`` numbers, which is the same at every call."""
         length = -(-self._codec.nbytes(numel, itemsize) // WORD) * WORD
         if self._codes.numel() != rows * length:
             self._codes = torch.zeros(rows * length, dtype=torch.uint8)

@@ -36,10 +36,10 @@ class Compression(Value, ABC):
 
     @abstractmethod
     def sent(self, numel: int, itemsize: int) -> float:
-        """Return about how many bytes stand for so many numbers of so many bytes each, in one message."""
+        """Return about how many bytes stand for ``numel`` numbers of ``itemsize`` bytes each, in one message."""
 
     def sent_bytes(self, nbytes: float) -> float:
-        """Return about how many bytes stand for so many bytes of float32."""
+        """Return about how many bytes stand for ``nbytes`` bytes of float32."""
         return self.sent(max(1, int(nbytes // 4)), 4)
 
 

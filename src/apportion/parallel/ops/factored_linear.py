@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 
 def factored(weight: Tensor, rows: int) -> bool:
-    """Return whether the factors of so many rows, over all ranks, are smaller than the gradient."""
+    """Return whether the factors of ``rows`` rows, over all ranks, are smaller than the gradient."""
     outputs, inputs = weight.shape
     return rows * (inputs + outputs) <= inputs * outputs
 

@@ -1,4 +1,4 @@
-"""The three matrix products of a Linear layer, each in the form that is fastest for so many rows on a CPU.
+"""The three matrix products of a Linear layer, each in the form that is fastest on a CPU for its number of rows.
 
 Strategies that divide a batch or a layer multiply with few rows, where the usual form loses up to half its speed: a
 library lays the larger matrix out anew for every product, and at some sizes cuts it badly. Measured with MKL on one

@@ -30,7 +30,7 @@ class NonEmptyRanks:
     """Tells whether this rank's rows are its own. A rank without any computes a borrowed one, which must not count."""
 
     def __deepcopy__(self, memo: Any) -> NonEmptyRanks:
-        """Whoever copies a model gets no layers that ask the other ranks, not even where there are none just now."""
+        """Raise TypeError: a copy of a model must have no layers that ask other ranks, even where there are none."""
         raise TypeError("a group of ranks is not copied with a model: make another model")
 
 

@@ -96,8 +96,8 @@ class ReplicaOptimizers(dict[str, Optimizer]):
                 foreign = [p for p in group["params"] if p not in own]
                 if foreign:
                     raise ValueError(
-                        f"{type(optimizer).__name__} was given a tensor of shape {tuple(foreign[0].shape)} that is no "
-                        "parameter of the model: build the optimizer from the parameters that it is called with"
+                        f"{type(optimizer).__name__} was given a tensor of shape {tuple(foreign[0].shape)} that is not "
+                        "a parameter of the model: build the optimizer from the parameters that it is called with"
                     )
         if len(optimizers) > 1 and workload.update is None:
             raise ValueError(
@@ -194,7 +194,7 @@ class ReplicaOptimizers(dict[str, Optimizer]):
             self[name].step()
 
     def advance(self, steps: int) -> None:
-        """Let the schedules go on by so many updates that were made elsewhere."""
+        """Let the schedules go on by ``steps`` updates that were made elsewhere."""
         for name, schedule in self.schedules.items():
             mark_stepped(self[name])  # a schedule warns without
             for _ in range(steps):

@@ -3,7 +3,7 @@
 ::
 
     lock a few free shards
-      drafts = weights - lr * gradient, slots of version v+1     where nobody looks yet
+      drafts = weights - lr * gradient, slots of version v+1     which no worker reads yet
       "these drafts are good"                                    from here on the heir of the lock copies them
       weights = drafts
       version v+1; release

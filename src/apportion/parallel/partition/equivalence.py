@@ -1,6 +1,6 @@
 """A comparison of a network in parts with the plain one, before any training.
 
-A graph that was traced leaves out what the trace could not see: a hook, a branch, a change in place that nobody reads,
+A graph that was traced leaves out what the trace could not see: a hook, a branch, a change in place that nothing reads,
 a weight that is used outside of its layer. Most such mistakes do not crash. So one batch goes through both, evaluated,
 with every parameter multiplied by one number: a weight that was copied on the way, and is never updated, shows then.
 """

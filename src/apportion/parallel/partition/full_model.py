@@ -73,7 +73,7 @@ class FullModel:
                 name = names.get(p)
                 if name is not None and p.requires_grad:
                     self.trained[name] = owner
-                if name is None or name in own:  # what is no parameter of the model's is refused with the replica
+                if name is None or name in own:  # what is not a parameter of the model is refused with the replica
                     here.append((name, p if name is None else own[name][0]))
             group["params"] = [p for _, p in here]
             if "param_names" in group:

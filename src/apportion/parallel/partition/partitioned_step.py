@@ -132,7 +132,7 @@ class SplitStep(Step, Recoverable):
         refuse_workload(workload)
         self._workload, self._again = workload, again
         dtype = torch.float64 if workload.precision == "float64" else None
-        # Rank 0's draws everywhere: whoever loads a batch loads the same one.
+        # Rank 0's draws everywhere: every rank that loads a batch loads the same one.
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=0)
         self.source.must_act(self)  # no rank has the whole network
         self.data_shard = DataShard()
@@ -157,7 +157,7 @@ class SplitStep(Step, Recoverable):
         survives = self._again is not None and world.members is not None
         survives = survives and world.outer is None  # who has divided a world keeps what all of its ranks have
         self._committed = CommittedShards(world) if survives else None
-        # Where the state is kept, nobody is two updates ahead of another.
+        # Where the state is kept, no rank is two updates ahead of another.
         self._reduce = GradientReduction(self._workload, own, self._group, waits=survives)
         self._loss: Tensor | None = None
 

@@ -158,7 +158,7 @@ class Partitioner:
         if self._workload.update is not None or self._workload.carry is not None:
             return
         few = rows_of(sample.inputs, slice(0, 2))
-        with suppress(Exception):  # a model that cannot be called: whoever cuts it has more to say about that
+        with suppress(Exception):  # a model that cannot be called: cutting it raises a better error
             settle(plain, partial(tree.call, plain, few))
 
     def _refused(self, plain: nn.Module) -> ValueError | None:

@@ -40,9 +40,9 @@ def check_replicas(replicas: object) -> None:
 
 
 def how_many(of: Strategy, replicas: int | None, ranks: int) -> int:
-    """Return the number of replicas on so many ranks. None given: groups of as many ranks as ``of`` says that it needs,
-    or else the fewest replicas that there can be, and at least two where there can be. ValueError where the ranks
-    cannot be shared evenly."""
+    """Return the number of replicas on ``ranks`` ranks. None given: groups of as many ranks as ``of`` says that it
+    needs, or else the fewest replicas that there can be, and at least two where there can be. ValueError where the
+    ranks cannot be shared evenly."""
     given = "" if replicas is None else f"replicas={replicas} of "
     if replicas is None:
         stages, cuts = getattr(of, "stages", None), getattr(of, "cuts", None)
@@ -84,7 +84,7 @@ class ReplicaGroup:
     @classmethod
     @collective
     def of(cls, world: World, replicas: int) -> ReplicaGroup:
-        """Return this rank's place in a world that is divided into so many replicas. Called by all ranks."""
+        """Return this rank's place in a world that is divided into ``replicas`` replicas. Called by all ranks."""
         size = world.size // replicas
         groups = [list(range(first, first + size)) for first in range(0, world.size, size)]
         within = world.split("replica", groups)
@@ -100,7 +100,7 @@ STEP_CALLS = 10.0
 
 
 def slowest_group(of: Strategy, profile: Profile, layout: Placement, replicas: int, rows: float) -> Cost:
-    """Return the cost of the slowest of the replicas, each with so many rows at a time."""
+    """Return the cost of the slowest of the replicas, each with ``rows`` rows at a time."""
     size, share = layout.ranks // replicas, of_rows(profile, rows)
     seen: dict[tuple[str, ...], Cost] = {}
     for first in range(0, layout.ranks, size):

@@ -184,7 +184,7 @@ class ReplicatedStep(Step, Recoverable):
     def _joined(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
         total = self._sums(loss if self._told else None, self._told)
-        if self._committed is not None:  # nobody is two updates ahead of another
+        if self._committed is not None:  # no rank is two updates ahead of another
             self._world.group().barrier()
         return None if loss is None else total
 

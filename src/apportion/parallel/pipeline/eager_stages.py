@@ -256,7 +256,7 @@ def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: An
             raise CannotRun(f"in stages {type(model).__name__} does not run: use data_parallel") from error
     if not same_outputs(values, expected):
         raise CannotRun(
-            f"in stages {type(model).__name__} does not give what it gives whole: between its layers it writes in "
+            f"in stages {type(model).__name__} gives other outputs than as a whole: between its layers it writes in "
             "place to what another stage uses, or it changes with every call; give cuts= elsewhere, or use "
             "data_parallel"
         )

@@ -131,7 +131,7 @@ class Stages(StagePart):
         self.cuts = names_of([names(graph)[node] for node in calls(graph)], at)
         at_once = [needs_whole_batch(model, calls(graph)[a:b], stateful) for a, b in pairwise(bounds)]
         if microbatches > 1 and any(at_once):
-            self._schedule = "gpipe"  # whoever waits for the whole batch has to be sent it first
+            self._schedule = "gpipe"  # a stage that waits for the whole batch has to be sent it first
             if at_once[self._rank]:
                 self._at_once = self._rows(model, graph, bounds, inputs)
             else:

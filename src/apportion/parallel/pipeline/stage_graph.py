@@ -140,6 +140,6 @@ def prove(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any)
             values = copied(stage.module(*stage.of(graph, copied(inputs)), *values))
     if not same_outputs(values, expected):
         raise ValueError(
-            f"in stages {type(model).__name__} does not give what it gives whole: it writes in place to what another "
+            f"in stages {type(model).__name__} gives other outputs than as a whole: it writes in place to what another "
             "stage uses, or changes with every call; give cuts= elsewhere, or use data_parallel"
         )

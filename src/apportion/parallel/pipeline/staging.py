@@ -117,7 +117,7 @@ class StagePart(Part):
         return passes.loss
 
     def _make(self, passes: MicrobatchPasses, many: int) -> None:
-        """Make the passes of so many micro-batches."""
+        """Make the passes of ``many`` micro-batches."""
         for kind, number in turns(self._schedule, self._rank, self._size, many):
             if kind == "forward":
                 passes.forward(number)

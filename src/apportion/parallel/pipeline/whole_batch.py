@@ -106,7 +106,7 @@ def refuse_coupled_stage(
     n, begin, end = len(calls(graph)), bounds[number], bounds[number + 1]
     try:
         before, after = rows_at(model, graph, begin, inputs) if number else [], rows_at(model, graph, end, inputs)
-    except ValueError:  # nobody puts them together
+    except ValueError:  # no stage joins values whose rows are unknown
         return
     first, stage = StageGraph(model, graph, [0, begin, n], 0), StageGraph(model, graph, [0, begin, end, n], 1)
     few, more, together = _samples(inputs)
@@ -174,7 +174,7 @@ def _joined(parts: Sequence[Any], how: BatchRows) -> Any:
 
 
 def taken_apart(whole: Any, rows: Sequence[BatchRows], counts: Sequence[int]) -> list[Any]:
-    """The values of micro-batches of so many rows each."""
+    """The values of the micro-batches that have ``counts`` rows."""
     leaves, spec = _leaves(whole)
     parts = [_parts(leaf, how, counts) for leaf, how in zip(leaves, rows, strict=True)]
     return [pytree.tree_unflatten([own[i] for own in parts], spec) for i in range(len(counts))]

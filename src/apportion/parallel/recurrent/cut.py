@@ -71,8 +71,8 @@ class Cut:
 
 
 def cut(model: nn.Module, inputs: Any, *, carry: Callable[[int], Any] | None) -> Cut:
-    """Cut a model for these inputs (``carry``: and the recurrent state of so many rows) around its one recurrent
-    module."""
+    """Cut a model for these inputs around its one recurrent module. ``carry``: gives the recurrent state of a number
+    of rows; None: the inputs have none."""
     carries = carry is not None
     path = _recurrent(model)
     net = model.get_submodule(path)
@@ -143,7 +143,7 @@ def _refuse_net(net: nn.Module, where: str) -> None:
     if net.bidirectional:
         raise ValueError(
             f"{where} is bidirectional: each layer begins with the last moment of the one below, so that no layer can "
-            f"begin before the other has ended, and there is no wavefront; use bidirectional=False, or {INSTEAD}"
+            f"begin before the other has ended, and no wavefront is possible; use bidirectional=False, or {INSTEAD}"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @final
 class LSTMWorkspace:
-    """The memory of a pass over so many moments and rows. Fresh pages at every step would cost as much as the
+    """The memory of a pass over ``time`` moments and ``rows`` rows. Fresh pages at every step would cost as much as the
     arithmetic on them."""
 
     def __init__(self, w_hh: Tensor, time: int, rows: int) -> None:

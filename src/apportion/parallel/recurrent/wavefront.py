@@ -90,7 +90,7 @@ class WavefrontPart(Part):
             ranks |= ({0} if name in before else set()) | ({self._last} if name in after else set())
         pieces = {}
         for name, tensor in tensors.items():
-            ranks = holders[id(tensor)] or {0}  # nobody uses it
+            ranks = holders[id(tensor)] or {0}  # no layer uses it
             if self._rank not in ranks:
                 _forget(self.model, name)
             elif len(ranks) > 1 and isinstance(tensor, nn.Parameter):
@@ -167,7 +167,7 @@ class WavefrontPart(Part):
         own, is_last = self._layers[number], number == self._many - 1
         inputs = self._cached("x", number, (*shape, own.inputs))
         works = [self._group.receive(inputs[p], (number - 1) % self._ranks) for p in ran.pieces if number > 0]
-        if is_last and not training:  # whoever asked for the outputs may keep them
+        if is_last and not training:  # the caller may keep the outputs
             y = inputs.new_empty((*shape, own.outputs))
         else:
             y = self._cached("y", number, (*shape, own.outputs))

@@ -35,15 +35,15 @@ MOST_BYTES = 25 << 20
 
 
 def early_bytes(ranks: int) -> int:
-    """The bytes of gradients that leave together before the backward pass has ended: so many that each message of a
+    """The bytes of gradients that leave together before the backward pass has ended: enough that each message of a
     ring of these ranks has half a MiB, beside which its latency is small."""
     return min(MOST_BYTES, max(LARGE_BYTES, ranks * LARGE_BYTES // 2))
 
 
 @dataclass
 class _Packed:
-    """Parameters whose gradients travel together, of one dtype and device, and so many numbers behind them. A large
-    gradient travels by itself, from where it lies if it may."""
+    """Parameters whose gradients travel together, of one dtype and device, and ``tail_numbers`` numbers behind them. A
+    large gradient travels by itself, from where it lies if it may."""
 
     parameters: list[nn.Parameter]
     tail_numbers: int = 0
@@ -315,8 +315,8 @@ class GradientSum:
 
 
 def dense(p: nn.Parameter, optimizers: Optimizer | Sequence[Optimizer], name: str = "") -> Tensor:
-    """A parameter's sparse gradient with its zeros, where its optimizer makes the same update of that; else ValueError.
-    It comes of a look-up by ``F.embedding(..., sparse=True)``, which no layer tells of beforehand."""
+    """A parameter's sparse gradient as a dense tensor. Raises ValueError where its optimizer would make another update
+    from that. Such a gradient comes from ``F.embedding(..., sparse=True)``, which no layer shows beforehand."""
     given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     kinds = [type(o) for o in given for group in o.param_groups if any(p is q for q in group["params"])]
     assert p.grad is not None
@@ -388,7 +388,7 @@ class GradientHooks:
     def _call(self, p: nn.Parameter, given: Any, after: Any, owner: nn.Parameter) -> None:
         now, then = gradient_hooks_of(owner)
         for key, hook in given.items():
-            if key in now:  # nobody has removed it
+            if key in now:  # it has not been removed
                 changed = hook(p.grad)
                 p.grad = p.grad if changed is None else changed
         for key, hook in after.items():

@@ -20,7 +20,7 @@ share."""
 
 
 def new_shares(shares: Sequence[float], speeds: Sequence[float], batch_size: int) -> tuple[float, ...]:
-    """The shares (which add up to 1) after ranks were found to make so many rows a second each (0: not known). Every
+    """The shares (which add up to 1) after ranks were found to make ``speeds`` rows a second (0: not known). Every
     rank keeps a row at least, so that its speed goes on being known."""
     known = [speed for speed in speeds if speed > 0.0]
     if not known:

@@ -235,7 +235,7 @@ class Replica:
 
     def commit(self) -> None:
         """End the step: what a forward pass changes (buffers, carried state) counts from here on."""
-        for p in self.trained.idle:  # that no optimizer was given: what gathers there is nobody's
+        for p in self.trained.idle:  # no optimizer has these parameters, or uses their gradients
             p.grad = None
         with self.settled:
             self.step += 1

@@ -22,7 +22,7 @@ from apportion.parallel.replica.replica import Replica
 
 def furthest(steps: Sequence[int]) -> int | None:
     """Returns the first of the ranks that have made the most updates, given the number that each has made; None where
-    nobody has made any."""
+    no rank has made any."""
     return steps.index(max(steps)) if max(steps) else None
 
 

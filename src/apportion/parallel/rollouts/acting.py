@@ -90,7 +90,7 @@ class NumpyActing:
 
     def __init__(self, unrolled: Unrolled) -> None:
         if unrolled.begin is not None:
-            raise ValueError("a network with a recurrent state is no multilayer perceptron")
+            raise ValueError("a network with a recurrent state is not a multilayer perceptron")
         self._unrolled, self._network = unrolled, unrolled.network
         graph = _Layers().trace(self._network)
         (output,) = (node for node in graph.nodes if node.op == "output")
@@ -107,10 +107,10 @@ class NumpyActing:
         if node.op == "placeholder":
             return
         if node.op != "call_module" or len(node.args) != 1 or node.kwargs:
-            raise ValueError(f"{node} is no layer of a multilayer perceptron")
+            raise ValueError(f"{node} is not a layer of a multilayer perceptron")
         layer = self._network.get_submodule(str(node.target))
         if not computes_as_linear(layer) and type(layer) not in _ELEMENTWISE:
-            raise ValueError(f"{node.target} is a {type(layer).__name__}, which is no layer of a multilayer perceptron")
+            raise ValueError(f"{node.target} is a {type(layer).__name__}, and not a layer of a multilayer perceptron")
         if hooked(layer, forward_only=True):
             raise ValueError(f"{node.target} has hooks, which numpy would not call")
         self._follow(node.args[0])
@@ -176,7 +176,7 @@ def fastest(
         return by_torch
     try:
         by_numpy = NumpyActing(unrolled)
-    except Exception:  # it cannot be traced, or is no multilayer perceptron
+    except Exception:  # it cannot be traced, or is not a multilayer perceptron
         return by_torch
     by_numpy.refresh()
     begins = np.ones(len(observations), dtype=bool)

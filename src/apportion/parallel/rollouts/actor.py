@@ -80,7 +80,7 @@ class Actor:
         self._length = np.zeros(width, dtype=np.int64)
 
     def play(self, act: Act, steps: int, number: int) -> Rollout:
-        """Play so many steps. ``number``: of this rollout, which keys what is drawn."""
+        """Play ``steps`` steps. ``number``: of this rollout, which keys what is drawn."""
         if self._observations is None:
             seed = mix(self._seed, self._key, number, 0xE27) & 0x7FFFFFFF
             self._observations = self._environments.reset(seed)

@@ -241,7 +241,7 @@ def _normalised_parts(observed: ObservationFormat) -> tuple[tuple[bool, ...], in
 
 
 def _evaluation(data: Callable[[], Any], every: int | None, at_once: int) -> Evaluation:
-    """The evaluation by whole episodes, every so many steps, of which ``at_once`` workers each play some."""
+    """The evaluation by whole episodes, every ``every`` steps; ``at_once`` workers each play some of the episodes."""
     metrics = {"score": judged, "length": lasted}
     every = None if every is None else max(1, int(every))
     return Evaluation(data=data, metrics=metrics, every=every, best="max score", batch_size=at_once)

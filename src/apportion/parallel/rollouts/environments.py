@@ -218,7 +218,7 @@ QUIET = {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "PYGAME_HIDE_SU
 
 
 def open_environments(environment: str | Factory, width: int) -> Environments:
-    """Open so many environments: by the vector that gymnasium, or the package, has of them, else one by one.
+    """Open ``width`` environments: by the vector that gymnasium, or the package, has of them, else one by one.
 
     environment: an id, with ``package:`` before it where a package registers it; or a function that makes one; or a
     function that is given their number, and makes a vector of them. Raises ValueError for anything else.

@@ -25,7 +25,7 @@ from apportion.parallel.rollouts.transition import Environments
 
 Array = NDArray[Any]
 MOST_STEPS, MOST_PICTURES, WIDTH = 2000, 200, 240
-"""An episode is filmed for so many steps at most, in so many pictures, each of so many pixels in width: about a
+"""The most steps of an episode that are filmed, the most pictures of the film, and their width in pixels: about a
 megabyte."""
 MILLISECONDS = 40
 

@@ -37,7 +37,7 @@ class ActionPolicy(ABC):
 
     @abstractmethod
     def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Draw what so many actions are drawn with: ``shape`` and the draws of one action."""
+        """Draw the random numbers for ``shape`` actions: an array of that shape, then that of one action's draws."""
 
     @abstractmethod
     def act(self, numbers: Array, noise: Array) -> Array:

@@ -113,7 +113,7 @@ class Rollouts(ActedDataset):
         return found
 
     def close(self) -> None:
-        """Let go of all environments; whoever plays again opens new ones."""
+        """Close all environments; playing again opens new ones."""
         actors, self._actors, self._made = self._actors, {}, {}
         for actor in actors.values():
             actor.close()
@@ -182,7 +182,7 @@ class _Tally:
 
 
 def _widened(rollout: Rollout, width: int) -> Rollout:
-    """The rollout of one environment, as if so many had done the same."""
+    """The rollout of one environment, as if ``width`` of them had done the same."""
     names = "observations", *_TARGETS, "last_at", "returns", "begins"
     found: dict[str, Any] = {name: np.repeat(getattr(rollout, name), width, axis=1) for name in names}
     state = tree.map_tensors(lambda t: t.repeat_interleave(width, dim=0), rollout.state)
@@ -190,7 +190,7 @@ def _widened(rollout: Rollout, width: int) -> Rollout:
 
 
 def _lengthened(rollout: Rollout, steps: int) -> Rollout:
-    """The rollout with so many steps, in which what was done is done again from the beginning."""
+    """The rollout with ``steps`` steps, in which what was done is done again from the beginning."""
     found: dict[str, Any] = {}
     for name in (*_TARGETS, "last_at", "returns", "observations", "begins"):
         array = getattr(rollout, name)

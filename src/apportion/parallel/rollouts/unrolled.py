@@ -12,7 +12,7 @@ from apportion.core import tree
 from apportion.parallel.ops.sync_batch_norm import RunningStatistics
 
 MOST_DEVIATIONS = 10.0
-"""Observations that are normalised are clipped to so many standard deviations, as most implementations do."""
+"""The standard deviations to which normalised observations are clipped, as in most implementations."""
 
 
 class Played(NamedTuple):
@@ -173,8 +173,8 @@ class Unrolled(nn.Module):
         return tree.map_tensors(lambda t: torch.where(begins.view(-1, *[1] * (t.dim() - 1)), next(new).to(t), t), state)
 
     def _last_values(self, last: Any, at: Tensor, state: Any) -> Tensor:
-        """The values of the observations with which episodes were cut at this step, of others at other places. at: (A,
-        K)."""
+        """The values of the last observations of episodes that were cut at this step; without meaning for others. at:
+        (A, K), -1 for others."""
         actors = torch.arange(len(at), device=at.device)[:, None].expand_as(at)
         seen = tree.map_tensors(lambda t: t[actors, at.clamp_min(0)].flatten(0, 1), last)
         value: Tensor = self.network(self.normalised(seen), state)[1]

@@ -42,7 +42,7 @@ def arguments(names: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], **de
 
 
 def image_of(given: Mapping[str, Any]) -> SpatialShard:
-    """The argument that is to be a strip."""
+    """The input of a call, which has to be a strip. Raises ValueError where it is not."""
     x = given.get("input")
     if not isinstance(x, SpatialShard):
         raise ValueError("one of its arguments is a part of an image, and its input is not")

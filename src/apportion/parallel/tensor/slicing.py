@@ -14,8 +14,8 @@ from apportion.parallel.partition.tensor_shards import TensorShard
 
 
 def shares(width: int, ranks: int) -> list[range]:
-    """The units that each rank holds of so many, in order; one more or less, and none where there are fewer units than
-    ranks."""
+    """The units that each rank holds of ``width``, in order; one more or less, and none where there are fewer units
+    than ranks."""
     rows = (DataShard(rank, ranks).rows(width) for rank in range(ranks))
     return [range(s.start, s.stop) for s in rows]
 
@@ -33,7 +33,7 @@ class Slicer:
             self._names.setdefault(id(p), []).append(name)
 
     def own(self, width: int) -> range:
-        """The units that this rank has of so many."""
+        """The units that this rank has of ``width``."""
         return shares(width, self.group.size)[self.group.rank]
 
     def cut(self, layer: nn.Module, name: str, *index: Sequence[int] | None) -> None:

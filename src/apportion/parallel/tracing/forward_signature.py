@@ -21,8 +21,8 @@ class Given(NamedTuple):
 
 
 def opened(model: nn.Module, inputs: Any) -> Given | None:
-    """The way in which a forward is called that is decorated, or that takes any number of arguments; None for any other
-    forward, whose own arguments tell."""
+    """How a forward is called that is decorated or takes any number of arguments; None for any other forward, whose
+    signature shows it."""
     forward: Any = model.forward
     kinds = {p.kind for p in inspect.signature(forward).parameters.values()}
     usual = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}

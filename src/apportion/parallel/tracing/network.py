@@ -174,8 +174,8 @@ class _Kept:
 
 
 def _differs(now: Tensor | None, kept: _Kept | None) -> bool:
-    """Return whether a tensor differs from what it was. A parameter that was written to differs, whatever was written:
-    a teacher begins as a copy."""
+    """Return whether a tensor differs from what it was. A parameter that was written to counts as different even
+    if its values are the same: a teacher network begins as a copy of its student."""
     if now is None or kept is None:
         return (now is None) != (kept is None)
     if kept.version is not None and (version_of(now) != kept.version or now.data_ptr() != kept.pointer):
@@ -275,7 +275,7 @@ def _interpreted(model: nn.Module, graph: fx.Graph, sample: Any) -> Iterator[Lay
                 activation_bytes=sum(t.nbytes for t in outputs),
                 flops=flops,
             )
-        else:  # a size, or what is not computed: whoever uses it takes from where that came from
+        else:  # a size, or what is not computed: its users take from what it was taken from
             sources[node] = taken
 
     with _Counter(model) as counter:

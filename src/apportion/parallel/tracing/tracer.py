@@ -249,7 +249,7 @@ class Tracer(fx.Tracer):
         found = [f"changes its own {', '.join(changed)}"] if changed else []
         if draws() != drawn:
             found.append("draws random numbers whose shape is not a tensor's")
-        if found and (stays or not self._goes_on):  # a tensor that stays with a module is used by nobody knows whom
+        if found and (stays or not self._goes_on):  # what else uses a tensor that stays with a module is unknown
             why = f"it {found[0]}"
             raise Unfollowed(f"the forward of {where} cannot be followed: {why}", path, why, found[0])
         self.beside += found

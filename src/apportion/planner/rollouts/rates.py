@@ -115,8 +115,8 @@ def predicted(
 def of_size(
     profile: Profile, times: RolloutTimes, device: str, together: int, size: tuple[int, int], examples: int
 ) -> Profile:
-    """Return the profile of the same network with rollouts of another size and so many of them a batch, as it would be
-    measured on this device in each of ``together`` workers at once."""
+    """Return the profile of the same network with rollouts of another size, ``examples`` of them a batch, as it would
+    be measured on this device in each of ``together`` workers at once."""
     playing, learning = times.playing(device, together, *size), times.learning(device, together, *size)
     update, fused = times.updating(device, together)
     frames = size[0] * size[1]
@@ -160,8 +160,8 @@ def _step_seconds(p: Priced, taught: Correction | None) -> float:
 
 
 def _layouts(cluster: Cluster, model: str, together: int) -> Iterator[Placement]:
-    """Return the layouts of one host on which so many workers compute at once on each device of this model: one device
-    of cores; one GPU, and all of them."""
+    """Return the layouts of one host on which ``together`` workers compute at once on each device of this model: one
+    device of cores; one GPU, and all of them."""
     devices = [d for d in cluster.devices if d.model == model]
     devices = [d for d in devices if d.host == devices[0].host]
     if not devices or together > devices[0].cores:
@@ -172,6 +172,6 @@ def _layouts(cluster: Cluster, model: str, together: int) -> Iterator[Placement]
 
 
 def _strategies(workers: int) -> list[Strategy]:
-    """Return the strategies that so many workers train what acts with."""
+    """Return the strategies by which ``workers`` workers train a network that acts."""
     names = (ALONE,) if workers == 1 else (SYNCHRONOUS, *ASYNCHRONOUS)
     return [find(name, "apportion.strategies")() for name in names]

@@ -90,11 +90,11 @@ class Bench:
 
     @collective
     def measure(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, Taken]:
-        """Measure those choices that are built, in turns, for about so many seconds, or until one is left that may come
-        out first. Returns what all choices have taken that were ever measured here."""
+        """Measure those choices that are built, in turns, for about ``seconds``, or until one is left that may come out
+        first. Returns what all choices have taken that were ever measured here."""
         going = [choice for choice in choices if choice in self._steps]
         if len(going) < 2 and self._taken.keys() >= set(going):
-            return dict(self._taken)  # nobody to run beside
+            return dict(self._taken)  # no other candidate to run beside
         for choice in going:
             if choice not in self._many:
                 self._warm_up(choice)
@@ -122,7 +122,7 @@ class Bench:
         self._many[choice] = max(1, min(MOST_STEPS, int(ROUND_SECONDS / max(once, 1e-6))))
 
     def _go(self, choice: Choice, many: int) -> float:
-        """Make so many steps and return the seconds of one of them, by the slowest rank."""
+        """Make ``many`` steps and return the seconds of one of them, by the slowest rank."""
         step, took = self._steps[choice], 0.0
         self.world.group().barrier()
         if step is not None:

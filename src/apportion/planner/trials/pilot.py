@@ -62,7 +62,7 @@ def pilot(
     steps: int,
     seconds: float,
 ) -> Piloted:
-    """Train both for so many seconds, or the whole of the ``steps`` that the training has. Raises ValueError where the
+    """Train each for this many seconds, or all the ``steps`` that the training has. Raises ValueError where the
     workload has no loss to compare (``update=``), or either cannot run it."""
     with ExitStack() as stack:
         runners = []
@@ -99,14 +99,14 @@ class _Runner:
     def __init__(self, group: TrialWorkers) -> None:
         self._group = group
         self._left = int(group.built()["each"])
-        self._group.loss(EXAMPLES)  # whoever has none to compare says so before anything is trained
+        self._group.loss(EXAMPLES)  # a workload without a loss is refused before anything is trained
         self._debt = 0.0
         self._a_step: float | None = None
         self.made = 0
         self.losses: list[float] = []
 
     def turn(self, seconds: float) -> None:
-        """Train for so many seconds, less the time by which earlier turns were too long; then compute the loss."""
+        """Train for this many seconds, less the time by which earlier turns were too long; then compute the loss."""
         self._debt += seconds
         while self._debt > 0 and self._left:
             self._train()
@@ -119,7 +119,7 @@ class _Runner:
         self._group.go(many)
         took = time.perf_counter() - began
         self._left -= many
-        if self.made:  # the first one sets up what the others use: that is no time of training
+        if self.made:  # the first one sets up what the others use: that does not count as training
             self._debt -= took
         self._a_step = took / many
         self.made += many

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
-from apportion.planner.trials.significance import ALIKE, SURE, told_apart
+from apportion.planner.trials.significance import ALIKE, SURE, faster_confidence
 
 Runner = TypeVar("Runner", bound=Hashable)
 Rounds = Mapping[int, float]
@@ -31,13 +31,13 @@ def leader(rounds: Mapping[Runner, Rounds]) -> Runner:
 
 
 def still_running(rounds: Mapping[Runner, Rounds], going: Sequence[Runner]) -> list[Runner]:
-    """Return those of ``going``, who made the same rounds so far, that may still come out first. Who can be told apart
-    from the leader, and takes more time by a share of ``ALIKE`` or more, cannot."""
+    """Return those of ``going``, which have made the same rounds so far, that may still come out first. One that is
+    certainly slower than the leader, by a share of ``ALIKE`` or more, cannot."""
     first = min(going, key=lambda r: median(rounds[r].values()))
 
     def lost(other: Runner) -> bool:
         ahead, behind = beside(rounds[first], rounds[other])
-        return told_apart(ahead, behind) >= SURE and median(behind) > (1 + ALIKE) * median(ahead)
+        return faster_confidence(ahead, behind) >= SURE and median(behind) > (1 + ALIKE) * median(ahead)
 
     return [r for r in going if r == first or not lost(r)]
 

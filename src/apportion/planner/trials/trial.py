@@ -184,12 +184,12 @@ class TrialWorkers:
         return self.pool.ask({"kind": "facts"}, "facts", ROUND_SECONDS)[0]
 
     def loss(self, examples: int) -> float:
-        """Compute the loss on at most so many examples that are kept for it."""
+        """Compute the loss on at most ``examples`` of the examples that are kept for it."""
         answers = self.pool.ask({"kind": "evaluate", "examples": examples}, "evaluated", ROUND_SECONDS)
         return float(next(a["loss"] for a in answers if a["loss"] is not None))
 
     def go(self, steps: int, *, measure: bool = True, turn: int | None = None) -> list[Message]:
-        """Make so many steps; ``turn``: the number of the round that the steps belong to."""
+        """Make ``steps`` steps; ``turn``: the number of the round that the steps belong to."""
         try:
             answers = self.pool.ask({"kind": "go", "steps": steps}, "went", ROUND_SECONDS)
         except (ValueError, WorkerFailed):

@@ -5,7 +5,7 @@
 2. They are measured in turns (``trial.take_turns``).
 3. Measured over predicted gives a few factors (``calibration``); where one that was not tried should now be the
    fastest, it is tried too, once.
-4. The fastest is chosen; of those that cannot be told apart from it (``significance``), the simplest.
+4. The fastest is chosen; of those that cannot be distinguished from it (``significance``), the simplest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from apportion.cost_model.cost import Cost
 from apportion.errors import WorkerFailed
 from apportion.planner.calibration import Correction, Trial, correction
 from apportion.planner.candidate import family
-from apportion.planner.trials.significance import alike, told_apart
+from apportion.planner.trials.significance import alike, faster_confidence
 from apportion.planner.trials.trial import Measured, TrialWorkers, candidate, take_turns
 from apportion.runtime.launch.local import Local
 
@@ -88,8 +88,8 @@ class TuningResult:
     """The trials, the fastest first; those that were refused are at the end."""
     chosen: TuningTrial
     confidence: float
-    """The confidence that the fastest is faster than the second: below ``significance.SURE`` they cannot be told
-    apart."""
+    """The confidence that the fastest is faster than the second: below ``significance.SURE`` they cannot be
+    distinguished."""
     correction: Correction
     """The correction of the predictions by the measurements."""
     seconds: float
@@ -104,7 +104,7 @@ def refine(
     seconds: float = TRIAL_SECONDS,
     most: int | None = None,
 ) -> TuningResult:
-    """Try what is worth trying of these candidates (exact ones on this machine; ``most``: so many at most), and choose.
+    """Try what is worth trying of these candidates (exact ones on this machine), ``most`` of them at most, and choose.
     Raises ValueError or WorkerFailed where none of them runs: the error of the first one."""
     Local().prepare()  # what workers are forked from is needed anyway
     began = time.monotonic()
@@ -167,8 +167,8 @@ def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction
 
 def choose(ranking: Sequence[TuningTrial]) -> tuple[TuningTrial, float]:
     """Choose from the ranking: (the trial to take, how confident one can be that the first is faster than the second).
-    A trial that cannot be told apart from the first, and is as good as equal, may be taken instead: the one with the
-    fewest processes, then with the shortest name."""
+    A trial that cannot be distinguished from the first, and is as good as equal, may be taken instead: the one with
+    the fewest processes, then with the shortest name."""
     first = ranking[0]
     if len(ranking) == 1:
         return first, 1.0
@@ -188,7 +188,7 @@ def _alike(first: TuningTrial, other: TuningTrial) -> bool:
 
 def _sure(first: Measured, second: Measured) -> float:
     """Return how confident one can be that the first is faster."""
-    return told_apart(*_side_by_side(first, second))
+    return faster_confidence(*_side_by_side(first, second))
 
 
 def _side_by_side(first: Measured, second: Measured) -> tuple[list[float], list[float]]:
@@ -295,7 +295,7 @@ class _Bench:
         """Return the trials, the fastest first, the refused last."""
         ranked = sorted(self.groups, key=lambda g: g.measured.seconds_per_example)
         found = [_tried(self._of[id(g)], g.measured) for g in ranked]
-        return found + [replace(_tried(p, None), refused=_told(error)) for p, error in self._refused]
+        return found + [replace(_tried(p, None), refused=_first_line(error)) for p, error in self._refused]
 
 
 def _tried(offer: Offer, measured: Measured | None) -> TuningTrial:
@@ -303,5 +303,5 @@ def _tried(offer: Offer, measured: Measured | None) -> TuningTrial:
     return TuningTrial(strategy=offer.strategy, launcher=where, predicted=offer.cost, measured=measured)
 
 
-def _told(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

@@ -13,7 +13,7 @@ is only one: 10 Gb/s."""
 
 
 def with_bandwidth(cluster: Cluster, kind: str, factor: float) -> Cluster:
-    """Return the cluster with links of that kind that carry so many times as much a second; the time of a message of no
+    """Return the cluster with the bandwidth of its links of that kind times ``factor``; the time of a message of no
     length stays."""
     return replace(cluster, links=tuple(_scaled(x, factor) if x.kind == kind else x for x in cluster.links))
 
@@ -74,7 +74,7 @@ def across_hosts(cluster: Cluster) -> Link | None:
 
 
 def of_hosts(cluster: Cluster, hosts: int) -> Cluster:
-    """Return a cluster of so many hosts like the first one of this cluster, joined as its hosts are."""
+    """Return a cluster of ``hosts`` hosts like the first one of this cluster, joined as its hosts are."""
     grown, across = one_host(cluster), across_hosts(cluster)
     if across is not None:  # it joined the hosts, and joins one alone no more
         grown = replace(grown, links=tuple(link for link in grown.links if link.kind != across.kind))

@@ -70,10 +70,10 @@ class _Scan:
             near, far = ends
             other = self._model.other(self._look(far))
             if other is not None and not self._all_changed(near):
-                return self._told(math.sqrt(near * far), step, other)
+                return self._crossing(math.sqrt(near * far), step, other)
         return None
 
-    def _told(self, factor: float, step: float, other: Priced) -> Crossing:
+    def _crossing(self, factor: float, step: float, other: Priced) -> Crossing:
         now = min(link.bandwidth for link in self._model.cluster.links if link.kind == self._kind)
         below, above = (self._model.chosen, other) if step > 1 else (other, self._model.chosen)
         return Crossing(self._kind, now * factor, now, below, above)

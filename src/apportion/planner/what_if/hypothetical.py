@@ -124,8 +124,8 @@ class WhatIf:
 
     @cached_property
     def _places(self) -> list[tuple[tuple[str, ...], int]]:
-        """The places where something was priced, the largest first: where a number of workers was asked for, there are
-        only places of so many."""
+        """The places where something was priced, the largest first: where a number of workers was asked for, only
+        places with that number."""
         some = self.short_list if self.narrow else self.found
         return sorted(dict.fromkeys(map(_place, some)), key=lambda place: (-len(place[0]), -place[1]))
 

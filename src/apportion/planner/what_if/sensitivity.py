@@ -40,10 +40,10 @@ def sensitivities(
     model = WhatIf(found, chosen, profile, cluster, taught)
     if not model.here or not model.reliable:
         return ()
-    return (*map(_told, crossings(model)), *_batches(model), *_more(model, workers))
+    return (*map(_crossing_sentence, crossings(model)), *_batches(model), *_more(model, workers))
 
 
-def _told(crossing: Crossing) -> str:
+def _crossing_sentence(crossing: Crossing) -> str:
     where = "of memory between workers" if crossing.kind == "memory" else f"of {crossing.kind}"
     at_, here = rate(crossing.kind, crossing.bandwidth), rate(crossing.kind, crossing.now)
     if crossing.bandwidth > crossing.now:

@@ -82,8 +82,8 @@ class RolloutGrid:
             self.played.append(PlayTiming(device=self._device, together=self._together, environments=width, **found))
 
     def _playing(self, width: int, opening: float) -> float:
-        """Return the seconds that it takes at the least to open and play so many, from what others have taken. opening:
-        the seconds of opening one, as far as they are known."""
+        """Return the least seconds that opening and playing ``width`` environments takes, from what others have taken.
+        opening: the seconds of opening one, as far as they are known."""
         opening = opening if math.isfinite(opening) else 0.0
         a_step = max((t.environment + t.acting) / t.environments for t in self.played)
         return width * (opening + FEW_STEPS * a_step)
@@ -116,7 +116,7 @@ class RolloutGrid:
         )
 
     def _learning(self, frames: int) -> float:
-        """Return the seconds that learning from so many frames takes, if it takes as long a frame as the quickest did
-        that were measured."""
+        """Return the seconds that learning from ``frames`` frames takes, if a frame takes as long as in the fastest of
+        the measurements."""
         each = min((t.forward + t.backward) / (t.environments * t.steps) for t in self.learned)
         return frames * each + statistics.median(t.update for t in self.learned)

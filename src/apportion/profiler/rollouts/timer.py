@@ -1,4 +1,4 @@
-"""What a worker times of rollouts of another size: a step of so many environments, and the batch to learn from."""
+"""What a worker times of rollouts of another size: a step of their environments, and the batch to learn from."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class RolloutTimer:
         return self._own.rows(1).replace(inputs=found[0], targets=found[1])
 
     def played(self, environments: int, seconds: float) -> Message:
-        """Play so many environments for so many seconds: the seconds of a step in the environments (``environment``),
-        of acting (``acting``) and beside both (``beside``), and those of a rollout beside its steps (``a_rollout``);
-        ``opening``: those before the first step. ``refused``: the reason why there are not so many environments."""
+        """Play this number of environments for ``seconds``: the seconds of a step in the environments
+        (``environment``), of acting (``acting``) and beside both (``beside``), and those of a rollout beside its steps
+        (``a_rollout``); ``opening``: those before the first step. ``refused``: the reason why that many cannot be
+        opened."""
         mine = self._rollouts
         began = time.perf_counter()
         other = mine if environments == mine.environments else mine.resized(environments)
@@ -67,7 +68,7 @@ class RolloutTimer:
                 other.close()
 
     def _for(self, rollouts: Rollouts, seconds: float) -> dict[str, float]:
-        """Play rollouts of two lengths in turn for so many seconds, one of each at least."""
+        """Play rollouts of two lengths in turn for ``seconds``, one of each at least."""
         environment = acting = 0.0
         played, end = 0, time.perf_counter() + seconds
         rollouts.steps = 1

@@ -38,7 +38,7 @@ def write_plan_html(plan: Mapping[str, Any], path: str | Path) -> Path:
     folder."""
     path = Path(path)
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} into: make it first")
+        raise ValueError(f"the folder {path.parent} for {path.name} does not exist: make it first")
     write_page(path, plan_page(plan))
     return path
 

@@ -23,7 +23,7 @@ _ON_HOST = (
     f'command -v "${{p:-python3}}" >/dev/null 2>&1 || {{ echo "${{p:-python3}}" >&2; exit {NO_PYTHON}; }}; '
     't=${TMPDIR:-/tmp}; [ -d "$t" ] || t=/tmp; '  # a job may have one on its first node alone
     f'd=$(mktemp -d "$t/apportion-hosts-XXXXXXXXXX") || exit {NO_FOLDER}; '
-    # A shell says of a program that was killed that it was, and the driver says it too: this one says it to nobody.
+    # A shell reports a program that was killed, and the driver reports it too: the line of this shell is discarded.
     "trap : HUP INT TERM USR1; exec 3>&2 2>/dev/null; "
     f'(exec 2>&3 3>&-; PYTHONSAFEPATH=1 exec "${{p:-python3}}" -m {AGENT} "$d"); s=$?; rm -rf "$d"; exit $s'
 )

@@ -93,7 +93,7 @@ class HostsLauncher(Launcher, ABC):
     insecure: ClassVar[bool] = False
     """False: the ranks prove to each other that they know the secret of the run."""
     own_words: ClassVar[tuple[str, ...]] = ()
-    """What the lines begin with that the launcher's own program prints: ``why_lost`` reads them, and nobody else."""
+    """The prefixes of the lines that the launcher's own program prints: only ``why_lost`` reads such lines."""
 
     def __post_init__(self) -> None:
         self._must_be_whole("workers", "threads")
@@ -132,7 +132,7 @@ class HostsLauncher(Launcher, ABC):
         """Gives back what ``parsed`` has taken for these hosts, after the last agent has ended."""
 
     def threads_each(self, cores: int, ranks: int) -> int:
-        """Returns the threads of each of so many ranks of a host with so many cores."""
+        """Returns the number of threads of each of ``ranks`` ranks on a host with ``cores`` cores."""
         return self.threads if self.threads is not None else max(1, cores // ranks - self.loaders)
 
 

@@ -42,7 +42,7 @@ OWN_VARIABLES = frozenset((
 ELSEWHERE = ("/proc/", "/sys/", "/dev/")
 """The folders whose files are the system's and not the user's."""
 _SYSTEM = ("/lib", "/usr/lib", "/usr/share/locale", str(Path(sys.base_prefix).resolve()))
-"""The folders of what every process has mapped."""
+"""The folders of the libraries and data that every process maps."""
 FRAMES = 200
 """The number of callers that are looked at, from the innermost, to find whose code reads."""
 _SOURCE_READERS = frozenset(("linecache.py", "tokenize.py", "inspect.py", "traceback.py"))

@@ -110,7 +110,7 @@ def refusal(file: Path, recorded: object, folders: Sequence[Path]) -> str | None
         searched = " or ".join(map(str, folders)) or "and around the current folder there is neither of them"
         why = _why_not_below(file)
         if why is not None:
-            return f"the folder is no project (with {' or '.join(MARKS)}), and {why}"
+            return f"the folder is not a project (with {' or '.join(MARKS)}), and {why}"
         return f"it does not lie in a project of yours (a folder with {' or '.join(MARKS)}: {searched})"
     if not isinstance(recorded, str):
         return "run.json has no digest of it to compare with"

@@ -81,7 +81,7 @@ def pinned(
             for name in ("state.json", *model_files(checkpoint), *python_files(checkpoint)):
                 _link(checkpoint / name, made / name)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{checkpoint} is not whole: there is no {error.filename}") from error
+            raise CheckpointError(f"{checkpoint} is not whole: {error.filename} is missing") from error
         return made
 
     run, made = _read(Path(run_dir), None, linked)
@@ -184,7 +184,7 @@ def _factory(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Callab
         module = importlib.import_module(found) if isinstance(found, str) else found
     make = code_ownership.attribute(module, name)
     if not callable(make):
-        raise ValueError(f"{run.path}: there is no {name} in {place} any more; give load(..., model=...)")
+        raise ValueError(f"{run.path}: {place} has no {name} any more; give load(..., model=...)")
     return cast("Callable[[], nn.Module]", make)
 
 
@@ -210,7 +210,7 @@ def _place(
     if found is not None:
         return found
     if file is None:
-        raise ValueError(f"there is no module {place}: put it back, or give load(..., model=...)")
+        raise ValueError(f"module {place} does not exist: put it back, or give load(..., model=...)")
     if not trust:
         why = _not_own(place, file, (about.get(kind) or {}).get("sha256"), own)
         if why is not None:

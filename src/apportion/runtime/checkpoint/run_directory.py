@@ -120,7 +120,7 @@ class RunDirectory:
 
     def resume(self, fingerprint: Mapping[str, Any]) -> State:
         """Returns the newest state of this run. Raises ValueError where it was started with another workload;
-        CheckpointError where there is no checkpoint yet (``steps()`` is empty) or the newest cannot be trusted."""
+        CheckpointError where no checkpoint exists yet (``steps()`` is empty) or the newest cannot be trusted."""
         check_fingerprint(self.read_run().get("fingerprint", {}), fingerprint)
         if (self.checkpoints / "latest").is_dir():
             return self.restore("latest")
@@ -130,7 +130,7 @@ class RunDirectory:
         raise CheckpointError(f"{self.path} holds no checkpoint yet: start it again without resume=True")
 
     def read_run(self) -> dict[str, Any]:
-        """Returns what ``run.json`` holds. Raises ValueError where there is no run, CheckpointError where it cannot be
+        """Returns what ``run.json`` holds. Raises ValueError where no run exists, CheckpointError where it cannot be
         read."""
         path = self.path / "run.json"
         try:

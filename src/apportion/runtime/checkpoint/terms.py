@@ -24,8 +24,8 @@ class RunTerm(NamedTuple):
     number: int
     """The number of the term, 1 for the first start of a run."""
     start: str
-    """A name that no other start has: two that have taken the same number, since neither knew of the other, differ
-    in it."""
+    """A name that is unique to this start: two starts that took the same number, as neither knew of the other, have
+    different ones."""
 
 
 class RunWriter(NamedTuple):

@@ -244,7 +244,7 @@ def check_message(message: Mapping[str, Any]) -> None:
         if more := sorted(message["event"].keys() - EVENT.keys()):
             raise FrameError(f"an event has no field {more[0][:40]!r}")
         if (event := message["event"]["kind"]) not in _DATA:
-            raise FrameError(f"there is no event of kind {event[:40]!r}")
+            raise FrameError(f"unknown kind of event: {event[:40]!r}")
         _check(f"event, {event}", message["event"]["data"], _DATA[event])
 
 

@@ -181,7 +181,7 @@ class HostRanks:
                 self._spare = Spare(self._task(SPARE_PROGRAM, self._payload, environment))
 
     def _stand_by(self, waits: threading.Event) -> None:
-        """Reports that this host is ready once the spare can fork ranks at once, or there will be none that can."""
+        """Reports that this host is ready: once its spare can fork ranks, or it has no spare, or the time is up."""
         self._look_after_spare()
         end = time.monotonic() + STAND_BY_SECONDS
         while self._spare is not None and not self._spare.ready and time.monotonic() < end:

@@ -60,7 +60,7 @@ class HostsVerb(StartedHosts):
             action = pool.action()
             if isinstance(action, Finish):
                 self._hear_out(pool, range(pool.ranks))
-                return self._told()
+                return self._reported_value()
             if isinstance(action, Stop):
                 self._hear_out(pool, [action.rank])
                 raise self._error(action, pool)
@@ -86,7 +86,7 @@ class HostsVerb(StartedHosts):
         elif message["kind"] == "raised" and "error" in message:
             self._errors[rank] = message["error"]
 
-    def _told(self) -> Any:
+    def _reported_value(self) -> Any:
         if self._result is None:
             raise ApportionError(
                 f"host {self._agents[0].host}: rank 0 has ended without a result, or it has more than "

@@ -58,7 +58,7 @@ class Local(Launcher):
         return (torch.cuda.device_count() if self.device != "cpu" else 0) or usable_cores()
 
     def threads_each(self, ranks: int) -> int:
-        """Returns the threads of each of so many ranks: never more runnable ones than cores, unless asked for."""
+        """Returns the number of threads of each of ``ranks`` ranks: no more than the cores in all, unless asked for."""
         if self.threads is not None:
             return self.threads
         share = max(1, usable_cores() // ranks - self.loaders)

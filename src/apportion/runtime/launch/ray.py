@@ -64,7 +64,7 @@ class Ray(HostsLauncher):
 
     def parsed(self) -> list[RunHost]:
         """Returns the nodes on which Ray has reserved the cores of the run, the driver's own first. Raises
-        ApportionError where there is no cluster, or not so many cores are free."""
+        ApportionError where no cluster is found, or not enough cores are free."""
         cluster = _Cluster(_imported(), self.address)
         try:
             return list(cluster.placed(self._bundles(cluster.nodes()), self.workers))
@@ -74,7 +74,7 @@ class Ray(HostsLauncher):
 
     def _bundles(self, nodes: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
         """Returns what the run needs on each of its nodes. ``nodes``: what each node has. Raises ApportionError where
-        there are not so many nodes."""
+        the cluster has fewer nodes."""
         wanted = self.nodes if self.nodes is not None else len(nodes)
         if wanted > len(nodes) or not nodes:
             raise ApportionError(
@@ -284,7 +284,7 @@ class _CarriedAgent:
         self._status: int | None = None
         self._ended = threading.Event()
         given, taken = os.pipe(), [os.pipe(), os.pipe()]
-        self.stdin: IO[bytes] = open(given[1], "wb")  # noqa: SIM115 (closed by whoever talks to the agent)
+        self.stdin: IO[bytes] = open(given[1], "wb")  # noqa: SIM115 (closed by the caller)
         self.stdout, self.stderr = (open(read, "rb") for read, _ in taken)  # noqa: SIM115 (the same)
         self._threads = [
             threading.Thread(target=self._give, args=(given[0],), daemon=True),

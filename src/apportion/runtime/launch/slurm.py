@@ -68,7 +68,7 @@ class Slurm(HostsLauncher):
 
     def start(self, host: RunHost) -> subprocess.Popen[bytes]:
         """Starts the agent of a node. Its standard input and output are the connection to it, and closing the input
-        ends it. Raises ApportionError where there is no srun here."""
+        ends it. Raises ApportionError where srun is not installed."""
         if shutil.which("srun") is None:
             raise ApportionError(
                 "srun is not on PATH: load Slurm's module, or install it (apt-get install slurm-client)"

@@ -21,7 +21,7 @@ SSH_FAILED = 255
 """The exit status of ssh for what went wrong with the connection itself."""
 _OPTIONS = (
     *("-T", "-a", "-x"),
-    *("-o", "BatchMode=yes"),  # a question would wait for an answer that nobody can give
+    *("-o", "BatchMode=yes"),  # a question would wait for ever: no user could answer it
     *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),  # a host that has vanished is noticed in 15 s
     *("-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none"),
@@ -106,7 +106,7 @@ class Ssh(HostsLauncher):
 
     def start(self, host: RunHost) -> ConnectionProcess:
         """Starts the agent of a host. Its standard input and output are the connection to it, and closing the input
-        ends it. Raises ApportionError where there is no ssh here."""
+        ends it. Raises ApportionError where ssh is not installed."""
         if shutil.which("ssh") is None:
             raise ApportionError("ssh is not on PATH: install it (Debian: apt-get install openssh-client)")
         return ConnectionProcess.begin(self.command(host))
@@ -128,8 +128,8 @@ def parse_host(text: str, workers: int | None) -> RunHost:
     found = _HOST.fullmatch(place) if bool(equals) == bool(python) else None
     if found is None or text.startswith("-"):
         raise ValueError(
-            f"{text!r} is no host: write host, user@host or user@host:workers, [...] around an address of IPv6, and "
-            "=/path/of/python behind it where a host has an interpreter of its own"
+            f"{text!r} is not a valid host: write host, user@host or user@host:workers, [...] around an "
+            "address of IPv6, and =/path/of/python behind it where a host has an interpreter of its own"
         )
     name = found["name"].removeprefix("[").removesuffix("]")
     if found["workers"] is not None:

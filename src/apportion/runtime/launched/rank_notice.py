@@ -83,7 +83,7 @@ class RankNotice:
             self.control.notice = number
             self._late.put(number)
         elif number == signal.SIGHUP:
-            return  # a shell passes on the one that it gets: a second one is no second request
+            return  # a shell passes on the one that it gets: a second one does not count as a second request
         elif now - self._at > SAME_SECONDS and not (self.control.ending and self._first_again()):
             self._handlers.restore()
             os.kill(os.getpid(), number)  # as if nothing were there to be saved
@@ -136,7 +136,7 @@ class RankNotice:
             self._late.get(timeout=LATE_SECONDS)
         except queue.Empty:
             if self.control.ending or (step := self._saved()) is None:
-                return  # the ranks are waited for, for as long as whoever has sent the signal lets them
+                return  # the ranks are waited for, for as long as the sender of the signal lets them run
             text = f"{cause_of(raised_by(number))}; step {step} is saved\ngo on with: {self.control.resume}\n"
             with suppress(OSError, ValueError, AttributeError):  # the terminal may be what has ended the run
                 sys.stderr.write(text)

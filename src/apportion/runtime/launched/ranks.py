@@ -30,7 +30,7 @@ class StepPool(Protocol):
 
     def answers(self, kind: str, seconds: float) -> list[Message]:
         """Returns one message of this kind from every rank, by rank. Raises what a rank fails with, and WorkerFailed
-        where one does not answer within so many seconds."""
+        where one does not answer within ``seconds``."""
 
     def close(self) -> None:
         """Ends the steps, and the processes where they were started for them."""

@@ -121,7 +121,7 @@ class RunningRanks(Ranks):
 
     def answers(self, kind: str, seconds: float) -> list[Message]:
         """Returns one message of this kind from every rank, by rank. Raises what a rank fails with, and WorkerFailed
-        where one does not answer within so many seconds."""
+        where one does not answer within ``seconds``."""
         given: dict[int, Message] = {}
         end = time.monotonic() + seconds
         while len(given) < self.size:
@@ -235,8 +235,8 @@ def _kill(pool: WorkerPool) -> None:
 
 
 def local_layout(strategy: Strategy, ranks: int) -> Local:
-    """Returns the layout of a strategy on exactly so many ranks, as if they were local processes. Raises ValueError
-    where it does not run on so many."""
+    """Returns the layout of a strategy on exactly ``ranks`` ranks, as if they were local processes. Raises
+    ValueError where it does not run on that many."""
     workers = next((n for n in range(1, ranks + 1) if strategy.ranks(n) == ranks), None)
     if workers is None or (strategy.one_process and ranks > 1):
         why = "runs in one process" if strategy.one_process else f"needs at least {strategy.ranks(1)}"

@@ -68,7 +68,7 @@ class StepFollower:
     def _listen(self) -> None:
         while (order := self._link.commands.get()) is not None:
             self._ending = order["kind"] in ("end", *ENDINGS)
-            if self._ending:  # whoever waits for a rank that has failed would wait for ever
+            if self._ending:  # a rank that waits for one that has failed would wait for ever
                 self._abandon()
                 self.commands.put({"kind": "close"})
                 if order["kind"] == "end":
@@ -85,7 +85,7 @@ class StepFollower:
             return order
         try:
             self._folder = tempfile.mkdtemp(prefix="apportion-check-")
-        except OSError:  # whoever writes there tells so
+        except OSError:  # writing to the original path then fails, and reports it
             return order
         return {**order, "path": str(Path(self._folder, _WRITTEN))}
 
@@ -124,7 +124,7 @@ class StepFollower:
             self._link.send({"kind": "ended"})
 
     def _tell(self, error: BaseException) -> None:
-        """Tells rank 0 what went wrong, once; nobody waits for this rank any more."""
+        """Reports to rank 0 what went wrong, once; no rank waits for this one from then on."""
         if not self._failed:
             self._failed = True
             with suppress(OSError):  # rank 0 is gone, which ends this rank too

@@ -133,7 +133,7 @@ class ProofLimits:
 
     def lengthen(self, rows: int, seconds: float, times: float) -> None:
         """Gives the proof its share of the run, as far as its own steps tell how long the run will be: one of them took
-        so many seconds for so many rows, and the run has ``times`` as many."""
+        ``seconds`` for ``rows`` rows, and the run has ``times`` as many."""
         self._steps.record_step(rows, seconds)
         if self._deadline is not None:
             run = self._run_steps * self._steps.run_step(times)
@@ -146,8 +146,8 @@ class ProofLimits:
         return rows if not seconds else int(rows * max(1.0, share * self.seconds_left / (WARMING * seconds)))
 
     def step(self, seconds: float, share: float, ahead: int) -> None:
-        """Notes a step of the proof, which is so large a share of it. Raises OutOfTimeError where the first one took so
-        many seconds that those ``ahead`` cannot end in time."""
+        """Notes a step of the proof, which is this share of it. Raises OutOfTimeError where the first step took so long
+        that those ``ahead`` cannot end in time."""
         first = self._progress == 0.0
         self._progress += share
         if not self._least and first and seconds / WARMING * ahead > self.seconds_left:

@@ -22,7 +22,7 @@ from apportion.core.sampler import mix
 GRID = 1e4
 """The number of steps to 1 at which a projection of a row is distinguished from another: far above rounding."""
 MOST_PAIRS = 4096
-"""The most places of two dimensions that are drawn for one by one."""
+"""The most pairs of rows for which numbers are drawn pair by pair."""
 TOGETHER = ("multinomial",)
 """The operations of which a whole row of the first dimension is one draw."""
 Seed = int
@@ -292,4 +292,5 @@ _ALIKE: dict[str, Callable[[Sequence[Any], dict[str, Any]], Any]] = {
     "multinomial": lambda args, kwargs: args[0].topk(args[1], -1).indices,
     "randperm": lambda args, kwargs: torch.arange(args[-1] if len(args) == 1 else args[0]),
 }
-"""The operations that take a share, a mean or weights for each place, or give whole numbers without a shape."""
+"""The operations that need a function of their own: they take a probability, a mean or weights for each element, or no
+shape."""

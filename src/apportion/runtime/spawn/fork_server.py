@@ -21,7 +21,7 @@ from typing import Any, final
 from apportion.comm.channel import Lines
 from apportion.process import die_with_parent, in_slurm_job, outlive_notice
 from apportion.runtime.spawn.imports import import_modules, note_beginning
-from apportion.runtime.spawn.stacks import print_stacks_when_told
+from apportion.runtime.spawn.stacks import print_stacks_on_signal
 
 _STRANGERS = 1000
 """The number of ended processes that are remembered though nothing has asked about them."""
@@ -134,7 +134,7 @@ class ForkServer:
             # The worker leads a group of its own, by which it is killed with all that it has started; Ctrl-C at the
             # terminal does not reach it.
             os.setsid()
-            print_stacks_when_told()
+            print_stacks_on_signal()
             # After setsid, and with a look at the parent: it may have died since the fork, before the kernel was asked.
             die_with_parent(parent)
             _set_environment({**self._sets, **message["environment"]})

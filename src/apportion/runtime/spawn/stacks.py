@@ -14,7 +14,7 @@ PRINT_SECONDS = 0.05
 _waits = threading.Event()  # never set
 
 
-def print_stacks_when_told() -> None:
+def print_stacks_on_signal() -> None:
     """Has this process, and what is forked from it, print the stacks of all its threads to standard error on SIGUSR2,
     also while it is in a call that does not return."""
     faulthandler.register(signal.SIGUSR2, all_threads=True)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 _GONE = frozenset((errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF, errno.ECONNRESET))
-"""What a write raises where there is no terminal, pipe or socket any more."""
+"""What a write raises where its terminal, pipe or socket is gone."""
 
 
 class _Lasting(io.FileIO):

@@ -203,7 +203,7 @@ class _Evidence:
 def _with_losses(seen: _Evidence, policy: Policy, survives: bool) -> Action:
     for loss in seen.losses:
         if sum((before.rank, before.step) == (loss.rank, loss.step) for before in seen.before) + 1 >= REPEATS:
-            often = f"it has happened {REPEATS} times at step {loss.step}, which is no accident"
+            often = f"it has happened {REPEATS} times at step {loss.step}, which is not an accident"
             return Stop(loss.rank, f"{loss.cause}; {often}")
     if len(seen.before) + len(seen.losses) > policy.max_restarts:
         first, most = seen.losses[0], policy.max_restarts

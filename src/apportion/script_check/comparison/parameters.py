@@ -1,5 +1,5 @@
-"""The parameters that networks begin with, the same on all ranks, and after a load those that were saved; and those
-that optimizers hold: of the networks that are trained, or other tensors of the same shapes."""
+"""Findings about parameters: ranks that begin with different ones, networks that have others after a load than were
+saved, and optimizers that hold other tensors than the parameters of the trained networks."""
 
 from __future__ import annotations
 

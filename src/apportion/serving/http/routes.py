@@ -101,7 +101,7 @@ class App:
 
     def _known(self, parts: Sequence[str], model: str) -> tuple[str, ...]:
         if model not in self._models:
-            raise HTTPError(404, f"there is no model {shown(model)}: it is one of {', '.join(self._models)}")
+            raise HTTPError(404, f"model {shown(model)} does not exist: it is one of {', '.join(self._models)}")
         if len(parts) > 4 and parts[3] == "versions" and parts[4] != VERSION:
             raise HTTPError(404, f"model {model!r} has no version {shown(parts[4])}: it is {VERSION!r}")
         return self._models[model]

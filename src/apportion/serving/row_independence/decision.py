@@ -1,9 +1,8 @@
 """The decision whether requests to a member are computed together. What is undecided is computed one by one.
 
-Trials whether a network gives for rows together what it gives for each of them alone.
-
-What has been read from the graph is held to the network as it runs: with rows that differ in value, in kind and in
-magnitude, since a range, a mean or a count of all rows is seen only where another row changes it.
+They are where the network gives for rows together what it gives for each of them alone. That is read from its graph,
+and then tried on the network itself: with rows that differ in value, in kind and in magnitude, since a range, a mean or
+a count over all rows shows only where another row changes it.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def remembers(program: Runtime, row: Sequence[Array], *, quantized: bool = False
 
 
 def _begin_random_numbers_again() -> None:
-    """Have a module of torch draw the same numbers each time: those are no memory."""
+    """Seed torch, where it is imported, so that a module draws the same numbers each time: draws are not memory."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
 

@@ -193,7 +193,7 @@ def _check_read(graph: Any, nodes: Sequence[Any], versions: Mapping[str, int]) -
     if graph.sparse_initializer:
         raise RowsMixed("it has sparse weights, which are not read")
     if versions.get("", LEAST_OPSET) < LEAST_OPSET:
-        raise RowsMixed(f"its operators are of version {versions['']}, of {LEAST_OPSET} at least that are read")
+        raise RowsMixed(f"its operators are of version {versions['']}, and only {LEAST_OPSET} or newer are read")
     for node in nodes:
         if node.op_type in OVER_ALL_ROWS:
             raise RowsMixed(f"{_named(node)} {OVER_ALL_ROWS[node.op_type]}")

@@ -1,9 +1,8 @@
 """The runtime for a model on another server of the Open Inference Protocol. The deadline goes with the request.
 
-A thread that calls a function at a time of ``time.monotonic``, unless it is set to another time before.
-
-The deadline that it watches changes every few milliseconds and seldom passes. So the thread is not woken for
-a later time, or of none: it wakes at the time it knew, looks, and sleeps on.
+``Alarm`` is a thread that calls a function at a deadline, a time of ``time.monotonic``. The deadline is moved every few
+milliseconds and seldom passes, so the thread is not woken where it is moved to a later time or cleared: it wakes at the
+time that it knew, finds that nothing is due, and sleeps on.
 """
 
 from __future__ import annotations

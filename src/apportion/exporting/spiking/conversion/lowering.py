@@ -34,7 +34,7 @@ _CURES = {
     "recurrent": "its state and gates are no rates; use convolutions or linear layers over a window of time",
     "norm": "it takes its statistics from each example, which no weights can hold; use BatchNorm2d",
     "activation": "a rate is at least 0 and linear in the current; use ReLU or ReLU6",
-    "other": "there is no rule for it; build the net of convolutions, linear layers, BatchNorm2d, ReLU, average pools "
+    "other": "no rule converts it; build the net of convolutions, linear layers, BatchNorm2d, ReLU, average pools "
     "and sums",
 }
 _OF_OPERATORS = {

@@ -72,7 +72,7 @@ class Dialect:
     def _check_neurons(self, node: Neurons) -> None:
         if node.reset == "signed" != self.reset:
             raise ValueError(
-                f"{layer_of(node)} takes spikes back, which no NIR node says: convert the network with "
+                f"{layer_of(node)} takes spikes back, which no NIR node can express: convert the network with "
                 "neurons of one sign"
             )
         if (node.reset, node.strictly) != (self.reset, self.strictly):

@@ -112,12 +112,12 @@ class Say(IntEnum):
     ADD = 54
     """Asks rank 0 to have a copy: the range, the rank, the epoch, the rank of the copy."""
     VIEW = 55
-    """Tells the epoch, the rank that answers, the rank of its copy (NOBODY: none), and whether the range is lost."""
+    """Tells the epoch, the rank that answers, the rank of its copy (NO_RANK: none), and whether the range is lost."""
 
 
 CONTROL = -1
 """The number in place of a worker's, in a conversation that belongs to no worker."""
-NOBODY = -1
+NO_RANK = -1
 MOST_BATCHES = 1 << 16
 """The most batches of one push."""
 PIECE_BYTES = 4 << 20

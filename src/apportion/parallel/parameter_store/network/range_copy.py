@@ -1,4 +1,4 @@
-"""The copy of a range on another host: what its server tells it before anybody else learns of it."""
+"""The copy of a range on another host, which learns of every change from its server before a worker does."""
 
 from __future__ import annotations
 

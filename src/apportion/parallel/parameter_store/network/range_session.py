@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.messages import CONTROL, NO_RANK, REPLY_SECONDS, Say
 from apportion.parallel.parameter_store.network.range_copy import gradient_pieces
 from apportion.parallel.parameter_store.network.range_state import NO_TICKET, StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
@@ -77,7 +77,7 @@ class RangeSession:
             except PeerLost as error:
                 if self._closed:
                     raise
-                patience = LOST_SECONDS if self._met and view.copy == NOBODY else START_SECONDS
+                patience = LOST_SECONDS if self._met and view.copy == NO_RANK else START_SECONDS
                 if time.monotonic() - began > patience:
                     raise StateLost(self._said_lost(view)) from error
             if time.monotonic() - began > patience:

@@ -60,7 +60,7 @@ class ShardLink(PeerSocket):
         self._push(socket.MSG_DONTWAIT)
 
     def flush(self, seconds: float = math.inf) -> None:
-        """Wait until everything has been sent. Raises PeerLost where there is no room for that many seconds."""
+        """Wait until everything has been sent. Raises PeerLost where nothing can be sent for that many seconds."""
         if self._sends:
             self._wait_at_most(seconds)
             self._push(0)

@@ -12,7 +12,7 @@ from typing import final
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.messages import CONTROL, NO_RANK, REPLY_SECONDS, Say
 from apportion.parallel.parameter_store.network.range_copy import RangeCopy, follow_order, receive_stage
 from apportion.parallel.parameter_store.network.range_server import RangeServer
 from apportion.parallel.parameter_store.network.range_session import RangeSession
@@ -314,7 +314,7 @@ class ShardServers:
             if view.lost:
                 return
             state = self._state(number)
-            epoch = NOBODY
+            epoch = NO_RANK
             try:
                 link = ShardLink(self._doors.dial(view.primary, DIAL_SECONDS), self._doors.describe(view.primary))
                 with self._lock:
@@ -327,7 +327,7 @@ class ShardServers:
                 if self.closed.is_set():
                     return
             self._following.pop(number, None)
-            if epoch != NOBODY:
+            if epoch != NO_RANK:
                 view = self.views.ask(Say.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
                 if view.primary == self.rank:
                     self._serve(number, state, view)

@@ -16,7 +16,7 @@ from typing import final
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import NOBODY, Say
+from apportion.parallel.parameter_store.network.messages import NO_RANK, Say
 from apportion.parallel.parameter_store.network.shard_link import Message, ShardLink
 
 ASK_SECONDS = 5.0
@@ -31,7 +31,7 @@ class RangeView:
 
     epoch: int
     primary: int
-    copy: int = NOBODY
+    copy: int = NO_RANK
     lost: bool = False
 
     @property
@@ -50,7 +50,7 @@ class RangeView:
     def entered(self, rank: int) -> RangeView:
         """Return the view after a server's process has begun where another one of its rank had been."""
         if rank == self.primary:
-            if self.copy == NOBODY:
+            if self.copy == NO_RANK:
                 return replace(self, epoch=self.epoch + 1, lost=True)
             return RangeView(self.epoch + 1, self.copy)
         return RangeView(self.epoch + 1, self.primary, lost=self.lost) if rank == self.copy else self

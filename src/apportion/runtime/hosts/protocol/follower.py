@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 
 class TakenTable(NamedTuple):
-    """What an agent does for a table that it takes."""
+    """The changes of processes that a new table of slots demands of an agent."""
 
     fresh: list[int]
     """The slots in which new processes begin."""

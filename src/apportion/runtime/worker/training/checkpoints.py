@@ -70,7 +70,7 @@ class RunCheckpoints:
         self.directory = directory
         """The run directory that this rank writes; None: none."""
         self.saver = Saver(directory, self._job.policy.keep, str(self._job.strategy))
-        """The writer of the states, which writes nothing where there is no directory."""
+        """The writer of the states, which writes nothing without a directory."""
 
     def take_over(self, directory: RunDirectory | None) -> None:
         """Writes this run directory from now on, where this rank takes the place of one that has died."""
