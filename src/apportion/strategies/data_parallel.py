@@ -345,7 +345,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self.gradient_update.loaded()
 
     def rejoin(self, world: World) -> None:
-        self._sit(world)
+        self._join_world(world)
         self._attendance.group = self._group
         if self._measured is not None:
             self._measured.start_over(world.rank, world.size)

@@ -243,7 +243,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
             raise StateLost("a worker was lost before the first update: there is nothing to go on from")
         # A rank that was one update further, because rank 0 died before it had kept that, makes it again.
         self._load(state)
-        self._sit(world)
+        self._join_world(world)
         self._sum.rejoin(self._group)
 
     def committed(self) -> State | None:

@@ -38,13 +38,13 @@ class StoreMembership:
         self.workers: list[int] = []
         """The slots of the workers, in the order of their ranks."""
         self._survivor = self._was_in = False
-        self._sit(world)
+        self._join_world(world)
 
     def check(self) -> None:
         """Raise where the world has changed."""
         self.world.check()
 
-    def _sit(self, world: World) -> None:
+    def _join_world(self, world: World) -> None:
         self.world = world
         self.store.deal.waiting = lambda: world.group().waiting if world.members is not None else None
         self.entered = False
@@ -54,7 +54,7 @@ class StoreMembership:
     def rejoin(self, world: World) -> None:
         """Take a place in another world. Nothing is waited for here: what the dead have begun is ended by who comes
         next, on its way in."""
-        self._sit(world)
+        self._join_world(world)
         self._survivor = self._was_in
 
     def enter(self, forget: Callable[[], None], meet: Callable[[], None]) -> None:

@@ -125,7 +125,7 @@ class _Convolve(Function):
         at_edge, around = geometry.without_padding(dim - 2), []
         for rows, work, edge in halos.values():
             work.wait()
-            around.append(_among(rows, edge, dim))
+            around.append(_zero_padded(rows, edge, dim))
             part = at_edge.forward(around[-1], weight, None)
             y.narrow(dim, edge.outputs.start, edge.outputs.n).add_(part)
         for _, sent in sends:
@@ -180,7 +180,7 @@ def _send(rows: Tensor, to: int, group: Group) -> tuple[Tensor, Work]:
     return rows, group.send(rows, to)
 
 
-def _among(rows: Tensor, edge: Edge, dim: int) -> Tensor:
+def _zero_padded(rows: Tensor, edge: Edge, dim: int) -> Tensor:
     """All rows that the outputs at an edge read, of which only the neighbour's are not zero."""
     return pad_dim(rows, dim, edge.offset, edge.length - edge.offset - edge.rows)
 
@@ -206,7 +206,9 @@ class Conv:
     mode: str = "zeros"
 
     @classmethod
-    def of(cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mode: str = "zeros") -> Conv:
+    def from_arguments(
+        cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mode: str = "zeros"
+    ) -> Conv:
         dims = weight.dim() - 2
         dilations = each(dilation, dims)
         if padding == "same":

@@ -35,7 +35,7 @@ class Pool:
     ceil: bool = False
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, dims: int, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil: bool = False
     ) -> Pool:
         kernels = each(kernel, dims)
