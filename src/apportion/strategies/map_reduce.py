@@ -139,7 +139,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
     def __init__(self, workload: Workload, world: World, part: int) -> None:
         self._part, self._looks = part, not world.under_way
         super().__init__(workload, world)
-        self._replica.begin(first=True)
+        self._replica.begin_batch(first=True)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
@@ -172,7 +172,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
         """
         replica = self._replica
         replica.reseed(batch.step)
-        replica.begin()
+        replica.begin_batch()
         self._batch = batch
         for p in replica.trainable():
             p.grad = None

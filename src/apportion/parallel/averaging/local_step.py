@@ -24,7 +24,7 @@ from apportion.parallel.averaging.coordinator import OpenRounds, Refuse
 from apportion.parallel.averaging.exchange import OpenExchange
 from apportion.parallel.averaging.rounds import AveragingRound, Exchange
 from apportion.parallel.averaging.shared import SharedAverage, can_share
-from apportion.parallel.replica.forward_state import moved
+from apportion.parallel.replica.forward_state import moved_tensors
 from apportion.parallel.replica.replica import called
 from apportion.parallel.replica.step import OneDeviceStep
 
@@ -56,7 +56,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
             raise ValueError('an optimizer called "outer" is local_sgd\'s own: give yours another name')
         self._averages_slots, self._late = averaging.averages_slots, averaging.late
         first, model = self.source.at(0), self.model
-        beside = moved(model, self._replica.trainable(), lambda: called(workload, model, first, world.device))
+        beside = moved_tensors(model, self._replica.trainable(), lambda: called(workload, model, first, world.device))
         self._frame = ReplicaTensors(self._replica, averaging.outer, beside)
         self._exchange = self._make_exchange(world, averaging)
         self.lockstep = isinstance(self._exchange, CollectiveAverage)

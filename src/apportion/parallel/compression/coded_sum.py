@@ -78,11 +78,11 @@ class CodedSum(HostSum):
                 self._scatter(own, hosts)
         hosts.share(flat)
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return dict(self._errors)
 
-    def keep(self, kept: Mapping[str, Tensor]) -> None:
-        self._errors = self._no_errors() | {name: tensor.clone() for name, tensor in kept.items()}
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._errors = self._no_errors() | {name: tensor.clone() for name, tensor in state.items()}
 
     def _no_errors(self) -> dict[str, Tensor]:
         return {name: torch.empty(0, dtype=self._dtype) for name in ("own", "sum") if self._keeps_errors}
@@ -146,7 +146,7 @@ class CodedSum(HostSum):
     def _keep_errors(
         self, name: str, numbers: Tensor, codes: Sequence[tuple[Tensor, Tensor]], exact: Tensor | None
     ) -> None:
-        def of(part: Tensor) -> Tensor:
+        def errors_of(part: Tensor) -> Tensor:
             begin = part.storage_offset() - numbers.storage_offset()
             return left[begin : begin + part.numel()]
 
@@ -156,9 +156,9 @@ class CodedSum(HostSum):
         else:
             left = self._errors[name] = numbers.clone()
         for part, code in codes:
-            self._codec.add(code, of(part), times=-1.0)
+            self._codec.add(code, errors_of(part), times=-1.0)
         if exact is not None:
-            of(exact).zero_()
+            errors_of(exact).zero_()
         if not math.isfinite(left.sum().item()):  # a gradient that is not finite shows in the sum, and is over with it
             left.nan_to_num_(0.0, 0.0, 0.0)
 

@@ -46,7 +46,7 @@ class GroupsStep(Step, Recoverable):
     ) -> None:
         refuse(workload)
         self.rank, self.device, self._world = world.rank, world.device, world
-        self._place = place = ReplicaGroup.of(world, how_many(of, replicas, world.size))
+        self._place = place = ReplicaGroup.split(world, how_many(of, replicas, world.size))
         self._inner = inner = build_split(of, workload, place.within)
         self.model, self.optimizers, self.source = inner.model, inner.optimizers, inner.source
         self._worker = worker = StoreWorker(workload, world.device, split=inner)
@@ -111,8 +111,8 @@ class GroupsStep(Step, Recoverable):
         store = self._store
         if not self._pulled:
             self._pull()
-        store.deal.open(number)
-        store.deal.note(store.pulled)
+        store.queue.record_taken(number)
+        store.queue.record_versions(store.pulled)
         batch = self.source.at(number, WHOLE)
         self._own = self._worker.compute(batch, self._gradients, store.change, first=True, alone=False)
         return self._own[0]
@@ -170,7 +170,7 @@ class GroupsStep(Step, Recoverable):
         return self._inner.gathered(own)
 
     def load_state_dict(self, state: State) -> None:
-        start = self._worker.load(self._inner.own(state))
+        start = self._worker.load(self._inner.own_part(state))
         everyone = self._world.group()
         everyone.barrier()
         if self._place.replica == 0:

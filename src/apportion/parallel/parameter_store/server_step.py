@@ -46,7 +46,7 @@ class ServerStep(Step, Recoverable):
         pid.withdraw()
         here.place = self._server.place
         pid.publish(os.getpid())
-        self._store.deal.tell()
+        self._store.queue.wake_all()
 
     def _check(self) -> None:
         self._world.check()
@@ -69,7 +69,7 @@ class ServerStep(Step, Recoverable):
         lines = self._store.memory.lines
         # Workers take as long as they like: what they wait for has deadlines of its own.
         while not all(lines[slot].ended for slot in working):
-            self._store.deal.look()
+            self._store.queue.sleep_until_woken()
             if self._server.error is not None:
                 raise self._server.error
 
@@ -98,7 +98,7 @@ class ServerStep(Step, Recoverable):
 
     def log(self) -> tuple[PushLog]:
         """Return the log of all pushes, while no worker pushes."""
-        return (PushLog.of(self._store),)
+        return (PushLog.from_store(self._store),)
 
     def held(self) -> Held:
         return Held(self._store.nbytes, 0)

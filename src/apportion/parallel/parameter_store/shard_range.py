@@ -1,4 +1,4 @@
-"""The part of a store's shards that one server has."""
+"""The shards of a store that one server has, and the chunks of them that travel together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Range:
         self._bounds, self._most = extent.layout.bounds, extent.layout.shards
         self._step = max(1, chunk_bytes // (extent.layout.dtype.itemsize * (self._bounds[1] - self._bounds[0])))
 
-    def of(self, flat: Tensor) -> Tensor:
+    def part_of(self, flat: Tensor) -> Tensor:
         """Return the server's part of a flat vector."""
         return self._part(flat, self.first, self.last)
 

@@ -115,7 +115,7 @@ class CommittedShards:
             self._packed = packed
         memory = self._memory(self._world.slot, version, packed.nbytes)
         if version not in self._views:
-            self._views[version] = packed.begin(memory)
+            self._views[version] = packed.write_head(memory)
         packed.write(memory, self._views[version], state)
         return packed.nbytes
 

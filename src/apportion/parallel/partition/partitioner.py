@@ -139,7 +139,7 @@ class Partitioner:
         del plain, outputs
         replica = self._replica(full, made, part, world)
         pieces, group = full.pieces(replica.model, part.pieces), world.group()
-        layout = ShardLayout.of(gather_messages(pieces, group, device=world.device))
+        layout = ShardLayout.from_plain(gather_messages(pieces, group, device=world.device))
         refuse_optimizers(replica.optimizers, replica.optimizers.searching, layout, group.size)
         _refuse_divided_hooks(hooks, pieces)
         if compares:

@@ -100,7 +100,7 @@ class ReplicatedStep(Step, Recoverable):
 
     def _divide(self, world: World) -> ReplicaGroup:
         number = how_many_are_left if world.under_way else how_many
-        return ReplicaGroup.of(world, number(self._of, self._asked, world.size))
+        return ReplicaGroup.split(world, number(self._of, self._asked, world.size))
 
     @collective
     def _settle(self, world: World, place: ReplicaGroup) -> None:
@@ -207,7 +207,7 @@ class ReplicatedStep(Step, Recoverable):
     def load_state_dict(self, state: State) -> None:
         self._inner.load_state_dict(state)
         carry = self._inner.replica.carry
-        self._own_rows = carry.held if carry is not None else 0
+        self._own_rows = carry.row_count if carry is not None else 0
         self._keep()
 
     def _keep(self) -> None:
@@ -222,7 +222,7 @@ class ReplicatedStep(Step, Recoverable):
             self._inner.move(place.within)
             self._settle(world, place)
         assert self._committed is not None
-        self.load_state_dict(self._inner.together(self._committed.latest()))
+        self.load_state_dict(self._inner.join_parts(self._committed.latest()))
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
         return self._inner.fingerprint(workload)

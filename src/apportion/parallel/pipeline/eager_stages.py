@@ -73,7 +73,7 @@ class OwnStages(StagePart):
         self.model, self.pieces = held(model, (self._trains, self._evaluates), bounds, world.rank)
         self._trained = [module for module in model.modules() if module.training]
         self._products = Products(())
-        self.ends = StageLinks.of(world.group(), world.device)
+        self.ends = StageLinks.connect(world.group(), world.device)
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
         def stretch(*received: Any) -> Any:

@@ -38,7 +38,7 @@ class StageLinks:
 
     @classmethod
     @collective
-    def of(cls, group: Group, device: torch.device) -> StageLinks:
+    def connect(cls, group: Group, device: torch.device) -> StageLinks:
         """The links of the stage that a rank is. Called by all ranks of the group."""
         first, last = group.rank == 0, group.rank == group.size - 1
         ahead = group.beside and device.type == "cpu"  # NCCL's next message would stand in the way of all others

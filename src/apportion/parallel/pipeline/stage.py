@@ -150,7 +150,7 @@ class Stages(StagePart):
             adopt_the_rest(self.model, model, graph)
         # Of a whole batch they would keep all inputs until the end.
         self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
-        self.ends = StageLinks.of(world.group(), world.device)
+        self.ends = StageLinks.connect(world.group(), world.device)
 
     def _cut(
         self, model: nn.Module, graph: fx.Graph, evaluated: fx.Graph, inputs: Any, stateful: Sequence[str]

@@ -76,8 +76,8 @@ class WavefrontPart(Part):
         """Let go of the tensors that other ranks hold; returns the shards of those whose gradients come from two
         ranks."""
         cut, path = self._cut, self._cut.path
-        before = cut.held(cut.training.before) | cut.held(cut.evaluation.before)
-        after = cut.held(cut.training.after) | cut.held(cut.evaluation.after)
+        before = cut.used_names(cut.training.before) | cut.used_names(cut.evaluation.before)
+        after = cut.used_names(cut.training.after) | cut.used_names(cut.evaluation.after)
         tensors: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         prefix = f"{path}." if path else ""
@@ -171,7 +171,7 @@ class WavefrontPart(Part):
             y = inputs.new_empty((*shape, own.outputs))
         else:
             y = self._cached("y", number, (*shape, own.outputs))
-        own.begin(inputs, y, tuple(t[number] for t in begun), training=training)
+        own.begin_pass(inputs, y, tuple(t[number] for t in begun), training=training)
         for at, piece in enumerate(ran.pieces):
             if number > 0:
                 works[at].wait()
@@ -211,7 +211,7 @@ class WavefrontPart(Part):
     # Backward
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        state = () if replica.carry is None else (replica.carry.take(batch),)
+        state = () if replica.carry is None else (replica.carry.initial_state(batch),)
         graphs = self._cut.training
         outputs, carried, ran = self._forward(graphs, batch, state, training=True)
         if replica.carry is not None:
@@ -280,7 +280,7 @@ class WavefrontPart(Part):
 
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        state = () if self._seen is None else (self._seen.take(batch),)
+        state = () if self._seen is None else (self._seen.initial_state(batch),)
         with evaluating(self._training):
             outputs, carried, _ = self._forward(self._cut.evaluation, batch, state, training=False)
         if self._seen is not None:

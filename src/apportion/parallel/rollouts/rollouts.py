@@ -1,4 +1,5 @@
-"""Rollouts as a data set: example i is what actor i has seen and done next."""
+"""Rollouts as a data set: example i is what actor i has seen and done next. ``check_finite`` refuses rollouts with
+rewards or observations from which nothing can be learnt."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ class Rollouts(ActedDataset):
                 rollout = actor.play(act, self.steps, step)
                 check_finite(rollout, actor.name, self.network, act)
                 self._made[key] = step, rollout
-                self._tally.take(rollout)
+                self._tally.add(rollout)
             played.append(self._made[key][1])
         return _inputs(played), _targets(played)
 
@@ -149,14 +150,14 @@ class _Tally:
 
     def __init__(self) -> None:
         self._frames, self._since = 0, time.perf_counter()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._new, self._rollouts, self._acting, self._moving = 0, 0, 0.0, 0.0
         self._scores: list[float] = []
         self._lengths: list[int] = []
 
-    def take(self, rollout: Rollout) -> None:
+    def add(self, rollout: Rollout) -> None:
         self._new += int(rollout.counts.sum())
         self._rollouts += 1
         self._acting += rollout.acting
@@ -177,7 +178,7 @@ class _Tally:
             "length": float(np.mean(self._lengths)) if self._lengths else None,
         }
         self._since = now
-        self._begin()
+        self._reset()
         return facts
 
 

@@ -83,7 +83,7 @@ class Unrolled(nn.Module):
             return _normalised(observations, mean, deviation, dtype)
         parts, begin = iter(self._parts), 0
 
-        def one(t: Tensor) -> Tensor:
+        def normalise_leaf(t: Tensor) -> Tensor:
             nonlocal begin
             if not next(parts):
                 return t.to(dtype) if t.is_floating_point() else t
@@ -91,7 +91,7 @@ class Unrolled(nn.Module):
             begin = at.stop
             return _normalised(t, mean[at], deviation[at], dtype)
 
-        return tree.map_tensors(one, observations)
+        return tree.map_tensors(normalise_leaf, observations)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -193,9 +193,9 @@ class Unrolled(nn.Module):
 
     def _take_in(self, played: Played) -> None:
         if self.observation_statistics is not None:
-            self.observation_statistics.take(self._numbers(played.observations))
+            self.observation_statistics.accumulate(self._numbers(played.observations))
         if self.return_statistics is not None:
-            self.return_statistics.take(played.returns.reshape(-1, 1))
+            self.return_statistics.accumulate(played.returns.reshape(-1, 1))
 
 
 def _normalised(observations: Tensor, mean: Tensor, deviation: Tensor, dtype: torch.dtype) -> Tensor:

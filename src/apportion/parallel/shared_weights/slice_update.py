@@ -99,7 +99,7 @@ class SliceUpdate:
         """Return the factor that torch's clip_grad_norm_ scales by; each element's square is counted by the rank that
         owns it."""
         norms = [float(g.norm(dtype=torch.float64)) for g in gradients]
-        self._lines.tell_squares(sum(norm * norm for norm in norms))
+        self._lines.report_squares(sum(norm * norm for norm in norms))
         self._group.barrier()
         norm = math.sqrt(self._lines.squares())
         scale = most / (norm + 1e-6)

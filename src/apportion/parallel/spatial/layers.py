@@ -1,8 +1,17 @@
-"""The computation of each layer of torch on a strip, by the layer's exact class; another class may do anything, and is
-refused.
+"""The computation on strips of torch's layers, and of the functions and methods that a model's own code calls.
 
-``torch.nn.functional`` has functions that do what some of these layers do.
-"""
+Three groups of computations, and the two tables that list them:
+
+- normalisations over an image whose strips lie on the ranks: every statistic is that of the whole image;
+- functions and methods of a forward's own code: element by element, over a dimension, or as a change of shape
+  (``shapes.py``); ``known_calls`` lists them;
+- the other layers, such as Linear, PReLU, Dropout and the paddings (convolutions and pooling are in ``windows.py``).
+
+``LAYERS`` has what computes each layer, by its exact class, and ``LAYER_CALLS`` the functions of torch.nn.functional
+that do the same.
+
+Everything that is not listed is refused: a subclass of a layer, or an unknown function, may look at rows that another
+rank has."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def slice_heads(layer: nn.MultiheadAttention, slicer: Slicer, number: int) -> No
     """Cut an attention so that each rank computes some of the heads. ``number``: which of the model's layers it is. In
     place, by class."""
     width, embed = layer.head_dim, layer.embed_dim
-    heads = slicer.own(layer.num_heads)
+    heads = slicer.own_units(layer.num_heads)
     own = range(heads.start * width, heads.stop * width)
     every_third = [i + part * embed for part in range(3) for i in own]
     sliced: Any = layer

@@ -31,7 +31,7 @@ def can_be_sliced(layer: nn.Module) -> bool:
 
 def slice_units(layer: nn.RNNBase, slicer: Slicer) -> None:
     """Cut a recurrent layer so that each rank holds some units of every layer and direction. In place, by class."""
-    own, size = slicer.own(layer.hidden_size), layer.hidden_size
+    own, size = slicer.own_units(layer.hidden_size), layer.hidden_size
     rows = [gate * size + unit for gate in range(_GATES[layer.mode]) for unit in own]
     for suffix in _suffixes(layer):
         slicer.cut(layer, f"weight_ih{suffix}", rows, None)
