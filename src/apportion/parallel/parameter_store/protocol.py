@@ -12,7 +12,8 @@ both of them map.
 ``Sessions`` is the worker's end: one connection to each server. ``StoreServer`` is the server's end: one thread for
 each worker. A push is in memory, which outlives every process, before a server is asked for it: it gets into every
 shard, once, whichever process dies. Words alone travel, over sockets of the host that only its user can reach. Servers
-on other hosts are in ``network/``."""
+on other hosts are in ``network/``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The references for asynchronous runs, each in one process: ``ordered_reference`` computes ordered mode with torch's own
-optimizer, and ``replay`` repeats the pushes of a run from its log, to the last bit."""
+"""The references for asynchronous runs, each in one process: ``ordered_reference`` computes ordered mode with torch's
+own optimizer, and ``replay`` repeats the pushes of a run from its log, to the last bit."""
 
 from __future__ import annotations
 

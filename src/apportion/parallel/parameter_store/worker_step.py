@@ -2,7 +2,8 @@
 
 ``StoreMembership`` is the worker's place in the store of a world: it fills the store in, ends what dead processes have
 begun, and connects to the servers. ``StoreStep`` has what both modes share. ``DownpourStep`` takes batches from the
-queue as fast as this worker computes; ``OrderedStep`` computes in rounds, in which all workers push in turn."""
+queue as fast as this worker computes; ``OrderedStep`` computes in rounds, in which all workers push in turn.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 ``Staging`` says how a network is divided into stages and a batch into micro-batches, and refuses what that would
 change. ``turns`` is the schedule: a pure function that lists the passes of one stage. ``StagePart`` makes these passes,
 and predicts; its subclasses run a stage of a traced graph (``stage.py``) or of the network's own forward
-(``eager_stages.py``)."""
+(``eager_stages.py``).
+"""
 
 from __future__ import annotations
 

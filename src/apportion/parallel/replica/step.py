@@ -1,7 +1,8 @@
 """The steps of a rank that holds a whole replica of the network, and the specification that they are held to.
 
 ``ReplicaStep`` fixes the order of the calls in one update, for strategies to build on. ``OneDeviceStep`` is the whole
-update in one process, and ``reference`` yields its states: what every exact strategy must compute."""
+update in one process, and ``reference`` yields its states: what every exact strategy must compute.
+"""
 
 from __future__ import annotations
 

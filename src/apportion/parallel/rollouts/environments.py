@@ -3,7 +3,8 @@
 ``open_environments`` chooses: a vector of environments, where gymnasium or the user's function makes one
 (``VectorOfEnvironments``), or single environments that are stepped one after the other (``EnvironmentLoop``). Both
 check what they are given against gymnasium's contract (``environment_contract.py``), and hide from the actor in which
-of gymnasium's ways an episode begins again. ``one_that_is_seen`` opens one environment that renders pictures."""
+of gymnasium's ways an episode begins again. ``one_that_is_seen`` opens one environment that renders pictures.
+"""
 
 from __future__ import annotations
 

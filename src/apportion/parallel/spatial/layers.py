@@ -11,7 +11,8 @@ Three groups of computations, and the two tables that list them:
 that do the same.
 
 Everything that is not listed is refused: a subclass of a layer, or an unknown function, may look at rows that another
-rank has."""
+rank has.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ that runs the network's own forward, and looks at the graph alone (slices), ``go
 Besides ``follow`` and its ``Tracer``, this module has the reasons why a forward cannot be followed, as sentences that
 name the user's line (``reason``, ``unregistered``); the tensors that a forward makes in a size of its arguments, as
 nodes (``factories_traced``); the writes in place of a graph (``written``, ``in_place``); and the arguments with which a
-graph is called, by the names of the network's own forward (``not_given``, ``names``, ``arguments``)."""
+graph is called, by the names of the network's own forward (``not_given``, ``names``, ``arguments``).
+"""
 
 from __future__ import annotations
 

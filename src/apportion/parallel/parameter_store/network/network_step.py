@@ -3,7 +3,8 @@
 ``NetworkPlaces`` says which ranks hold shards and which compute. ``NetworkDownpourStep`` is a worker that takes batches
 from the queue, ``NetworkServerStep`` a rank that holds shards and takes no batches, and ``OrderedNetworkStep`` either
 of them in ordered mode, where every rank takes part in every batch. ``build_servers`` and ``serve`` make and run the
-servers of a rank."""
+servers of a rank.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The copy of a range on another host: its server sends it each change before any worker learns of the change.
 
 ``RangeCopy`` is the copy as the server sees it. ``receive_gradient`` receives a worker's push, at the server and at the
-copy, and hands it on as it arrives. ``follow_order`` applies, at the copy, what the server has done."""
+copy, and hands it on as it arrives. ``follow_order`` applies, at the copy, what the server has done.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ of it to a copy on another host; ``collect`` puts together what all ranges hold.
 
 Pushes are applied one after the other, so that all shards of a range have them in one order, and its copy on another
 host, which applies them in the same order, has the same bits. A pull may come in between: it finds some shards as one
-push has left them, and others as the one before."""
+push has left them, and others as the one before.
+"""
 
 from __future__ import annotations
 

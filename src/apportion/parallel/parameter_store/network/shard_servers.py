@@ -1,13 +1,14 @@
 """The ranges of shards that one process answers for, those of which it keeps a copy for another host, and the decisions
 about workers.
 
-``ShardServers`` accepts connections and assigns each to the range that it is for. A copy of a range asks the server for
-everything that it has, and receives from then on every change that the server makes. Where the server is lost, the copy
-asks to answer in its place; where the process comes back, it asks for a copy in turn. ``copy_ranks`` chooses the rank
-of each copy, on another host.
+``ShardServers`` accepts connections and assigns each to the range that it is for. A copy of a range asks the server
+for everything that it has, and receives from then on every change that the server makes. Where the server is lost, the
+copy asks to answer in its place; where the process comes back, it asks for a copy in turn. ``copy_ranks`` chooses the
+rank of each copy, on another host.
 
 ``WorkerRegistry``, at the server of the first range, decides which process speaks for a worker: it gives out
-incarnations, gives up a worker that has lost its connection, and then has every range agree on the worker's last push."""
+incarnations, gives up a worker that has lost its connection, and then has every range agree on the worker's last push.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 The place is rank 0 (``Arbiter``), which also writes the run down: of a network that is cut in two, only the side with
 rank 0 goes on. A range has a server that answers, and perhaps a copy (``RangeView``). Each change has a number, the
 epoch; a request for a change of an older one is answered with what holds now. The other ranks ask through a
-``ViewSource``."""
+``ViewSource``.
+"""
 
 from __future__ import annotations
 
