@@ -93,7 +93,7 @@ def slices(whole: nn.Sequential, world: World, order: Callable[[list[int]], list
         "0.bias": TensorShard((16,), (units,)),
         "2.weight": TensorShard((3, 16), (range(3), units)),
     }
-    state = {key: pieces[key].of(t) if key in pieces else t for key, t in whole.state_dict().items()}
+    state = {key: pieces[key].slice_of(t) if key in pieces else t for key, t in whole.state_dict().items()}
     part.load_state_dict(state)
     return ReplicatedPart(part, pieces)
 

@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.01
 
 @final
 class BatchQueue:
-    """One worker's view of the queue of batches. ``check()`` raises where waiting has become pointless."""
+    """One worker's access to the queue of batches. ``check()`` raises where waiting has become pointless."""
 
     def __init__(self, memory: StoreMemory, worker: int, check: Callable[[], None]) -> None:
         self._memory, self._worker, self._check = memory, worker, check
@@ -180,11 +180,15 @@ class BatchQueue:
     def sleep_until_woken(self) -> None:
         """Sleep until another process calls ``tell``, or for a moment; raises where waiting has become pointless."""
         self._check()
+        # The word is read after the caller has looked, so that a wake-up in between is lost: the timeout bounds how
+        # much later the caller looks again.
         sleep_on(self._memory.turn, self._memory.turn.value, LOOK_SECONDS)
 
     def wake_all(self) -> None:
         """Wake every process that waits, so that it looks again."""
         turn = self._memory.turn
+        # No lock: two processes that add at once may write the same number. What a sleeper then misses, it finds after
+        # LOOK_SECONDS.
         self._turn.publish((turn.value + 1) & 0x7FFFFFFF)
         wake(turn)
 

@@ -143,7 +143,7 @@ class ShardApplier:
         else:
             stretch = self.update(push, first, len(seen), copy)
             # The log names the versions before the shards have them. An entry above its shard's version is therefore an
-            # update that did not happen, and the heir of the lock deletes it.
+            # update that was cut off: the heir of the lock completes it where its drafts are good, or deletes it.
             for at, version in enumerate(seen, row):
                 made[at] = version + 1
             # The record is withdrawn before its other fields change, and published after them: another process that
@@ -151,8 +151,8 @@ class ShardApplier:
             self._place.withdraw()  # drafts of who was here before
             draft.worker, draft.number, draft.first, draft.shards = push.worker, push.number, first, len(seen)
             self._place.publish(OWN if self._into_own(push) else SCRATCH)
-            # The weights are written over only once the drafts are declared good, in memory and not just in a store
-            # buffer. From here on a death leaves torn weights, which the heir of the lock repairs from the drafts.
+            # No weight may be written over before the drafts are declared good. From here on a death leaves torn
+            # weights, which the heir of the lock repairs from the drafts.
             fence()
             stretch.weights.copy_(stretch.drafts)
         # The weights come before the version: the version says that the shard is whole. Each version is one word, so
@@ -161,8 +161,8 @@ class ShardApplier:
         fence()
         for shard, version in enumerate(seen, first):
             versions[shard].value = version + 1
-        # The drafts stay until every version is written, and go before the locks do: without a lock the drafts of an
-        # old version would be copied over a newer one.
+        # A death before the last version is written is repaired from the drafts, so they are withdrawn after it; and
+        # before the locks are released, so that a record of drafts only ever names shards that its process holds.
         fence()
         self._place.withdraw()
         for shard in range(first, first + len(seen)):

@@ -259,16 +259,16 @@ class LSTMLayer(RecurrentLayer):
         dgates, gradients = self._space.dgates, self._gradients
         dgates_t = dgates.flatten(0, 1).t()
         if self._w_ih.requires_grad:
-            torch.mm(dgates_t, self._x.flatten(0, 1), out=gradients.of(self._w_ih))
+            torch.mm(dgates_t, self._x.flatten(0, 1), out=gradients.memory_for(self._w_ih))
         if self._w_hh.requires_grad:
-            gradient = torch.mm(dgates[0].t(), self._first, out=gradients.of(self._w_hh))
+            gradient = torch.mm(dgates[0].t(), self._first, out=gradients.memory_for(self._w_hh))
             if len(dgates) > 1:
                 gradient.addmm_(dgates[1:].flatten(0, 1).t(), self._y[:-1].flatten(0, 1))
         trained = [bias for bias in self._biases if bias.requires_grad]
         if trained:
             sums = torch.mv(dgates_t, dgates_t.new_ones(dgates_t.shape[1]))  # twice as fast as sum()
             for bias in trained:
-                gradients.of(bias).copy_(sums)
+                gradients.memory_for(bias).copy_(sums)
         gradients.add()
 
 

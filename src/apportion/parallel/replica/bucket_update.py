@@ -111,7 +111,7 @@ class BucketUpdate(GradientUpdate):
         """What is summed at once: all gradients, or with ``update=`` one optimizer's at a time."""
 
     def begin_last(self) -> None:
-        self._sums[None].begin()
+        self._sums[None].begin_backward()
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
         total = self._sums[None](loss, weight)

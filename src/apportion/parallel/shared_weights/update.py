@@ -159,8 +159,9 @@ class SharedUpdate(GradientUpdate):
         replica, memory = self._replica, self._memory
         self._lines.report(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
-        # The supervisor may be copying the live version. A rank that has arrived lets others write over it in their
-        # next step, so the copy has to be complete before this rank arrives.
+        # Another thread of this process may be copying the state (Replica.committed), under this lock. Once all ranks
+        # have arrived, they write over the version that was live before this one: a copy of that one has to be complete
+        # by then.
         with replica.settled:
             self._arrive()
         reached("arrived")
