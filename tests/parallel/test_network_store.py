@@ -22,7 +22,7 @@ from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
-from apportion.parallel.parameter_store.network.messages import MessageKind
+from apportion.parallel.parameter_store.network.messages import StoreMessage
 from apportion.parallel.parameter_store.network.network_step import (
     NetworkDownpourStep,
     NetworkPlaces,
@@ -119,7 +119,7 @@ class Ranks:
     def all_copied(self) -> bool:
         """Whether every range has a copy: no server may be lost before."""
         assert self.arbiter is not None
-        views = [self.arbiter.answer(MessageKind.ASK, (number, 0, 0, 0)) for number in range(self.spec.servers)]
+        views = [self.arbiter.answer(StoreMessage.ASK, (number, 0, 0, 0)) for number in range(self.spec.servers)]
         return all(view.copy >= 0 for view in views)
 
     def end(self) -> None:
@@ -231,7 +231,7 @@ def test_a_batch_whose_answer_was_lost_is_given_again(monkeypatch: pytest.Monkey
 
     def loses_every_third(link: ShardLink, kind: int, seconds: float) -> Sequence[int]:
         found = expect(link, kind, seconds)
-        if kind == MessageKind.TICKET and next(answers) % 3 == 0:
+        if kind == StoreMessage.TICKET and next(answers) % 3 == 0:
             raise PeerLost("the connection was lost")
         return found
 
@@ -346,11 +346,11 @@ def test_a_worker_that_asks_for_a_batch_is_seen_to_wait() -> None:
     step._world = SimpleNamespace(group=lambda: SimpleNamespace(all_waits=clock))
     step.source, step._max_staleness = SimpleNamespace(total=9), 2
 
-    def take(total: int, *, waits: bool, most: int) -> int:
+    def take_batch(total: int, *, waits: bool, most: int) -> int:
         seen.append((total, waits, most, clock.word[0]))
         return 3
 
-    step.store = SimpleNamespace(take=take)
+    step.store = SimpleNamespace(take_batch=take_batch)
     assert step._ask_for_batch(waits=True) == 3
     assert seen == [(9, True, 2, 1)]
     assert clock.word == [0]

@@ -86,7 +86,7 @@ def _run_probe(model: nn.Module, workload: Workload, rows: Rows, *, judges: bool
     for double in (True, False):  # where it wants float32, that is what it gets
         try:
             copied = Copied(model, workload, double=double)
-            looked = _Probe(model, workload, rows(ROWS), copied)
+            looked = _CouplingProbe(model, workload, rows(ROWS), copied)
             if judges:
                 return copied, looked.problem()
             looked.forward()
@@ -100,7 +100,7 @@ def _named(model: nn.Module, name: str) -> str:
     return f"{name} ({type(model.get_submodule(name)).__name__})" if name else type(model).__name__
 
 
-class _Probe:
+class _CouplingProbe:
     """A network, a few rows of data, and what they show."""
 
     def __init__(self, model: nn.Module, workload: Workload, rows: Part, copied: Copied) -> None:

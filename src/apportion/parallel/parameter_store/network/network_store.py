@@ -14,7 +14,7 @@ from torch import Tensor
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS, StoreSpec
-from apportion.parallel.parameter_store.network.messages import MessageKind
+from apportion.parallel.parameter_store.network.messages import StoreMessage
 from apportion.parallel.parameter_store.network.range_session import IncarnationOver, RangeSession
 from apportion.parallel.parameter_store.network.range_state import (
     RUN_BYTES,
@@ -203,13 +203,13 @@ class NetworkStore(PushStore):
 
     def snapshot(self) -> Collected:
         """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed."""
-        found = self._at_once(lambda: collect(self.extent, self._fetch(MessageKind.READ)))
+        found = self._at_once(lambda: collect(self.extent, self._fetch(StoreMessage.READ)))
         self._saved = found.done
         return found
 
     def log(self) -> PushLog:
         """Read the log of all pushes. ValueError where its beginning was overwritten."""
-        return self._at_once(lambda: self._join_logs(self._fetch(MessageKind.LOG)))
+        return self._at_once(lambda: self._join_logs(self._fetch(StoreMessage.LOG)))
 
     def _fetch(self, kind: int) -> list[dict[str, Tensor]]:
         layout, spec = self.extent.layout, self.extent
@@ -226,10 +226,10 @@ class NetworkStore(PushStore):
                 for session, found in zip(self._sessions, applied, strict=True):
                     for worker, number in enumerate(newest):
                         if found[worker] < number:
-                            session.ask(MessageKind.CATCH_UP, worker, number)
+                            session.ask(StoreMessage.CATCH_UP, worker, number)
                 found_all = read()
                 for session in self._sessions:
-                    session.ask(MessageKind.THAW)
+                    session.ask(StoreMessage.THAW)
                 return found_all
             except PeerLost:
                 for session in self._sessions:  # what is cut off changes again

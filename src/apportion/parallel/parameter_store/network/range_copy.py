@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import MOST_BATCHES, PIECE_BYTES, REPLY_SECONDS, MessageKind
+from apportion.parallel.parameter_store.network.messages import MOST_BATCHES, PIECE_BYTES, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_state import RangeState, StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import Message, ShardLink
 
@@ -37,11 +37,11 @@ class RangeCopy:
 
     def wait_for_ack(self) -> None:
         """Wait until the copy knows it. Raises PeerLost where it is gone."""
-        self._orders.expect(MessageKind.ACK, REPLY_SECONDS)
+        self._orders.expect(StoreMessage.ACK, REPLY_SECONDS)
 
     def put(self, blob: Tensor, done: int) -> None:
         """Have the copy begin with these contents."""
-        self._orders.send_blob(MessageKind.ORDER_PUT, blob, done)
+        self._orders.send_blob(StoreMessage.ORDER_PUT, blob, done)
         self.wait_for_ack()
 
     def staging_link(self, worker: int) -> ShardLink:
@@ -50,7 +50,7 @@ class RangeCopy:
             link = self._stages.get(worker)
         if link is None:
             link = ShardLink(self._doors.dial(self.rank, DIAL_SECONDS), self._doors.describe(self.rank))
-            link.send_message(MessageKind.COPY_STAGE, self._number, worker)
+            link.send_message(StoreMessage.COPY_STAGE, self._number, worker)
             with self._lock:
                 self._stages[worker] = link
         return link
@@ -58,7 +58,7 @@ class RangeCopy:
     def announce_end(self) -> None:
         """Tell the copy that the run is over, and that it has nothing to take over."""
         try:
-            self._orders.send_message(MessageKind.ORDER_END)
+            self._orders.send_message(StoreMessage.ORDER_END)
             self._orders.flush(DIAL_SECONDS)
         except PeerLost:
             pass
@@ -109,14 +109,14 @@ def receive_gradient(
             lost.append(error)
 
     try:
-        on.send_message(MessageKind.STAGE, number, batches, tensors=small)
+        on.send_message(StoreMessage.STAGE, number, batches, tensors=small)
     except PeerLost as error:
         lost.append(error)
     link.receive_tensors(pieces, REPLY_SECONDS, arrived=lambda at: hand_on(pieces[at]))
     if lost:
         raise CopyLost(staged) from lost[0]
     try:
-        on.expect(MessageKind.STAGED, REPLY_SECONDS)
+        on.expect(StoreMessage.STAGED, REPLY_SECONDS)
     except PeerLost as error:
         raise CopyLost(staged) from error
     return staged
@@ -134,23 +134,23 @@ def follow_order(state: RangeState, link: ShardLink, message: Message) -> None:
     """Do, as a copy, what the server has done."""
     kind, worker, number = message[:3]
     queue = state.queue
-    if kind == MessageKind.ORDER_APPLY:
+    if kind == StoreMessage.ORDER_APPLY:
         staged = state.workers[worker].staged
         if state.workers[worker].applied < number:
             if staged is None or staged.number != number:
                 raise PeerLost(f"{link.name} applies push {number} of worker {worker}, which is not here")
             state.apply(worker)
-    elif kind == MessageKind.ORDER_INCARNATION:
+    elif kind == StoreMessage.ORDER_INCARNATION:
         state.workers[worker].incarnation = number
-    elif kind == MessageKind.ORDER_OPEN:
+    elif kind == StoreMessage.ORDER_OPEN:
         queue.hand_out(worker, number)
-    elif kind == MessageKind.ORDER_BACK:
+    elif kind == StoreMessage.ORDER_BACK:
         queue.give_back(worker)
-    elif kind == MessageKind.ORDER_ENDED:
+    elif kind == StoreMessage.ORDER_ENDED:
         queue.ended.add(worker)
-    elif kind == MessageKind.ORDER_DISCARD:
+    elif kind == StoreMessage.ORDER_DISCARD:
         state.workers[worker].staged = None
-    elif kind == MessageKind.ORDER_PUT:
+    elif kind == StoreMessage.ORDER_PUT:
         state.restore(link.receive_blob(worker, state.most_bytes))
     else:
         raise PeerLost(f"{link.name} sent message {kind}, which is not a valid order")

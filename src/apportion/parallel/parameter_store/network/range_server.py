@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, MessageKind
+from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
 from apportion.parallel.parameter_store.network.range_state import (
     NO_TICKET,
@@ -54,19 +54,19 @@ class RangeServer:
         self._frozen: ShardLink | None = None
         self._outs: dict[ShardLink, tuple[Tensor, Tensor]] = {}
         self._handlers: dict[int, Handler] = {
-            MessageKind.STAGE: self._stage,
-            MessageKind.APPLY: self._apply,
-            MessageKind.PULL: self._pull,
-            MessageKind.TAKE: self._hand_out_batch,
-            MessageKind.LEAVE: self._stop_taking,
-            MessageKind.FREEZE: self._freeze,
-            MessageKind.THAW: self._thaw,
-            MessageKind.CATCH_UP: self._catch_up,
-            MessageKind.READ: self._read,
-            MessageKind.LOG: self._log,
-            MessageKind.PUT: self._put,
-            MessageKind.FENCE: self._fence,
-            MessageKind.DISCARD: self._discard,
+            StoreMessage.STAGE: self._stage,
+            StoreMessage.APPLY: self._apply,
+            StoreMessage.PULL: self._pull,
+            StoreMessage.TAKE: self._hand_out_batch,
+            StoreMessage.LEAVE: self._stop_taking,
+            StoreMessage.FREEZE: self._freeze,
+            StoreMessage.THAW: self._thaw,
+            StoreMessage.CATCH_UP: self._catch_up,
+            StoreMessage.READ: self._read,
+            StoreMessage.LOG: self._log,
+            StoreMessage.PUT: self._put,
+            StoreMessage.FENCE: self._fence,
+            StoreMessage.DISCARD: self._discard,
         }
 
     # Conversations
@@ -80,7 +80,7 @@ class RangeServer:
                 return True
             while True:
                 kind, *numbers = link.receive_message()
-                if kind == MessageKind.BYE:
+                if kind == StoreMessage.BYE:
                     with self.order:
                         self.byes.add(worker)
                         self.order.notify_all()
@@ -102,24 +102,24 @@ class RangeServer:
 
     def _welcome(self, link: ShardLink, worker: int, incarnation: int) -> bool:
         if worker == CONTROL:
-            link.send_message(MessageKind.WELCOME)
+            link.send_message(StoreMessage.WELCOME)
             return True
         with self.order:
             state = self.state.workers[worker]
             if incarnation < state.incarnation:
-                link.send_message(MessageKind.INCARNATION_OVER)
+                link.send_message(StoreMessage.INCARNATION_OVER)
                 link.flush(REPLY_SECONDS)
                 return False
             # The copy learns of the incarnation first: were this server lost after it had answered, the copy would
             # still answer the process that is refused here.
             if incarnation > state.incarnation:
-                self._change(MessageKind.ORDER_INCARNATION, worker, incarnation)
+                self._change(StoreMessage.ORDER_INCARNATION, worker, incarnation)
                 state.incarnation = incarnation
             self.links[worker] = link
             self.byes.discard(worker)
             self.gone.discard(worker)
             staged = state.staged.number if state.staged is not None else 0
-            link.send_message(MessageKind.WELCOME, incarnation, state.applied, staged, self.state.done)
+            link.send_message(StoreMessage.WELCOME, incarnation, state.applied, staged, self.state.done)
             return True
 
     def _must_live(self, link: ShardLink, worker: int, incarnation: int) -> None:
@@ -175,7 +175,7 @@ class RangeServer:
             if self.copy is not copy and self.copy is not None:  # it came while the gradient did
                 self._with_copy(lambda own: _hand_on_whole(own, worker, staged.number, staged.tensors))
             self.state.stage(worker, staged)
-        link.send_message(MessageKind.STAGED, staged.number)
+        link.send_message(StoreMessage.STAGED, staged.number)
 
     def _handing_on(self, copy: RangeCopy | None, worker: int) -> ShardLink | None:
         if copy is None:
@@ -200,7 +200,7 @@ class RangeServer:
                 versions = self._apply_now(link, worker, out)
             else:
                 made = next(p.made for p in reversed(self.state.log) if (p.worker, p.number) == (worker, number))
-                link.send_message(MessageKind.APPLIED, made, self.state.done)
+                link.send_message(StoreMessage.APPLIED, made, self.state.done)
         if pulls and versions is None:
             assert out is not None
             versions = self._send_copy(link, out)
@@ -213,7 +213,7 @@ class RangeServer:
         leave once the copy knows of the push."""
         of, staged = self.state, self.state.workers[worker].staged
         assert staged is not None
-        self._begin_change(MessageKind.ORDER_APPLY, worker, staged.number)
+        self._begin_change(StoreMessage.ORDER_APPLY, worker, staged.number)
         # With a copy the weights leave only after it knows of the push: a worker must never see a version that is lost
         # with this server. Without a copy there is nothing to wait for, and sending overlaps with the update.
         at_once = self.copy is None
@@ -228,7 +228,7 @@ class RangeServer:
             except PeerLost as error:  # the push gets into every shard all the same
                 lost.append(error)
 
-        answer = (MessageKind.APPLIED, of.pushes + 1, of.done + len(staged.entries))
+        answer = (StoreMessage.APPLIED, of.pushes + 1, of.done + len(staged.entries))
         if at_once:
             try:
                 link.send_message(*answer)
@@ -248,7 +248,7 @@ class RangeServer:
 
     def _pull(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         out = self._out(link)
-        link.send_message(MessageKind.PULLED, self.state.done)
+        link.send_message(StoreMessage.PULLED, self.state.done)
         link.send(self._send_copy(link, out))
         link.flush(REPLY_SECONDS)
 
@@ -295,28 +295,28 @@ class RangeServer:
                     break
                 batch = queue.next_batch(total)
                 if batch is None and not (waits and not queue.is_through(total)):
-                    self._change(MessageKind.ORDER_ENDED, worker)
+                    self._change(StoreMessage.ORDER_ENDED, worker)
                     queue.ended.add(worker)
                     self.order.notify_all()
                     break
                 if batch is not None and (most < 0 or self._pushes_ahead(worker) <= most):
-                    self._change(MessageKind.ORDER_OPEN, worker, batch)
+                    self._change(StoreMessage.ORDER_OPEN, worker, batch)
                     queue.hand_out(worker, batch)
                     self.order.notify_all()
                     break
                 self.order.wait(LOOK_SECONDS)
             if link.has_ended():
                 raise PeerLost(f"{link.name} is gone")
-        link.send_message(MessageKind.TICKET, NO_TICKET if batch is None else batch, self.state.done)
+        link.send_message(StoreMessage.TICKET, NO_TICKET if batch is None else batch, self.state.done)
 
     def _stop_taking(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             self._must_live(link, worker, incarnation)
-            self._change(MessageKind.ORDER_ENDED, worker)
+            self._change(StoreMessage.ORDER_ENDED, worker)
             self.state.queue.ended.add(worker)
             self.state.queue.stopped |= bool(numbers[0])
             self.order.notify_all()
-        link.send_message(MessageKind.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def _pushes_ahead(self, worker: int) -> int:
         """Return by how many pushes a worker is ahead of the slowest of those that still take batches."""
@@ -334,7 +334,7 @@ class RangeServer:
                     raise PeerLost(f"{link.name} is gone")
             self._frozen = link
             applied = torch.tensor([self.state.workers[at].applied for at in sorted(self.state.workers)])
-        link.send_message(MessageKind.FROZEN, tensors=[applied])
+        link.send_message(StoreMessage.FROZEN, tensors=[applied])
         link.flush(REPLY_SECONDS)
 
     def _thaw(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
@@ -342,7 +342,7 @@ class RangeServer:
             if self._frozen is link:
                 self._frozen = None
             self.order.notify_all()
-        link.send_message(MessageKind.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def _catch_up(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         whom, number = numbers[:2]
@@ -351,16 +351,16 @@ class RangeServer:
             if state.applied < number:
                 if state.staged is None or state.staged.number != number:
                     raise PeerLost(f"push {number} of worker {whom} is not here")
-                self._begin_change(MessageKind.ORDER_APPLY, whom, number)
+                self._begin_change(StoreMessage.ORDER_APPLY, whom, number)
                 self.state.apply(whom)
                 self._finish_change()
             self.order.notify_all()
-        link.send_message(MessageKind.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def _read(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             blob = packed(self.state.contents())
-        link.send_blob(MessageKind.BLOB, blob)
+        link.send_blob(StoreMessage.BLOB, blob)
 
     def _log(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
@@ -369,14 +369,14 @@ class RangeServer:
             except ValueError:
                 found = {}
             blob = packed({"json": self.state.contents()["json"], **found})
-        link.send_blob(MessageKind.BLOB, blob)
+        link.send_blob(StoreMessage.BLOB, blob)
 
     def _put(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         blob = link.receive_blob(numbers[0], self.state.most_bytes * max(2, self.state.extent.servers))
         with self.order:
             self.begin_with(unpacked(blob), numbers[1])
             self.order.notify_all()
-        link.send_message(MessageKind.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def begin_with(self, given: dict[str, Tensor], done: int) -> None:
         """Begin with contents that a worker has sent; the incarnations of the workers stay. The caller holds
@@ -396,7 +396,7 @@ class RangeServer:
     # Workers that are given up
 
     def _fence(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
-        link.send_message(MessageKind.FENCED, *self.fence(numbers[0], numbers[1], given_up=bool(numbers[2])))
+        link.send_message(StoreMessage.FENCED, *self.fence(numbers[0], numbers[1], given_up=bool(numbers[2])))
 
     def fence(self, worker: int, incarnation: int, *, given_up: bool) -> tuple[int, int]:
         """Refuse a worker's processes before this incarnation from now on; returns the numbers of its last push that is
@@ -404,7 +404,7 @@ class RangeServer:
         with self.order:
             state = self.state.workers[worker]
             if state.incarnation < incarnation:
-                self._change(MessageKind.ORDER_INCARNATION, worker, incarnation)
+                self._change(StoreMessage.ORDER_INCARNATION, worker, incarnation)
                 state.incarnation = incarnation
             if (spoke := self.links.pop(worker, None)) is not None:
                 spoke.close()
@@ -415,19 +415,19 @@ class RangeServer:
 
     def _discard(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         self.discard(numbers[0])
-        link.send_message(MessageKind.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def discard(self, worker: int) -> None:
         """Drop the push of a worker that is staged and will not be applied."""
         with self.order:
-            self._change(MessageKind.ORDER_DISCARD, worker)
+            self._change(StoreMessage.ORDER_DISCARD, worker)
             self.state.workers[worker].staged = None
 
     def catch_up(self, worker: int, number: int) -> None:
         """Apply the push of a worker that is staged, where the range does not have it."""
         with self.order:
             if self.state.workers[worker].applied < number:
-                self._begin_change(MessageKind.ORDER_APPLY, worker, number)
+                self._begin_change(StoreMessage.ORDER_APPLY, worker, number)
                 self.state.apply(worker)
                 self._finish_change()
             self.order.notify_all()
@@ -435,7 +435,7 @@ class RangeServer:
     def give_back(self, worker: int) -> None:
         """Have the batches of a worker that it has not pushed handed out again."""
         with self.order:
-            self._change(MessageKind.ORDER_BACK, worker)
+            self._change(StoreMessage.ORDER_BACK, worker)
             self.state.queue.give_back(worker)
             self.order.notify_all()
 
@@ -454,5 +454,5 @@ def _hand_on_whole(copy: RangeCopy, worker: int, number: int, tensors: Sequence[
     """Give the copy a push that arrived before it was there."""
     *small, gradient = tensors
     link = copy.staging_link(worker)
-    link.send_message(MessageKind.STAGE, number, len(tensors[0]), tensors=[*small, *gradient_pieces(gradient)])
-    link.expect(MessageKind.STAGED, REPLY_SECONDS)
+    link.send_message(StoreMessage.STAGE, number, len(tensors[0]), tensors=[*small, *gradient_pieces(gradient)])
+    link.expect(StoreMessage.STAGED, REPLY_SECONDS)

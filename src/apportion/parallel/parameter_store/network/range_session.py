@@ -11,7 +11,7 @@ from torch import Tensor
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, MessageKind
+from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_copy import gradient_pieces
 from apportion.parallel.parameter_store.network.range_state import NO_TICKET, StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import ShardLink
@@ -66,7 +66,7 @@ class RangeSession:
         has the range any more."""
         began, pause = time.monotonic(), _PAUSE_SECONDS[0]
         while True:
-            view = self._views.ask(MessageKind.ASK, self.number, seconds=START_SECONDS)
+            view = self._views.ask(StoreMessage.ASK, self.number, seconds=START_SECONDS)
             if view.lost:
                 raise StateLost(self._lost_message(view))
             try:
@@ -96,19 +96,19 @@ class RangeSession:
         self.disconnect()
         link = ShardLink(self._doors.dial(rank, DIAL_SECONDS), self._doors.describe(rank))
         try:
-            link.send_message(MessageKind.HELLO, self.number, self._worker, incarnation)
+            link.send_message(StoreMessage.HELLO, self.number, self._worker, incarnation)
             kind, *numbers = link.receive_message(WELCOME_SECONDS)
         except PeerLost:
             link.release()
             raise
-        if kind == MessageKind.WELCOME:
+        if kind == StoreMessage.WELCOME:
             self._link = link
             if numbers[0] != self.incarnation:
                 self._ticket = NO_TICKET
             self.incarnation, self.applied, self.staged, self.done = numbers[:4]
             return True
         link.release()
-        if kind == MessageKind.INCARNATION_OVER:
+        if kind == StoreMessage.INCARNATION_OVER:
             raise IncarnationOver
         return False
 
@@ -141,8 +141,8 @@ class RangeSession:
         def send_push(link: ShardLink) -> None:
             if self.applied >= staged.number or self.staged == staged.number:
                 return
-            link.send_message(MessageKind.STAGE, staged.number, len(staged.entries), tensors=[*small, *pieces])
-            link.expect(MessageKind.STAGED, REPLY_SECONDS)
+            link.send_message(StoreMessage.STAGE, staged.number, len(staged.entries), tensors=[*small, *pieces])
+            link.expect(StoreMessage.STAGED, REPLY_SECONDS)
             self.staged = staged.number
 
         self.retry(send_push)
@@ -155,12 +155,12 @@ class RangeSession:
             if self.applied < staged.number and self.staged != staged.number:  # another server, which has lost it
                 *small, gradient = staged.tensors
                 link.send_message(
-                    MessageKind.STAGE, staged.number, len(staged.entries), tensors=[*small, *gradient_pieces(gradient)]
+                    StoreMessage.STAGE, staged.number, len(staged.entries), tensors=[*small, *gradient_pieces(gradient)]
                 )
-                link.expect(MessageKind.STAGED, REPLY_SECONDS)
+                link.expect(StoreMessage.STAGED, REPLY_SECONDS)
                 self.staged = staged.number
-            link.send_message(MessageKind.APPLY, staged.number, int(into is not None))
-            made, self.done, *_ = link.expect(MessageKind.APPLIED, REPLY_SECONDS)
+            link.send_message(StoreMessage.APPLY, staged.number, int(into is not None))
+            made, self.done, *_ = link.expect(StoreMessage.APPLIED, REPLY_SECONDS)
             versions = self._receive_weights(link, into) if into is not None else None
             self.applied, self.staged = staged.number, 0
             return made, versions
@@ -171,8 +171,8 @@ class RangeSession:
         """Fetch the last weights and buffers of the range into these flat vectors; returns their versions."""
 
         def ask(link: ShardLink) -> Tensor:
-            link.send_message(MessageKind.PULL)
-            (self.done, *_) = link.expect(MessageKind.PULLED, REPLY_SECONDS)
+            link.send_message(StoreMessage.PULL)
+            (self.done, *_) = link.expect(StoreMessage.PULLED, REPLY_SECONDS)
             return self._receive_weights(link, into)
 
         return self.retry(ask)
@@ -190,8 +190,8 @@ class RangeSession:
         batches that may come back; ``most``: the pushes by which this worker may be ahead (-1: any)."""
 
         def ask(link: ShardLink) -> int | None:
-            link.send_message(MessageKind.TAKE, total, int(waits), most, self._ticket)
-            batch, self.done, *_ = link.expect(MessageKind.TICKET, REPLY_SECONDS if not waits else float("inf"))
+            link.send_message(StoreMessage.TAKE, total, int(waits), most, self._ticket)
+            batch, self.done, *_ = link.expect(StoreMessage.TICKET, REPLY_SECONDS if not waits else float("inf"))
             if batch == NO_TICKET:
                 return None
             self._ticket = batch
@@ -203,8 +203,8 @@ class RangeSession:
         """Take no more batches for now; ``stops``: no worker is given any."""
 
         def ask(link: ShardLink) -> None:
-            link.send_message(MessageKind.LEAVE, int(stops))
-            link.expect(MessageKind.DONE, REPLY_SECONDS)
+            link.send_message(StoreMessage.LEAVE, int(stops))
+            link.expect(StoreMessage.DONE, REPLY_SECONDS)
 
         self.retry(ask)
 
@@ -212,14 +212,14 @@ class RangeSession:
         """Have nothing of the range change until ``thaw``; returns the number of each worker's last push in it. Asked
         once: where the connection is lost, the range changes again."""
         link = self._connected()
-        link.send_message(MessageKind.FREEZE)
-        link.expect(MessageKind.FROZEN, REPLY_SECONDS)
+        link.send_message(StoreMessage.FREEZE)
+        link.expect(StoreMessage.FROZEN, REPLY_SECONDS)
         applied = torch.zeros(workers, dtype=torch.int64)
         link.receive_tensors([applied], REPLY_SECONDS)
         found: list[int] = applied.tolist()
         return found
 
-    def ask(self, kind: int, *numbers: int, answer: int = MessageKind.DONE) -> Sequence[int]:
+    def ask(self, kind: int, *numbers: int, answer: int = StoreMessage.DONE) -> Sequence[int]:
         """Ask something once, in the conversation that there is; returns the numbers of the answer."""
         link = self._connected()
         link.send_message(kind, *numbers)
@@ -229,14 +229,14 @@ class RangeSession:
         """Ask for bytes, at most ``most`` of them, in the open conversation."""
         link = self._connected()
         link.send_message(kind)
-        nbytes, *_ = link.expect(MessageKind.BLOB, REPLY_SECONDS)
+        nbytes, *_ = link.expect(StoreMessage.BLOB, REPLY_SECONDS)
         return link.receive_blob(nbytes, most)
 
     def put(self, blob: Tensor, done: int) -> None:
         """Have the range begin with these contents, which have ``done`` updates behind them."""
         link = self._connected()
-        link.send_blob(MessageKind.PUT, blob, done)
-        link.expect(MessageKind.DONE, REPLY_SECONDS)
+        link.send_blob(StoreMessage.PUT, blob, done)
+        link.expect(StoreMessage.DONE, REPLY_SECONDS)
         self.applied = self.staged = 0
         self.done = done
 
@@ -251,7 +251,7 @@ class RangeSession:
         self._closed = True
         if says_bye and self._link is not None:
             try:
-                self._link.send_message(MessageKind.BYE)
+                self._link.send_message(StoreMessage.BYE)
                 self._link.flush(DIAL_SECONDS)
             except PeerLost:
                 pass

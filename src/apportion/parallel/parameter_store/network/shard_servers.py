@@ -19,7 +19,7 @@ from typing import final
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, MessageKind
+from apportion.parallel.parameter_store.network.messages import CONTROL, NOBODY, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_copy import RangeCopy, follow_order, receive_stage
 from apportion.parallel.parameter_store.network.range_server import RangeServer
 from apportion.parallel.parameter_store.network.range_session import RangeSession
@@ -94,7 +94,7 @@ class WorkerRegistry:
             reports = [server.fence(worker, incarnation, given_up=given_up)]
             for other in others:
                 applied, staged, *_ = other.ask(
-                    MessageKind.FENCE, worker, incarnation, int(given_up), answer=MessageKind.FENCED
+                    StoreMessage.FENCE, worker, incarnation, int(given_up), answer=StoreMessage.FENCED
                 )
                 reports.append((applied, staged))
             # A push was staged at every range before any range applied it. So if one has applied it, all others have it
@@ -102,9 +102,9 @@ class WorkerRegistry:
             newest = max(applied for applied, _ in reports)
             for (applied, staged), other in zip(reports[1:], others, strict=True):
                 if applied < newest:
-                    other.ask(MessageKind.CATCH_UP, worker, newest)
+                    other.ask(StoreMessage.CATCH_UP, worker, newest)
                 elif staged:
-                    other.ask(MessageKind.DISCARD, worker)
+                    other.ask(StoreMessage.DISCARD, worker)
             if reports[0][0] < newest:
                 server.catch_up(worker, newest)
             elif reports[0][1]:
@@ -174,7 +174,7 @@ class ShardServers:
         lost: another process of its rank had them, and there was no copy."""
         self._doors.open(self._accept)
         own = self._servers.index(self.rank)
-        view = self.views.ask(MessageKind.ENTER, own, self.rank, seconds=ASK_SECONDS)
+        view = self.views.ask(StoreMessage.ENTER, own, self.rank, seconds=ASK_SECONDS)
         if view.lost:
             raise StateLost("the shards of this parameter server are lost with the process that had them")
         if view.primary == self.rank:
@@ -207,7 +207,7 @@ class ShardServers:
 
     def _drop_copy(self, number: int) -> None:
         """Ask that a range goes on without its copy."""
-        view = self.views.ask(MessageKind.DROP, number, self.rank, self._epochs[number], seconds=REPLY_SECONDS)
+        view = self.views.ask(StoreMessage.DROP, number, self.rank, self._epochs[number], seconds=REPLY_SECONDS)
         if view.primary != self.rank:
             self._depose(number)
             raise PeerLost(f"rank {view.primary} answers for these shards now")
@@ -236,12 +236,12 @@ class ShardServers:
             if self.closed.is_set():
                 return
             kind, *numbers = link.receive_message(HELLO_SECONDS)
-            if kind == MessageKind.HELLO:
+            if kind == StoreMessage.HELLO:
                 self._serve_worker(link, *numbers[:3])
-            elif kind == MessageKind.JOIN:
+            elif kind == StoreMessage.JOIN:
                 self._admit_copy(link, *numbers[:2])
                 keeps = True
-            elif kind == MessageKind.COPY_STAGE:
+            elif kind == StoreMessage.COPY_STAGE:
                 self._keep_stages(link, *numbers[:2])
         finally:
             if not keeps:
@@ -252,7 +252,7 @@ class ShardServers:
     def _serve_worker(self, link: ShardLink, number: int, worker: int, incarnation: int) -> None:
         server = self.ranges.get(number)
         if server is None or not server.may_answer or (worker != CONTROL and worker not in server.state.workers):
-            link.send_message(MessageKind.NOT_HERE)
+            link.send_message(StoreMessage.NOT_HERE)
             link.flush(HELLO_SECONDS)
             return
         if worker == CONTROL:
@@ -281,11 +281,11 @@ class ShardServers:
         with server.order:
             server.lose_copy()
             epoch = self._epochs[number]
-            link.send_blob(MessageKind.BLOB, server.state.dump(), epoch + 1)
+            link.send_blob(StoreMessage.BLOB, server.state.dump(), epoch + 1)
             # The copy has all of the state before rank 0 counts on it: a copy that is named first could be asked to
             # take over with half of the state. The lock `order` keeps the state as it is meanwhile.
-            link.expect(MessageKind.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
-            view = self.views.ask(MessageKind.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
+            link.expect(StoreMessage.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
+            view = self.views.ask(StoreMessage.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
             if view.primary != self.rank:
                 self._depose(number)
             if view.copy != rank:
@@ -299,10 +299,10 @@ class ShardServers:
         while True:
             kind, *numbers = link.receive_message()
             state = self._following.get(number)
-            if kind != MessageKind.STAGE or state is None:
+            if kind != StoreMessage.STAGE or state is None:
                 raise PeerLost(f"{link.name} hands on gradients of range {number}, of which this process has no copy")
             receive_stage(link, state, worker, numbers, None)
-            link.send_message(MessageKind.STAGED, numbers[0])
+            link.send_message(StoreMessage.STAGED, numbers[0])
 
     def _begin_to_follow(self, number: int) -> None:
         with self._lock:
@@ -319,7 +319,7 @@ class ShardServers:
 
     def _follow_until_over(self, number: int) -> None:
         while not self.closed.is_set():
-            view = self.views.ask(MessageKind.ASK, number, seconds=ASK_SECONDS)
+            view = self.views.ask(StoreMessage.ASK, number, seconds=ASK_SECONDS)
             if view.lost:
                 return
             state = self._state(number)
@@ -328,7 +328,7 @@ class ShardServers:
                 link = ShardLink(self._doors.dial(view.primary, DIAL_SECONDS), self._doors.describe(view.primary))
                 with self._lock:
                     self._links.add(link)
-                link.send_message(MessageKind.JOIN, number, self.rank)
+                link.send_message(StoreMessage.JOIN, number, self.rank)
                 epoch = self._receive_all(link, state)
                 if self._follow_orders(link, number, state):
                     return
@@ -337,7 +337,7 @@ class ShardServers:
                     return
             self._following.pop(number, None)
             if epoch != NOBODY:
-                view = self.views.ask(MessageKind.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
+                view = self.views.ask(StoreMessage.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
                 if view.primary == self.rank:
                     self._serve(number, state, view)
                     self.ranges[number].unguarded = True
@@ -348,20 +348,20 @@ class ShardServers:
 
     def _receive_all(self, link: ShardLink, state: RangeState) -> int:
         """Take over everything that the range has; returns the epoch in which this is its copy."""
-        nbytes, epoch, *_ = link.expect(MessageKind.BLOB, HELLO_SECONDS)
+        nbytes, epoch, *_ = link.expect(StoreMessage.BLOB, HELLO_SECONDS)
         state.restore(link.receive_blob(nbytes, state.most_bytes))
         return epoch
 
     def _follow_orders(self, link: ShardLink, number: int, state: RangeState) -> bool:
         """Do what the server does, until it says that the run is over, and return True."""
         self._following[number] = state
-        link.send_message(MessageKind.ACK)
+        link.send_message(StoreMessage.ACK)
         while True:
             message = link.receive_message()
-            if message[0] == MessageKind.ORDER_END:
+            if message[0] == StoreMessage.ORDER_END:
                 return True
             follow_order(state, link, message)
-            link.send_message(MessageKind.ACK)
+            link.send_message(StoreMessage.ACK)
 
     # The end
 

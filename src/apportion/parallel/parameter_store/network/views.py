@@ -17,7 +17,7 @@ from typing import final
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import NOBODY, MessageKind
+from apportion.parallel.parameter_store.network.messages import NOBODY, StoreMessage
 from apportion.parallel.parameter_store.network.shard_link import Message, ShardLink
 
 ASK_SECONDS = 5.0
@@ -87,18 +87,18 @@ class Arbiter:
         """Return the view of a range after what was asked, if that was granted."""
         with self._lock:
             number, rank, epoch, copy = numbers[:4]
-            if kind == MessageKind.ENTER:
+            if kind == StoreMessage.ENTER:
                 if rank in self._seen:
                     self._views = {at: view.entered(rank) for at, view in self._views.items()}
                 self._seen.add(rank)
             view = self._views.get(number)
             if view is None:
                 raise PeerLost(f"range {number} does not exist")
-            if kind == MessageKind.TAKE_OVER:
+            if kind == StoreMessage.TAKE_OVER:
                 view = view.taken_over(rank, epoch)
-            elif kind == MessageKind.DROP:
+            elif kind == StoreMessage.DROP:
                 view = view.dropped(rank, epoch)
-            elif kind == MessageKind.ADD:
+            elif kind == StoreMessage.ADD:
                 view = view.added(rank, epoch, copy)
             self._views[number] = view
             return view
@@ -112,7 +112,7 @@ class Arbiter:
         try:
             while True:
                 kind, *numbers = link.receive_message()
-                link.send_message(MessageKind.VIEW, *self.answer(kind, numbers).numbers)
+                link.send_message(StoreMessage.VIEW, *self.answer(kind, numbers).numbers)
                 link.flush(ASK_SECONDS)
         except PeerLost:
             pass
@@ -149,7 +149,7 @@ class ViewSource:
                 if self._link is None:
                     self._link = ShardLink(self._doors.dial(0, DIAL_SECONDS), self._doors.describe(0))
                 self._link.send_message(*message)
-                return self._link.expect(MessageKind.VIEW, ASK_SECONDS)
+                return self._link.expect(StoreMessage.VIEW, ASK_SECONDS)
             except PeerLost:
                 if self._link is not None:
                     self._link.release()
