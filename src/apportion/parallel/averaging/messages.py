@@ -58,8 +58,8 @@ def send_message(
     text = json.dumps(fields).encode()
     if len(text) > MOST_JSON:
         raise AssertionError(f"the JSON of a message has {len(text)} bytes, and at most {MOST_JSON} are read")
-    many = 0 if data is None else len(data)
-    connection.send(memoryview(_HEAD.pack(kind, len(text), many)))
+    nbytes = 0 if data is None else len(data)
+    connection.send(memoryview(_HEAD.pack(kind, len(text), nbytes)))
     connection.send(memoryview(text))
     if data:
         connection.send(memoryview(data))

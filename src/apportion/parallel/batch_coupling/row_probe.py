@@ -254,8 +254,10 @@ class Steady(TorchFunctionMode):
             if asked.kind == "instance":
                 return functional.instance_norm(x, None, None, *parameters, True, asked.momentum, asked.eps)
             with torch.no_grad():
-                here = x.transpose(0, 1).reshape(x.shape[1], -1)
-                mean, variance = self._cached.setdefault((name, len(here)), (here.mean(1), here.var(1, correction=0)))
+                columns = x.transpose(0, 1).reshape(x.shape[1], -1)
+                mean, variance = self._cached.setdefault(
+                    (name, len(columns)), (columns.mean(1), columns.var(1, correction=0))
+                )
             return functional.batch_norm(x, mean, variance, *parameters, False, asked.momentum, asked.eps)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():

@@ -78,14 +78,14 @@ class GroupsStep(Step, Recoverable):
         first, total = self._done, self.source.total
         if first >= total:
             return None
-        place, deal = self._place, self.source.deal
+        place, sampler = self._place, self.source.deal
         own = first if self._ordered else min(first + place.replica, total - 1)
         batch = self.source.at(own, WHOLE)
         there = self._turn() == place.replica if self._ordered else first + place.replica < total
-        size = batch.size if self._ordered else sum(deal.size(n) for n in self._round())
+        size = batch.size if self._ordered else sum(sampler.size(n) for n in self._round())
         whole = Whole(own, batch.epoch, size, batch.start, int(batch.index[0]))
-        many = len(batch) if there else 0
-        return Batch(self.source, whole, index=batch.index[:many], rows=slice(0, many))
+        count = len(batch) if there else 0
+        return Batch(self.source, whole, index=batch.index[:count], rows=slice(0, count))
 
     def _turn(self) -> int:
         """Return, in ordered mode, the group whose gradient is next."""

@@ -41,10 +41,10 @@ class ServerStep(Step, Recoverable):
         self._server = StoreServer(
             extent, number, lambda slot: _of_worker(Store(extent, memory, worker=slot, server=number))
         )
-        here = self._store.memory.servers[number]
-        pid = here.word("pid")
+        record = self._store.memory.servers[number]
+        pid = record.word("pid")
         pid.withdraw()
-        here.place = self._server.place
+        record.place = self._server.place
         pid.publish(os.getpid())
         self._store.queue.wake_all()
 

@@ -83,7 +83,7 @@ class StoreWorker:
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))
         self.layout = StoreLayout(replica.names, self.optimizer, shards=shards)
         self.weights = torch.zeros(self.layout.total, dtype=self.layout.dtype)
-        beside: list[ForwardTensor] = []
+        moved: list[ForwardTensor] = []
         if split is None:
             seed_everything(workload.seed)
             self.source = BatchSource(workload, device=device, dtype=replica.input_dtype)
@@ -91,15 +91,15 @@ class StoreWorker:
             first = self.source.at(0, WHOLE)
             with self.source.looking():
                 _ = first.inputs  # they stay loaded
-            beside = moved_tensors(
+            moved = moved_tensors(
                 replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device)
             )
             self.source.acts(replica.model)
             replica.python.watch(data=self.source.dataset)
         replica.python.apart = "kept by each worker for itself, as each takes what batches it can"
-        self.model = FlatModel(replica.model, self.layout, self.weights, beside)
-        many = self.model.buffer_numbers
-        self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        self.model = FlatModel(replica.model, self.layout, self.weights, moved)
+        numbers = self.model.buffer_numbers
+        self._before, self._after = torch.zeros(numbers, dtype=torch.float64), torch.zeros(numbers, dtype=torch.float64)
         if split is None:
             replica.start_schedules(self.source.total)
             other = workload.make_optimizer(list(replica.model.named_parameters()))

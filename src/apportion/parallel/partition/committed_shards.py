@@ -148,22 +148,22 @@ class CommittedShards:
 
     @collective
     def _versions_everywhere(self) -> list[Version]:
-        here, world = self.versions(), self._world
+        versions, world = self.versions(), self._world
         if world.local_size == world.size:
-            return here
-        gathered = gather_messages([astuple(v) for v in here] if world.rank == self._holder else [], world.group())
+            return versions
+        gathered = gather_messages([astuple(v) for v in versions] if world.rank == self._holder else [], world.group())
         return [Version(*numbers) for versions in gathered for numbers in versions]
 
     @collective
     def _part(self, version: Version) -> memoryview:
         """Return the memory of a version, or what its host reads out of it."""
         v, world = version, self._world
-        here = v.holder == self._holder
+        is_own = v.holder == self._holder
         if world.local_size == world.size:
             return self._memory(v.slot, v.version, v.nbytes)
-        memory = self._memory(v.slot, v.version, v.nbytes) if here else memoryview(bytearray(v.nbytes))
+        memory = self._memory(v.slot, v.version, v.nbytes) if is_own else memoryview(bytearray(v.nbytes))
         data = torch.frombuffer(memory, dtype=torch.uint8)
-        if here and world.rank != v.holder:  # it is there already, and is not to be written
+        if is_own and world.rank != v.holder:  # it is there already, and is not to be written
             data = data.clone()
         world.group().broadcast(data, source=v.holder)
         return memory

@@ -70,16 +70,16 @@ class FullModel:
         names = self._names
         self._groups[owner] = [len(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            here: list[Any] = []
+            entries: list[Any] = []
             for p in group["params"]:
                 name = names.get(p)
                 if name is not None and p.requires_grad:
                     self.trained[name] = owner
                 if name is None or name in own:  # what is no parameter of the model's is refused with the replica
-                    here.append((name, p if name is None else own[name][0]))
-            group["params"] = [p for _, p in here]
+                    entries.append((name, p if name is None else own[name][0]))
+            group["params"] = [p for _, p in entries]
             if "param_names" in group:
-                group["param_names"] = [name for name, _ in here]
+                group["param_names"] = [name for name, _ in entries]
         slots: dict[Any, Any] = dict(optimizer.state)
         optimizer.state.clear()
         for p, kept in slots.items():  # Adagrad has some before its first update

@@ -96,7 +96,7 @@ class ReplicatedStep(Step, Recoverable):
         self._inner = inner = build_split(of, seen, place.within)
         self.source = inner.source
         self._settle(world, place)
-        self._own_rows, self._told = 0, 0.0
+        self._own_rows, self._reported_share = 0, 0.0
 
     def _divide(self, world: World) -> ReplicaGroup:
         number = how_many_are_left if world.under_way else how_many
@@ -163,7 +163,7 @@ class ReplicatedStep(Step, Recoverable):
     def backward(self, batch: Batch) -> Tensor | None:
         self._own_rows = self._loss.rows = len(batch)
         self._attendance.present = len(batch) > 0
-        self._loss.terms, share, self._told = self._shares(batch)
+        self._loss.terms, share, self._reported_share = self._shares(batch)
         self._inner.replica.share = share
         return self._inner.backward((batch if len(batch) else batch.borrowed()).by_itself())
 
@@ -183,7 +183,7 @@ class ReplicatedStep(Step, Recoverable):
     @torch.no_grad()
     def _joined(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
-        total = self._sums(loss if self._told else None, self._told)
+        total = self._sums(loss if self._reported_share else None, self._reported_share)
         if self._committed is not None:  # nobody is two updates ahead of another
             self._world.group().barrier()
         return None if loss is None else total

@@ -122,9 +122,9 @@ class StagePart(Part):
         self.ends.finish()
         return passes.loss
 
-    def _make(self, passes: MicrobatchPasses, many: int) -> None:
+    def _make(self, passes: MicrobatchPasses, count: int) -> None:
         """Make the passes of so many micro-batches."""
-        for kind, number in turns(self._schedule, self._rank, self._size, many):
+        for kind, number in turns(self._schedule, self._rank, self._size, count):
             if kind == "forward":
                 passes.forward(number)
             else:

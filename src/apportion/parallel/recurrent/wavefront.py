@@ -112,7 +112,7 @@ class WavefrontPart(Part):
         if x is not None and x.dim() != 3:
             raise ValueError(f"the recurrent layers get {x.dim()} dimensions, and need time, rows and features: 3")
         x = x.transpose(0, 1) if x is not None and rows_first else x
-        *shape, length = self._told_shape(x)
+        *shape, length = self._broadcast_shape(x)
         begun = cut.evaluate(graphs.begun, graphs.hx, graphs, known, None)
         ran = ChunkRun(chunks(shape[0], length), x)
         leaves = self._zeros(shape[1]) if graphs.hx is None else tuple(tree.tensors(begun))
@@ -131,7 +131,7 @@ class WavefrontPart(Part):
             carried = cut.evaluate(graphs.ended, graphs.state, graphs, known, (None, self._as_state(ran.ended)))
         return outputs, carried, ran
 
-    def _told_shape(self, x: Tensor | None) -> list[int]:
+    def _broadcast_shape(self, x: Tensor | None) -> list[int]:
         """Time, rows and the length of a chunk, which the first rank knows."""
         known = [0, 0, 0] if x is None else [*x.shape[:2], self._chunk or self._length(*x.shape[:2])]
         known_rows = torch.tensor(known, dtype=torch.int64)

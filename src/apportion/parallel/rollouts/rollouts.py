@@ -78,7 +78,7 @@ class Rollouts(ActedDataset):
         state = () if self._state is None else self._state(width)
         return Actor(environments, policy, seed=self.seed, key=key, gamma=self._gamma, state=state)
 
-    def _sample(self, many: int) -> tuple[Any, Any]:
+    def _sample(self, count: int) -> tuple[Any, Any]:
         """Examples that one environment has made: some take seconds to open all of theirs."""
         if self._example is None:
             actor = self._new_actor(0, 1)
@@ -92,7 +92,7 @@ class Rollouts(ActedDataset):
             finally:
                 actor.close()
         example = _widened(self._example, self.environments)
-        return _inputs([example] * many), _targets([example] * many)
+        return _inputs([example] * count), _targets([example] * count)
 
     def shaped(self, environments: int, steps: int) -> tuple[Any, Any]:
         """Return the inputs and targets of one example of other sizes, as it may be: what one environment has done is
@@ -195,8 +195,8 @@ def _lengthened(rollout: Rollout, steps: int) -> Rollout:
     found: dict[str, Any] = {}
     for name in (*_TARGETS, "last_at", "returns", "observations", "begins"):
         array = getattr(rollout, name)
-        many = steps + len(array) - len(rollout.rewards)  # of observations there is one more
-        found[name] = array[np.arange(many) % len(array)]
+        length = steps + len(array) - len(rollout.rewards)  # of observations there is one more
+        found[name] = array[np.arange(length) % len(array)]
     return replace(rollout, **found)
 
 

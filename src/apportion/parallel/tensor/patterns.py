@@ -246,9 +246,9 @@ def _output(part: Traced, graph: fx.Graph, candidates: set[str], dims: dict[str,
     if len(node.users) != 1 or len(_calls(part, graph, name)) != 1 or name not in dims:
         return None
     place: int | None = dims[name] - 1
-    many = dims[name]
+    ndim = dims[name]
     for move in reversed(moves):
-        place, many = _moved_to(move, place, many)
+        place, ndim = _moved_to(move, place, ndim)
         if place is None:
             return None
     return name if place == 1 else None

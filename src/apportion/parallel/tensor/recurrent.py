@@ -87,8 +87,8 @@ class _UnitsSlice(nn.RNNBase, ABC):
     def _states(self, hx: Any, x: Tensor, batched: bool) -> list[Tensor]:
         """The states to begin with, whole: (layers * directions, batch, hidden) each."""
         if hx is None:
-            many = self.num_layers * (2 if self.bidirectional else 1)
-            zeros = x.new_zeros((many, x.shape[1], self.hidden_size))
+            layers = self.num_layers * (2 if self.bidirectional else 1)
+            zeros = x.new_zeros((layers, x.shape[1], self.hidden_size))
             return [zeros] * (2 if self.mode == "LSTM" else 1)
         given = list(hx) if self.mode == "LSTM" else [hx]
         return given if batched else [s.unsqueeze(1) for s in given]

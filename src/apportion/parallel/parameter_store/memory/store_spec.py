@@ -25,9 +25,9 @@ class StoreRecord(ctypes.Structure):
     """The number of words from one record to the next."""
 
     @classmethod
-    def rows(cls, memory: memoryview, offset: int, many: int) -> list[Self]:
+    def rows(cls, memory: memoryview, offset: int, count: int) -> list[Self]:
         """Return this number of consecutive records in memory."""
-        return [cls.from_buffer(memory, offset + 8 * cls.words * n) for n in range(many)]
+        return [cls.from_buffer(memory, offset + 8 * cls.words * n) for n in range(count)]
 
     def word(self, name: str) -> CommitWord:
         """Return a field as a commit word, which is written after what it describes."""

@@ -46,7 +46,8 @@ class NetworkStore(PushStore):
         self.extent, self.worker, self._views = extent, worker, views
         ranges = [Range(extent, number, chunk_bytes=RUN_BYTES) for number in range(extent.servers)]
         self._sessions = [
-            RangeSession(of, number, doors, views, worker, self._describe_loss) for number, of in enumerate(ranges)
+            RangeSession(shard_range, number, doors, views, worker, self._describe_loss)
+            for number, shard_range in enumerate(ranges)
         ]
         self._threads = ThreadPoolExecutor(max(1, len(ranges) - 1), "servers")
         self.weights = weights
@@ -165,23 +166,27 @@ class NetworkStore(PushStore):
         # The entries are forgotten only after every range has applied the push: a session that connects again in the
         # middle sends the same push, with the same number, and a range that has it does not apply it twice.
         self._entries.clear()
-        many = [session.range.last - session.range.first for session in self._sessions]
-        made = sum(count * size for (count, _), size in zip(found, many, strict=True))
+        sizes = [session.range.last - session.range.first for session in self._sessions]
+        made = sum(count * size for (count, _), size in zip(found, sizes, strict=True))
         stale = made - sum(self.pulled) - self.extent.shards
         if pull:
             self.pulled = torch.cat([versions for _, versions in found if versions is not None]).tolist()
         return stale / self.extent.shards
 
-    def _staged(self, of: Range, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None) -> StagedGradient:
+    def _staged(
+        self, shard_range: Range, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None
+    ) -> StagedGradient:
         """Return what a range gets of the push."""
         number = self._number + 1
-        staged = StagedGradient.allocate(self.extent, of, number, len(self._entries), of.part_of(self.gradient))
+        staged = StagedGradient.allocate(
+            self.extent, shard_range, number, len(self._entries), shard_range.part_of(self.gradient)
+        )
         for row, (batch, pulled) in zip(staged.entries, self._entries, strict=True):
             row[TICKET], row[PUSH] = batch, number
-            row[VERSIONS:] = torch.tensor(pulled[of.first : of.last]) if pulled is not None else -1
+            row[VERSIONS:] = torch.tensor(pulled[shard_range.first : shard_range.last]) if pulled is not None else -1
         staged.hyper.copy_(torch.tensor(hyper, dtype=torch.float64).view_as(staged.hyper))
         staged.used.copy_(torch.tensor(used)) if used is not None else staged.used.fill_(1)
-        if of.buffers:
+        if shard_range.buffers:
             staged.change.copy_(self.change)
         return staged
 
@@ -222,7 +227,7 @@ class NetworkStore(PushStore):
         for left in range(TRIES, 0, -1):
             try:
                 applied = [session.freeze(self.extent.workers) for session in self._sessions]
-                newest = [max(of) for of in zip(*applied, strict=True)]
+                newest = [max(numbers) for numbers in zip(*applied, strict=True)]
                 for session, found in zip(self._sessions, applied, strict=True):
                     for worker, number in enumerate(newest):
                         if found[worker] < number:
@@ -245,15 +250,19 @@ class NetworkStore(PushStore):
         made: list[list[Tensor]] = [[] for _ in range(self.extent.workers)]
         ranges = [self._rows(part) for part in parts]
         for key in sorted(ranges[0]):
-            rows = [of[key] for of in ranges]
+            rows = [pushes[key] for pushes in ranges]
             first = rows[0][1]
-            entries[key[0]].append(torch.cat([first[:, :VERSIONS], *(of[:, VERSIONS:] for _, of in rows)], 1))
-            made[key[0]].append(torch.cat([torch.full((of.shape[1] - VERSIONS,), many) for many, of in rows]))
+            entries[key[0]].append(torch.cat([first[:, :VERSIONS], *(batches[:, VERSIONS:] for _, batches in rows)], 1))
+            made[key[0]].append(
+                torch.cat([torch.full((batches.shape[1] - VERSIONS,), version) for version, batches in rows])
+            )
         width = self.extent.shards
         return PushLog(
             state_json_of(parts[0])["base"],
-            tuple(torch.cat([torch.zeros(0, VERSIONS + width, dtype=torch.int64), *of]).numpy() for of in entries),
-            tuple(torch.stack(of).numpy() if of else torch.zeros(0, width, dtype=torch.int64).numpy() for of in made),
+            tuple(torch.cat([torch.zeros(0, VERSIONS + width, dtype=torch.int64), *each]).numpy() for each in entries),
+            tuple(
+                torch.stack(each).numpy() if each else torch.zeros(0, width, dtype=torch.int64).numpy() for each in made
+            ),
         )
 
     @staticmethod
@@ -261,12 +270,14 @@ class NetworkStore(PushStore):
         """Return what the log of a range has of each push, by worker and number: the version made, and the batches."""
         log = part["log"].tolist()
         entries = part["entries"].split([row[3] for row in log]) if log else ()
-        return {(worker, number): (made, of) for (worker, number, made, _), of in zip(log, entries, strict=True)}
+        return {
+            (worker, number): (made, batches) for (worker, number, made, _), batches in zip(log, entries, strict=True)
+        }
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
         """Have all servers begin with these contents, while no worker pushes."""
         found = {f"data/{at}": flat for at, flat in enumerate(contents.data)}
-        counts = [torch.from_numpy(of.astype("float64")) for of in contents.counts]
+        counts = [torch.from_numpy(each.astype("float64")) for each in contents.counts]
         found["counts"] = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.float64)
         found["touched"] = torch.from_numpy(contents.touched.astype("uint8"))
         found["buffers"] = contents.buffers

@@ -211,7 +211,7 @@ class RangeServer:
     def _apply_now(self, link: ShardLink, worker: int, out: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """Apply a push. Without a copy the new weights leave run by run, while the next run is updated; with one they
         leave once the copy knows of the push."""
-        of, staged = self.state, self.state.workers[worker].staged
+        state, staged = self.state, self.state.workers[worker].staged
         assert staged is not None
         self._begin_change(StoreMessage.ORDER_APPLY, worker, staged.number)
         # With a copy the weights leave only after it knows of the push: a worker must never see a version that is lost
@@ -228,14 +228,14 @@ class RangeServer:
             except PeerLost as error:  # the push gets into every shard all the same
                 lost.append(error)
 
-        answer = (StoreMessage.APPLIED, of.pushes + 1, of.done + len(staged.entries))
+        answer = (StoreMessage.APPLIED, state.pushes + 1, state.done + len(staged.entries))
         if at_once:
             try:
                 link.send_message(*answer)
             except PeerLost as error:
                 lost.append(error)
         copied = None if out is None else send if at_once else lambda first, last: waiting.append((first, last))
-        of.apply(worker, copied, out)
+        state.apply(worker, copied, out)
         self._finish_change()
         self.order.notify_all()
         if not at_once:
@@ -244,7 +244,7 @@ class RangeServer:
             send(*at)
         if lost:
             raise lost[0]
-        return of.versions.clone() if out is not None else None
+        return state.versions.clone() if out is not None else None
 
     def _pull(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         out = self._out(link)
@@ -385,7 +385,7 @@ class RangeServer:
         sizes = [len(pieces) for pieces in state.extent.layout.pieces]
         counts = [part.numpy() for part in given["counts"].split(sizes)]
         data = [given[f"data/{at}"] for at in range(len(state.flats))]
-        incarnations = {worker: of.incarnation for worker, of in state.workers.items()}
+        incarnations = {worker: each.incarnation for worker, each in state.workers.items()}
         contents = Contents(data, counts, given["touched"].numpy(), given["buffers"])
         state.put(contents, done=done, unpushed=state_json_of(given)["unpushed"])
         for worker, incarnation in incarnations.items():

@@ -39,7 +39,7 @@ class RangeSession:
 
     def __init__(
         self,
-        of: Range,
+        shard_range: Range,
         number: int,
         doors: RankDoors,
         views: ViewSource,
@@ -47,7 +47,7 @@ class RangeSession:
         describe_loss: Callable[[], str] = lambda: "the updates since the last checkpoint are lost",
     ) -> None:
         self._describe_loss = describe_loss
-        self.range, self.number = of, number
+        self.range, self.number = shard_range, number
         self._doors, self._views, self._worker = doors, views, worker
         self._link: ShardLink | None = None
         self._was_connected = self._closed = False
@@ -178,9 +178,9 @@ class RangeSession:
         return self.retry(ask)
 
     def _receive_weights(self, link: ShardLink, into: tuple[Tensor, Tensor]) -> Tensor:
-        of = self.range
-        versions = torch.zeros(of.last - of.first, dtype=torch.int64)
-        link.receive_tensors([*(of.chunk(at, *into) for at in of.chunks()), versions], REPLY_SECONDS)
+        shard_range = self.range
+        versions = torch.zeros(shard_range.last - shard_range.first, dtype=torch.int64)
+        link.receive_tensors([*(shard_range.chunk(at, *into) for at in shard_range.chunks()), versions], REPLY_SECONDS)
         return versions
 
     # Questions

@@ -82,7 +82,7 @@ class QueueState:
 
     def unpushed(self) -> list[int]:
         """Return the batches that were handed out and are not in the weights."""
-        return sorted({*self.returned, *(batch for of in self.opened.values() for batch in of)})
+        return sorted({*self.returned, *(batch for batches in self.opened.values() for batch in batches)})
 
     def resume(self, done: int, unpushed: Iterable[int]) -> None:
         """Begin again after ``done`` updates, with batches that were handed out in an earlier run and are not among
@@ -127,15 +127,17 @@ class StagedGradient:
     gradient: Tensor
 
     @classmethod
-    def allocate(cls, extent: StoreSpec, of: Range, number: int, batches: int, gradient: Tensor) -> StagedGradient:
+    def allocate(
+        cls, extent: StoreSpec, shard_range: Range, number: int, batches: int, gradient: Tensor
+    ) -> StagedGradient:
         """Make room for a push of ``batches`` batches; the gradient goes into ``gradient``."""
         layout = extent.layout
         return cls(
             number,
-            torch.zeros(batches, VERSIONS + of.last - of.first, dtype=torch.int64),
+            torch.zeros(batches, VERSIONS + shard_range.last - shard_range.first, dtype=torch.int64),
             torch.zeros(layout.group_count, layout.hyper, dtype=torch.float64),
             torch.zeros(len(layout.parameters), dtype=torch.uint8),
-            torch.zeros(extent.buffers if of.buffers else 0, dtype=torch.float64),
+            torch.zeros(extent.buffers if shard_range.buffers else 0, dtype=torch.float64),
             gradient,
         )
 
@@ -186,12 +188,12 @@ class RangeState:
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
         """Begin with these contents of the whole store, which have ``done`` updates behind them."""
-        layout, of = self.extent.layout, self.range
-        self.flats = [of.part_of(flat).clone() for flat in contents.data]
-        last = min(of.last, layout.shards)
-        self.counts = [np.array(contents.counts[shard], dtype=np.float64) for shard in range(of.first, last)]
+        layout, shard_range = self.extent.layout, self.range
+        self.flats = [shard_range.part_of(flat).clone() for flat in contents.data]
+        last = min(shard_range.last, layout.shards)
+        self.counts = [np.array(contents.counts[shard], dtype=np.float64) for shard in range(shard_range.first, last)]
         self.touched = torch.from_numpy(np.array(contents.touched, dtype=np.uint8))
-        self.buffers = contents.buffers.clone() if of.buffers else torch.zeros(0, dtype=torch.float64)
+        self.buffers = contents.buffers.clone() if shard_range.buffers else torch.zeros(0, dtype=torch.float64)
         self.versions = torch.zeros(self.shard_count, dtype=torch.int64)
         self.workers = {worker: WorkerState() for worker in range(self.extent.workers)}
         self.log: list[LoggedPush] = []
@@ -379,8 +381,11 @@ def collect(extent: StoreSpec, parts: Sequence[dict[str, Tensor]]) -> Collected:
     data = [torch.cat([part[f"data/{at}"] for part in parts]) for at in range(count)]
     counts: list[Any] = []
     for number, part in enumerate(parts):
-        of = Range(extent, number)
-        sizes = [len(extent.layout.pieces[shard]) for shard in range(of.first, min(of.last, extent.layout.shards))]
+        shard_range = Range(extent, number)
+        sizes = [
+            len(extent.layout.pieces[shard])
+            for shard in range(shard_range.first, min(shard_range.last, extent.layout.shards))
+        ]
         counts += [one.numpy() for one in part["counts"].split(sizes)]
     touched = torch.stack([part["touched"] for part in parts]).amax(0).numpy().astype(bool)
     buffers = torch.cat([part["buffers"] for part in parts])

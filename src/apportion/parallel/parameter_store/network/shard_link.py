@@ -129,16 +129,16 @@ class ShardLink(PeerSocket):
         while len(into):
             began = time.monotonic()
             try:
-                came = self._sock.recv_into(into, len(into), socket.MSG_WAITALL)
+                received = self._sock.recv_into(into, len(into), socket.MSG_WAITALL)
             except BlockingIOError as error:
                 raise self._lost(f"nothing has come for {self._seconds:.0f} s") from error
             except OSError as error:
                 raise self._lost(error.strerror or type(error).__name__) from error
-            if not came:
+            if not received:
                 raise self._lost("it ended")
-            if came < len(into) and time.monotonic() - began > self._seconds:
+            if received < len(into) and time.monotonic() - began > self._seconds:
                 raise self._lost(f"not all has come within {self._seconds:.0f} s")
-            into = into[came:]
+            into = into[received:]
 
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._seconds:
