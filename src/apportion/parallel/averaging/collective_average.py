@@ -234,6 +234,7 @@ class CollectiveAverage(Exchange):
             _weigh(change, headers.share(rank))
         for i in kinds.summed if in_header else ():
             _weigh(own.slots[i], headers.share(rank, i))
+        # A late sum is under way during the next round, whose collectives go through the group itself.
         group = self._group if self._lane is None else self._lane
         return _SumUnderWay(headers, self._buffers.all_reduce(group), self._handed_out)
 

@@ -187,6 +187,8 @@ class RoundCoordinator:
 
     def _sleep(self, seconds: float | None) -> None:
         """Sleep until something comes, or so many seconds have passed; not at all where something has come already."""
+        # A message that was received while something was sent makes its socket readable no more: poll() would sleep on
+        # it.
         if any(admitted.reader.has_come for admitted in self._admitted):
             return
         poller = select.poll()
@@ -194,6 +196,7 @@ class RoundCoordinator:
         for admitted in self._admitted:
             poller.register(admitted.connection, admitted.connection.events)
         poller.poll(None if seconds is None else seconds * 1000 + 1)
+        # The bell is emptied before the messages are read: one that rings meanwhile ends the next poll() at once.
         self._bell[0].setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while self._bell[0].recv(4096):
@@ -221,6 +224,7 @@ class RoundCoordinator:
             return
         self._admitted.remove(admitted)
         admitted.connection.release()
+        # The rank may have connected again meanwhile: the end of an older connection takes nothing from it.
         slot = self._state.slots.get(admitted.rank)
         if slot is not None and slot.incarnation == admitted.incarnation:
             self._state.remove_replica(admitted.rank)
@@ -307,6 +311,8 @@ class RoundCoordinator:
                 continue
             wire = self._wire(admitted)
             if wire not in memory:
+                # A copy, which all replicas of this layout are sent: a slow one still reads it when the next average is
+                # written.
                 memory[wire] = wire.write(live)
             self._send_round(admitted, opened, assignment.batches, memory[wire])
 

@@ -146,6 +146,8 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     def _begin_round(self) -> None:
         """Begins a new round, from the last average."""
         joins, before = self._round is None, self._round
+        # A checkpoint may be read in another thread: it must find the average and the settings of one and the same
+        # round.
         with self._average_lock:
             round = self._round = self._exchange.next_round(self._average)
             if round.fresh and not joins:  # it counts as one that has just come
@@ -169,6 +171,7 @@ class LocalSgdStep(OneDeviceStep, Recoverable):
     def _go_back(self, settings: dict[str, Any], scheduled: int, slots: dict[str, Tensor] | None = None) -> None:
         """Set the schedules back to where they were after so many batches: not all that were dealt have come into the
         average. ``slots``: those that the optimizers go on with; None: their own."""
+        # A schedule cannot step backwards, so that it is loaded as it was at that place.
         self._replica.keep_buffers()
         state = self._replica.state()
         state = replace(state, settings={**settings, "python": state.settings["python"]})

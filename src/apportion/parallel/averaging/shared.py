@@ -143,6 +143,7 @@ class SharedAverage(Exchange):
             self._lock = Lock(self._memory, _LOCK)
         failed = self._lock.wait(self._world.check)
         if failed and self._lock.is_orphan(failed):
+            # Repaired first: a death in the middle of it leaves the lock orphaned, and the next process repairs again.
             self._repair()
             self._lock.adopt()
         try:
@@ -181,6 +182,8 @@ class SharedAverage(Exchange):
             first, stride = int(head[_HANDED_OUT]), 1
             count = min(self._every, self._total - first)
         line[_SOURCE], line[_FIRST], line[_STRIDE], line[_COUNT] = version, first, stride, count
+        # The word follows the batches that it makes valid, and comes before they count as handed out: _repair() counts
+        # those of a process that died in between.
         self._own_word(_ASSIGNED).publish(int(line[_WRITTEN]))
         if asks:
             head[_HANDED_OUT] = first + count
@@ -195,6 +198,8 @@ class SharedAverage(Exchange):
                     return
                 numbers[_SECONDS] = max(1e-9, time.monotonic() - numbers[_BEGAN])
                 numbers[_EXAMPLES] = write(self._slots[self._slot])
+                # The count follows the contribution: a death before leaves the batches to be done again by the next
+                # process.
                 self._own_word(_WRITTEN).publish(int(line[_WRITTEN]) + 1)
             # Full: of what was just written, or of what the process that had this slot before has left.
             self._own_word(_ARRIVED).publish(version + 1)
@@ -251,6 +256,7 @@ class SharedAverage(Exchange):
 
     def _average_if_possible(self, version: int) -> None:
         with self._locked() as last:
+            # Asked again: another replica may have made the average while this one waited for the lock.
             if last == version and self._may_average(version):
                 self._average(version)
         wake(self._version)
@@ -260,6 +266,7 @@ class SharedAverage(Exchange):
         live, new = version % 2, (version + 1) % 2
         written, merged = self._words[:, _WRITTEN].copy(), self._rows[live, _MERGED]
         full = np.flatnonzero(written > merged).tolist()
+        # The counts were read first, so that each contribution that they count is read whole.
         fence()
         given = [(float(self._numbers[slot, _EXAMPLES]), self._slots[slot]) for slot in full]
         total = sum(weight for weight, _ in given)
@@ -274,4 +281,5 @@ class SharedAverage(Exchange):
         self._rows[new, _MERGED] = merged
         self._rows[new, _MERGED, full] = written[full]
         self._times[new] = time.monotonic()
+        # Last of all: a death before it leaves the old version, and whoever gets the lock makes this one anew.
         self._commit.publish(version + 1)

@@ -92,6 +92,7 @@ class CodedSum(HostSum):
         codes = self._make_room(hosts.hosts, own.numel(), own.element_size())
         self._encode("own", own, [(own, codes[hosts.host])])
         hosts.gather(codes)
+        # In the order of the hosts, this one's own code as well: every host adds the same numbers in the same order.
         self._codec.decode(codes[0], own)
         for code in codes[1:]:
             self._codec.add(code, own)
@@ -100,6 +101,7 @@ class CodedSum(HostSum):
         """Sums in place what two hosts send each other: while a piece is on its way, others are coded and added."""
         each = self._codec.nbytes(1, own.element_size())
         codes = self._make_room(2, own.numel(), own.element_size())[:, : each * own.numel()]
+        # Each of the two hosts adds the other's numbers to its own: a sum of two has the same bits in either order.
         under_way = []
         for numbers, rows in zip(own.split(PIECE), codes.split(each * PIECE, dim=1), strict=True):
             self._codec.encode(numbers, rows[hosts.host])
@@ -124,6 +126,7 @@ class CodedSum(HostSum):
                 mine.add_(before)
             elif mine.numel():
                 self._codec.add(receives[host], mine)
+        # The host that has made a sum takes it from the code as the others do, or it would go on with other bits.
         self._encode("sum", mine, [(mine, receives[hosts.host])])
         hosts.gather(receives)
         for part, code in zip(parts, receives, strict=True):

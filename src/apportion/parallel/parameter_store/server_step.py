@@ -43,6 +43,8 @@ class ServerStep(Step, Recoverable):
         )
         record = self._store.memory.servers[number]
         pid = record.word("pid")
+        # Workers take the place for valid where the pid is that of this slot's process. So the old pid goes before the
+        # place changes, and the new one comes after it.
         pid.withdraw()
         record.place = self._server.place
         pid.publish(os.getpid())

@@ -93,6 +93,8 @@ class StoreMembership:
     def _finish_pushes_of_dead(self, empty: set[int], forget: Callable[[], None]) -> None:
         """End, after a death, what was begun on the slots that no process has, and on one's own."""
         store = self.store
+        # A process that lives still has the batches that it took, and pushes them later: only its push is ended. Those
+        # of a process that died are handed out again.
         if self._survivor and not self._lockstep:
             if store.finish_push(self.world.slot):
                 forget()
@@ -242,6 +244,7 @@ class OrderedStep(OrderedRounds, StoreStep):
         group = self._member.world.group()
         self.store.queue.begin_rounds()
         group.barrier()
+        # Between two barriers, since no rank may push before all have read the same number.
         self._base = self._number = self.store.done
         group.barrier()
 
@@ -263,6 +266,7 @@ class OrderedStep(OrderedRounds, StoreStep):
         if own:
             assert self._own is not None
             store.queue.wait_until(lambda: store.queue.all_entered(workers), lambda: "every rank to pull")
+            # Written before the push: the others read them as soon as the store counts it.
             report.loss, report.staleness = float(self._own), float(self._owner(number))
             self._cycle.push(number)
             self._own = None

@@ -97,6 +97,7 @@ class MicrobatchPasses:
             self._replica.backward(*kept)
         else:
             _go_back(kept, ends.gradients_in.receive())
+        # The last reference to the activations of this micro-batch, which are not needed while the gradients leave.
         del kept
         if ends.gradients_out is not None:
             ends.gradients_out.send([arrival.gradient for arrival in arrivals])

@@ -53,6 +53,8 @@ class StageSender:
         else:
             data = json.dumps([pytree.treespec_dumps(spec), plain]).encode()
             self._post(torch.tensor([len(data)]), works)
+            # The receiver has asked ahead for tensors like the last ones, and takes these bytes before it asks for
+            # others.
             for nbytes in self._asked:
                 self._post(torch.zeros(nbytes, dtype=torch.uint8), works)
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), works)

@@ -60,7 +60,7 @@ class WavefrontPart(Part):
         carried."""
         net = cut.net
         self._cut, self._group, self._chunk, self._seen = cut, group, chunk, seen
-        self._ranks, self._rank, self._many = group.size, group.rank, net.num_layers
+        self._ranks, self._rank, self._layer_count = group.size, group.rank, net.num_layers
         self._numbers = range(group.rank, net.num_layers, group.size)
         self._layers: dict[int, RecurrentLayer] = {number: layer(net, number) for number in self._numbers}
         self._last = (net.num_layers - 1) % group.size
@@ -143,11 +143,11 @@ class WavefrontPart(Part):
 
     def _length(self, time: int, rows: int) -> int:
         short = all(isinstance(own, LSTMLayer) for own in self._layers.values())
-        return chunk_length(time, rows, self._ranks, self._many // self._ranks, short=short)
+        return chunk_length(time, rows, self._ranks, self._layer_count // self._ranks, short=short)
 
     def _zeros(self, rows: int) -> tuple[Tensor, ...]:
         weight = self._layers[self._rank].weights[0]
-        return tuple(weight.new_zeros(self._many, rows, width) for width in self._widths)
+        return tuple(weight.new_zeros(self._layer_count, rows, width) for width in self._widths)
 
     def _as_state(self, leaves: tuple[Tensor, ...]) -> Any:
         """The state in the form in which the recurrent module gives it."""
@@ -164,7 +164,7 @@ class WavefrontPart(Part):
         self, number: int, shape: list[int], begun: tuple[Tensor, ...], ran: ChunkRun, *, training: bool
     ) -> Tensor:
         """Run a layer; returns its outputs, which are sent on chunk by chunk."""
-        own, is_last = self._layers[number], number == self._many - 1
+        own, is_last = self._layers[number], number == self._layer_count - 1
         inputs = self._cached("x", number, (*shape, own.inputs))
         works = [self._group.receive(inputs[p], (number - 1) % self._ranks) for p in ran.pieces if number > 0]
         if is_last and not training:  # whoever asked for the outputs may keep them
@@ -198,14 +198,14 @@ class WavefrontPart(Part):
 
     def _ended(self, rows: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The states of all layers, on every rank. It waits for the slowest rank, as the backward pass does anyway."""
-        most = -(-self._many // self._ranks)
+        most = -(-self._layer_count // self._ranks)
         whole = []
         for i, leaf in enumerate(like):
             own = leaf.new_zeros((most, rows, leaf.shape[2]))
             for place, number in enumerate(self._numbers):
                 own[place] = self._layers[number].state[i]
             gathered = self._group.all_gather(own)  # (ranks, most, rows, width): layer l is [l % ranks, l // ranks]
-            whole.append(gathered.transpose(0, 1).flatten(0, 1)[: self._many].contiguous())
+            whole.append(gathered.transpose(0, 1).flatten(0, 1)[: self._layer_count].contiguous())
         return tuple(whole)
 
     # Backward
@@ -253,7 +253,7 @@ class WavefrontPart(Part):
         """Run a layer's backward pass; returns the gradient of its inputs, which is sent on chunk by chunk."""
         own, (time, rows) = self._layers[number], self._memory["x", number].shape[:2]
         works: list[Work] = []
-        if number == self._many - 1:
+        if number == self._layer_count - 1:
             assert ran.top is not None
             dy = torch.zeros_like(ran.top) if ran.top.grad is None else ran.top.grad
         else:

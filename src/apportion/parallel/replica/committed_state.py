@@ -47,6 +47,7 @@ class CommittedState:
         assert not state.carry, "the rows of a recurrent state are a rank's own"
         number = self._commit.read() + 1
         packed = StateLayout(state)
+        # The other of two places: the last state stays whole until the word names this one.
         memory = self._memory(number % 2, packed.nbytes)
         packed.write(memory, packed.write_head(memory), state)
         self._head[_NBYTES + number % 2] = packed.nbytes

@@ -100,7 +100,7 @@ class Episodes(ActedDataset):
         longest: int = LONGEST_EPISODE,
     ) -> None:
         self.width = max(n for n in range(1, MOST_AT_ONCE + 1) if episodes % n == 0)
-        self._environment, self._many, self._state = environment, episodes // self.width, state
+        self._environment, self._count, self._state = environment, episodes // self.width, state
         self._longest = longest
         self._acting = Acting()
         self._opened: Environments | None = None
@@ -108,7 +108,7 @@ class Episodes(ActedDataset):
         self._was_cut = False
 
     def __len__(self) -> int:
-        return self._many
+        return self._count
 
     @property
     def frames(self) -> int:

@@ -101,6 +101,8 @@ class GradientSlots:
             self._own[i].copy_(p.grad)
         else:
             self._own[i].add_(p.grad)
+        # The gradient is in shared memory now. Were it left here, autograd would add the next one to it, and it would
+        # count twice.
         p.grad = None
 
     def _collect_product(self, i: int, x: Tensor, dy: Tensor) -> None:

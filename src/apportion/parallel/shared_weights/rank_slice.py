@@ -94,6 +94,7 @@ class RankSlice:
                     return int(ends[r]) + start + self._memory.parameters[i].numel()
                 width = self._memory.parameters[i].shape[1]
                 return int(ends[r]) + start + (element - start + width // 2) // width * width
+            # At the edge of a cache line: two ranks that wrote to the same one would slow each other.
             step = 64 // region.dtype.itemsize
             return int(ends[r]) + element // step * step
         return int(ends[-1])

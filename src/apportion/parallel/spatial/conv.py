@@ -108,6 +108,8 @@ class _Convolve(Function):
         group: Group,
     ) -> Tensor:
         rank, mine = group.rank, inside[group.rank]
+        # All sends are begun before anything is waited for: neighbours that waited for each other first would never
+        # end.
         sends = []
         for side, step in _BOTH:
             theirs = _edge(inside, rank + step, "below" if step < 0 else "above")
@@ -128,6 +130,7 @@ class _Convolve(Function):
             around.append(_zero_padded(rows, edge, dim))
             part = at_edge.forward(around[-1], weight, None)
             y.narrow(dim, edge.outputs.start, edge.outputs.n).add_(part)
+        # Waited for last. Until then ``sends`` keeps the rows alive, which may be copies.
         for _, sent in sends:
             sent.wait()
         ctx.save_for_backward(x, weight, *around)
@@ -234,6 +237,8 @@ def conv(x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, g
     made = outputs_of(window, x.bounds, possible(window.outputs(x.length, after), x))
     symmetric = all(settings.before[d] == settings.after[d] for d in range(dims) if d != at)
     geometry = Geometry(settings.stride, settings.before, settings.dilation, settings.groups)
+    # The edges are computed apart only where rows travel at all. _Convolve calls aten below autocast, and with one
+    # padding for both ends of a dimension.
     if x.source is None and symmetric and not torch.is_autocast_enabled(x.own.device.type):
         inside = insides(window, x.bounds, made)
         if inside is not None:

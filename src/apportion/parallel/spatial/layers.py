@@ -60,6 +60,7 @@ def batch_norm(plan: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     if plan.planning:
         plan.norms.append(layer)
         return x  # its statistics would be of this rank's rows
+    # A rank without rows takes part in the exchange of the statistics, with nothing.
     plan.attendance.present = x.own.numel() > 0
     return x.like(layer(x.own))
 

@@ -116,6 +116,7 @@ def receive_gradient(
     if lost:
         raise CopyLost(staged) from lost[0]
     try:
+        # The copy has all of the gradient before the worker is answered: only then can a push no longer be lost.
         on.expect(StoreMessage.STAGED, REPLY_SECONDS)
     except PeerLost as error:
         raise CopyLost(staged) from error

@@ -199,6 +199,7 @@ class RangeServer:
                     raise PeerLost(f"{link.name} applies push {number}, which is not here")
                 versions = self._apply_now(link, worker, out)
             else:
+                # The worker asks again, since the answer was lost with a connection: the push is applied once.
                 made = next(p.made for p in reversed(self.state.log) if (p.worker, p.number) == (worker, number))
                 link.send_message(StoreMessage.APPLIED, made, self.state.done)
         if pulls and versions is None:

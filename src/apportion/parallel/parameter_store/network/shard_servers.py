@@ -336,6 +336,7 @@ class ShardServers:
                 if self.closed.is_set():
                     return
             self._following.pop(number, None)
+            # Without an epoch this process never became a copy, and has no state to take over with.
             if epoch != NOBODY:
                 view = self.views.ask(StoreMessage.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
                 if view.primary == self.rank:

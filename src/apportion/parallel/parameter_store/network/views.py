@@ -88,6 +88,7 @@ class Arbiter:
         with self._lock:
             number, rank, epoch, copy = numbers[:4]
             if kind == StoreMessage.ENTER:
+                # It has entered before, so that this is another process: what the first one had in memory is gone.
                 if rank in self._seen:
                     self._views = {at: view.entered(rank) for at, view in self._views.items()}
                 self._seen.add(rank)
