@@ -91,14 +91,14 @@ class MessageReader:
             if not self.has_come:
                 return None
             if self._kind is None:
-                self._begin()
+                self._start_message()
                 continue
             message = RoundMessage(self._kind, self._parsed(), self._data)
             self._kind, self._data = None, bytearray()
             self._until = connection.receive(memoryview(self._head))
             return message
 
-    def _begin(self) -> None:
+    def _start_message(self) -> None:
         """Make room for the message whose head has come."""
         number, text, data = _HEAD.unpack(self._head)
         if number not in set(self._most) or text > MOST_JSON or data > self._most[MessageKind(number)]:

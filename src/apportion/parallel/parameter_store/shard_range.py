@@ -26,7 +26,7 @@ class Range:
 
     def part_of(self, flat: Tensor) -> Tensor:
         """Return the server's part of a flat vector."""
-        return self._part(flat, self.first, self.last)
+        return self._slice(flat, self.first, self.last)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield the shards (first, last) that travel together; the shard of the buffers is a chunk by itself."""
@@ -38,7 +38,7 @@ class Range:
 
     def chunk(self, at: tuple[int, int], weights: Tensor, buffers: Tensor) -> Tensor:
         """Return the part of the weights, or the buffers, that one of these chunks consists of."""
-        return buffers if at[0] >= self._most else self._part(weights, *at)
+        return buffers if at[0] >= self._most else self._slice(weights, *at)
 
-    def _part(self, flat: Tensor, first: int, last: int) -> Tensor:
+    def _slice(self, flat: Tensor, first: int, last: int) -> Tensor:
         return flat[self._bounds[min(first, self._most)] : self._bounds[min(last, self._most)]]

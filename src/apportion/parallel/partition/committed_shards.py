@@ -141,7 +141,7 @@ class CommittedShards:
         for v in found:
             if (v.holder, v.slot) == (self._holder, self._world.slot):
                 self._version = v.version
-            parts.append(unpacked(self._part(v)))
+            parts.append(unpacked(self._read_version(v)))
         # No rank returns, and writes its next version over an old one, before every rank has copied what it needs.
         self._world.group().barrier()
         return parts
@@ -155,7 +155,7 @@ class CommittedShards:
         return [Version(*numbers) for versions in gathered for numbers in versions]
 
     @collective
-    def _part(self, version: Version) -> memoryview:
+    def _read_version(self, version: Version) -> memoryview:
         """Return the memory of a version, or what its host reads out of it."""
         v, world = version, self._world
         is_own = v.holder == self._holder

@@ -119,7 +119,7 @@ class ReplicatedStep(Step, Recoverable):
         self.source.set_rank(place.replica)
         inner.python.shares = place.replicas
         inner.rows = shard.rows(self._workload.batch_size)
-        inner.joined = self._joined
+        inner.joined = self._sum_gradients
         self._sums = GradientSum(
             inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
         )
@@ -181,7 +181,7 @@ class ReplicatedStep(Step, Recoverable):
         return count, share, share
 
     @torch.no_grad()
-    def _joined(self, loss: Tensor | None) -> Tensor | None:
+    def _sum_gradients(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
         total = self._sums(loss if self._reported_share else None, self._reported_share)
         if self._committed is not None:  # nobody is two updates ahead of another

@@ -17,7 +17,7 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
-from apportion.parallel.pipeline.whole_batch import BatchRows, joined, taken_apart
+from apportion.parallel.pipeline.whole_batch import BatchRows, join_microbatches, split_microbatches
 from apportion.parallel.replica.replica import Replica
 
 Run = Callable[[Sequence[Any], Batch], Any]
@@ -108,7 +108,7 @@ class MicrobatchPasses:
         gpipe. ``before``, ``after``: how what comes, and what goes, depends on the rows."""
         ends, count = self._ends, len(self._parts)
         received = [self._received() for _ in range(count)]
-        values = joined([values for values, _ in received], before) if ends.before is not None else []
+        values = join_microbatches([values for values, _ in received], before) if ends.before is not None else []
         arrivals = [arrived for _, arrived in received]
         del received
         with self._replica.autocast():
@@ -117,7 +117,7 @@ class MicrobatchPasses:
         del values
         self.most = count
         if ends.after is not None:
-            for part in taken_apart(found, after, [len(part) for part in self._parts]):
+            for part in split_microbatches(found, after, [len(part) for part in self._parts]):
                 ends.after.send(part)
                 kept.append(_origins(part))
         del found

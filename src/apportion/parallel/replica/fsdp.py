@@ -155,7 +155,7 @@ class Sharded:
         self._group.all_reduce(tail).wait()
         calls, used, _ = tail.split([len(self._calls), len(self._used), 1])
         if calls.tolist() != [self._group.size * own for own in self._calls]:
-            raise _apart(self._group, "at the end of its step")
+            raise _mismatch_error(self._group, "at the end of its step")
         for p, ranks in zip(self._parameters, used.tolist(), strict=True):
             if not ranks:
                 p.grad = None
@@ -258,7 +258,7 @@ class _Messages:
         own."""
         own = torch.tensor([kind, self._number, numel])
         if bool((self._group.all_gather(own) != own).any()):
-            raise _apart(self._group, f"at layer {self._name!r}")
+            raise _mismatch_error(self._group, f"at layer {self._name!r}")
 
 
 class _AllGather(_Messages):
@@ -279,7 +279,7 @@ class _ReduceScatter(_Messages):
         self._group.reduce_scatter(input_tensor.view(self._group.size, into.numel()), into)
 
 
-def _apart(group: Group, where: str) -> ApportionError:
+def _mismatch_error(group: Group, where: str) -> ApportionError:
     return ApportionError(
         f"rank {group.rank} is {where} and another rank is not: fully_sharded needs every rank to compute the same "
         "layers; make min_num_params= larger than a layer that only some examples use, or use data_parallel"

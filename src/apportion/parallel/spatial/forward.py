@@ -91,7 +91,7 @@ class StripForward:
         uncut: set[Node] = set()
         for node in graph.nodes:
             if node.op == "placeholder":
-                values[node] = _given(node, given, kwargs)
+                values[node] = _argument(node, given, kwargs)
             elif node.op == "get_attr":
                 values[node] = attribute(self._model, node.target)
             elif node.op == "output":
@@ -182,7 +182,7 @@ def _has_strips(value: Any) -> bool:
     return type(value) in (list, tuple) and any(type(v) is SpatialShard for v in value)
 
 
-def _given(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
+def _argument(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
     """The value of an argument of the model's, as the model was called."""
     name = str(node.target)
     if name.startswith("*"):
