@@ -234,7 +234,7 @@ def test_stages_cut_anywhere_give_the_networks_outputs_and_gradients(plan: Any, 
     stages = [StageGraph(model, graph, bounds, number) for number in range(len(bounds) - 1)]
     values: Any = []
     for stage in stages:
-        values = stage.module(*stage.of(graph, x), *values)
+        values = stage.module(*stage.select_arguments(graph, x), *values)
     assert torch.equal(values, expected)
     found = torch.autograd.grad(values.square().sum(), list(model.parameters()), allow_unused=True)
     for a, b in zip(found, wanted, strict=True):

@@ -149,6 +149,7 @@ class GroupsStep(Step, Recoverable):
             assert self._own is not None
             report.loss = float(self._own[0])
             report.staleness = float(self._push(self._done))
+        # All ranks of this place read what the one whose turn it was has reported, and none pushes before.
         self._place.across.group().barrier()
         self._done += 1
         return {"loss": torch.tensor(report.loss), "staleness": torch.tensor(turn, dtype=torch.float64)}

@@ -270,6 +270,7 @@ class ShardApplier:
         for draft in self.memory.drafts[worker :: self.memory.extent.workers]:
             if draft.place:
                 for shard in range(draft.first, draft.first + draft.shards):
+                    # Taking the lock of a dead holder is what repairs the shard.
                     self.lock(shard)
                     self._release[shard]()
 

@@ -254,6 +254,7 @@ class Store(PushStore):
     def finish(self, worker: int) -> None:
         """End what the process of that worker had begun and cannot end: its push gets into the rest of the shards; the
         batches that it had taken and not pushed go back into the queue."""
+        # The push comes first: its batches count as pushed from then on, and are not given back with the others.
         self.finish_push(worker)
         self.queue.give_back(worker)
 

@@ -166,6 +166,7 @@ class WavefrontPart(Part):
         """Run a layer; returns its outputs, which are sent on chunk by chunk."""
         own, is_last = self._layers[number], number == self._layer_count - 1
         inputs = self._cached("x", number, (*shape, own.inputs))
+        # All chunks are asked for at once: each arrives while those before it are computed.
         works = [self._group.receive(inputs[p], (number - 1) % self._ranks) for p in ran.pieces if number > 0]
         if is_last and not training:  # whoever asked for the outputs may keep them
             y = inputs.new_empty((*shape, own.outputs))
@@ -188,6 +189,7 @@ class WavefrontPart(Part):
         if not self._net.dropout:
             return y[piece]
         if number not in masks:
+            # For all chunks at once, so that the draws do not depend on how the time is cut.
             masks[number] = nn.functional.dropout(torch.ones_like(y), self._net.dropout, training=True)
         return y[piece] * masks[number][piece]
 

@@ -179,6 +179,8 @@ class ForwardState:
         self._looked = True
         if self._still:
             self._steps += 1
+            # Digests of all tensors take time, and are made after steps 1, 2, 4, 8 and so on; in between torch's own
+            # counts of writes are compared.
             self._find(thorough=self._steps & (self._steps - 1) == 0)
 
     def _find(self, *, thorough: bool) -> None:

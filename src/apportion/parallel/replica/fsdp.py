@@ -93,6 +93,8 @@ class Sharded:
                 module.register_forward_hook(self._refuse_moved)
             unit = fully_shard(module, mesh=mesh, ignored_params=kept)
             self._units.append(unit)
+            # The loss is weighted by this rank's share of the batch already, so that gradients are added up as they
+            # are.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             # A rank that did not use a parameter sends zeros, so that every rank sends the same parameters.

@@ -192,6 +192,8 @@ class GradientSum:
                 self._arrived_again(p, packed)
             packed.missing.discard(p)
             if self._sends:
+                # In the order of the buffers, whichever is full first: every rank has to begin the same sums in the
+                # same order.
                 while len(self._sent) < len(self._early) and not self._early[len(self._sent)].missing:
                     self._sent.append(self._start_packed(self._early[len(self._sent)]))
 

@@ -284,7 +284,7 @@ class ShardServers:
             link.send_blob(StoreMessage.BLOB, server.state.dump(), epoch + 1)
             # The copy has all of the state before rank 0 counts on it: a copy that is named first could be asked to
             # take over with half of the state. The lock `order` keeps the state as it is meanwhile.
-            link.expect(StoreMessage.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
+            link.expect(StoreMessage.ACK, REPLY_SECONDS)
             view = self.views.ask(StoreMessage.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
             if view.primary != self.rank:
                 self._depose(number)
