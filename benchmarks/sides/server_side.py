@@ -16,7 +16,7 @@ from torch import nn
 from apportion import World
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
-from apportion.parallel.parameter_store.network.network_step import NetworkPlaces, doors_of, served
+from apportion.parallel.parameter_store.network.network_step import NetworkPlaces, build_servers, doors_of
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
 from apportion.parallel.parameter_store.network.views import Arbiter, ViewSource
 from apportion.parallel.parameter_store.store import Contents
@@ -36,19 +36,19 @@ def main(nbytes):
         counts = [torch.zeros(len(pieces)).numpy() for pieces in layout.pieces]
         touched = torch.ones(1, dtype=torch.bool).numpy()
         empty = Contents([torch.zeros(layout.total)], counts, touched, torch.zeros(0))
-        answers = served(doors, spec, places, lambda: empty)
+        answers = build_servers(doors, spec, places, lambda: empty)
         answers.start()
         serve(lambda steps: answers and None)
         return
     store = NetworkStore(spec, torch.zeros(layout.total), doors, ViewSource(doors, Arbiter(doors, (1,))), 0)
     store.gradient.fill_(1e-3)
-    store.begin()
+    store.join()
     hyper = [layout.rule.hyper_of(optimizer.param_groups[0])]
 
     def run(steps):
         for batch in range(steps):
-            store.open(batch)
-            store.note(store.pulled)
+            store.record_taken(batch)
+            store.record_versions(store.pulled)
             store.push(hyper)
 
     serve(run)

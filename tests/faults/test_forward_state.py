@@ -390,7 +390,7 @@ def test_a_roll_back_is_by_name_and_leaves_other_tensors_alone() -> None:
     assert (model.last == 1).all()
     assert model.table.tolist() == [[0, 0], [1, 1], [0, 0]]
     assert model.row.data_ptr() == model.table[1].data_ptr()
-    assert set(state.beside()) == {"table"}
+    assert set(state.extra_buffers()) == {"table"}
 
 
 def test_what_is_frozen_is_not_copied_until_it_moves() -> None:

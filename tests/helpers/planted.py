@@ -58,17 +58,17 @@ class LosesAnUpdate(Strategy):
     def build(self, workload: Workload, world: World) -> Step:
         step: Any = ParameterServer().build(workload, world)
         if world.rank == 1:
-            right = step.store.applying.update
+            right = step.store.applier.update
 
-            def update(push: Any, first: int, many: int, copy: int) -> Any:
-                stretch = right(push, first, many, copy)
+            def update(push: Any, first: int, count: int, copy: int) -> Any:
+                stretch = right(push, first, count, copy)
                 if push.number == 3 and first == 0:
                     end = step.store.layout.bounds[1]
                     for new, old in zip(stretch.new, stretch.old, strict=True):
                         new[:end] = old[:end]
                 return stretch
 
-            step.store.applying.update = update
+            step.store.applier.update = update
         return step  # type: ignore[no-any-return]
 
     def reference(self, workload: Workload, world_size: int, log: tuple[Any, ...] = ()) -> Iterator[State]:

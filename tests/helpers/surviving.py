@@ -152,11 +152,11 @@ class SurvivingStep(Step, Recoverable):
         self._replica.start_schedules(self.source.total)
         self._memory = world.shared("kept", 64 + 2 * VERSION_BYTES)
         self._kept = np.frombuffer(self._memory, dtype=np.int64, count=1)
-        self._sit(world)
+        self._join_world(world)
         if world.generation == 0:
             self._keep()
 
-    def _sit(self, world: World) -> None:
+    def _join_world(self, world: World) -> None:
         self.rank, self._group = world.rank, world.group()
         self.data_shard = DataShard(world.rank, world.size)
 
@@ -196,7 +196,7 @@ class SurvivingStep(Step, Recoverable):
         self._kept[0] = self.done
 
     def rejoin(self, world: World) -> None:
-        self._sit(world)
+        self._join_world(world)
         if self.forgets:
             raise StateLost("it is forgotten")
         start = 64 + int(self._kept[0]) % 2 * VERSION_BYTES

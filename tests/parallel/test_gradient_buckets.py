@@ -140,7 +140,7 @@ def grows_later(world: World) -> str:
     sums = GradientSum([p], own.group(), early=True)
     try:
         for parts in (1, 2):
-            sums.begin()
+            sums.begin_backward()
             for _ in range(parts):
                 p.sum().backward()
             sums(None, 0.0)
@@ -174,7 +174,7 @@ def lies_where_it_lay(world: World) -> list[tuple[bool, bool]]:
     for _ in range(3):  # the first pass is watched
         for p in given:
             p.grad = None
-        sums.begin()
+        sums.begin_backward()
         together = torch.tanh(both[0].view(-1) + both[1].view(-1)).sum()
         (alone.square().sum() + hooked.square().sum() + together + small.sum()).backward()
         grads = [p.grad for p in given if p.grad is not None]
@@ -208,7 +208,7 @@ def conjugated(world: World) -> list[bool]:
         factor = torch.complex(torch.ones(300, 300).double(), torch.full((300, 300), world.rank + 1.0).double())
         for _ in range(2):
             p.grad = None
-            sums.begin()
+            sums.begin_backward()
             (p.conj() * factor).real.sum().backward()
             sums(None, 0.0)
         assert p.grad is not None
@@ -229,7 +229,7 @@ def replaced_by_a_hook(world: World) -> bool:
     sums = GradientSum([p], own.group(), early=True)
     for _ in range(2):
         p.grad = None
-        sums.begin()
+        sums.begin_backward()
         p.sum().backward()
         if sums._sent:
             p.grad = torch.zeros_like(p)

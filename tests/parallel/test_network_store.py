@@ -22,12 +22,12 @@ from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.shard_layout import StoreLayout
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
-from apportion.parallel.parameter_store.network.messages import Say
+from apportion.parallel.parameter_store.network.messages import StoreMessage
 from apportion.parallel.parameter_store.network.network_step import (
     NetworkDownpourStep,
     NetworkPlaces,
+    build_servers,
     serve,
-    served,
     server_ranks,
 )
 from apportion.parallel.parameter_store.network.network_store import NetworkStore
@@ -68,7 +68,7 @@ class Ranks:
         self.layout = StoreLayout({p: n for n, p in model.named_parameters()}, self.optimizer, shards=SHARDS)
         ranks = range(workers + servers)
         self.spec = StoreSpec(layout=self.layout, workers=workers, buffers=1, batches=total, servers=servers)
-        self.places = NetworkPlaces.of([*ranks], servers=servers, copies=1)
+        self.places = NetworkPlaces.choose([*ranks], servers=servers, copies=1)
         self.total = total
         name = secrets.token_hex(8)
         self._addresses = {rank: Address(f"{name}-{rank}", 0) for rank in ranks}
@@ -119,7 +119,7 @@ class Ranks:
     def all_copied(self) -> bool:
         """Whether every range has a copy: no server may be lost before."""
         assert self.arbiter is not None
-        views = [self.arbiter.answer(Say.ASK, (number, 0, 0, 0)) for number in range(self.spec.servers)]
+        views = [self.arbiter.answer(StoreMessage.ASK, (number, 0, 0, 0)) for number in range(self.spec.servers)]
         return all(view.copy >= 0 for view in views)
 
     def end(self) -> None:
@@ -142,7 +142,7 @@ class Ranks:
 
     def _serve(self, rank: int) -> None:
         torch.set_num_threads(1)
-        servers = served(self.doors(rank), self.spec, self.places, self.zeros)
+        servers = build_servers(self.doors(rank), self.spec, self.places, self.zeros)
         servers.start()
         serve(servers)
         servers.close()
@@ -156,19 +156,19 @@ class Ranks:
     def push_all(self, store: NetworkStore, each: Callable[[int], None] = lambda batch: None) -> None:
         """Push 2^-(batch mod 8) for every batch that this worker gets: sums that have no rounding."""
         hyper = [self.layout.rule.hyper_of(group) for group in self.optimizer.param_groups]
-        store.begin()
+        store.join()
         while True:
             try:
-                batch = store.take(self.total, waits=True, most=None)
+                batch = store.take_batch(self.total, waits=True, most=None)
                 if batch is None:
                     return
-                store.note(store.pulled)
+                store.record_versions(store.pulled)
                 store.gradient.fill_(-(2.0 ** -(batch % 8)))
                 store.change.fill_(1.0)
                 store.push(hyper)
                 each(batch)
             except IncarnationOver:
-                store.begin()
+                store.join()
 
     def assert_whole(self, store: NetworkStore) -> None:
         """Each batch is in the log once, and in the weights and the buffers once."""
@@ -231,7 +231,7 @@ def test_a_batch_whose_answer_was_lost_is_given_again(monkeypatch: pytest.Monkey
 
     def loses_every_third(link: ShardLink, kind: int, seconds: float) -> Sequence[int]:
         found = expect(link, kind, seconds)
-        if kind == Say.TICKET and next(answers) % 3 == 0:
+        if kind == StoreMessage.TICKET and next(answers) % 3 == 0:
             raise PeerLost("the connection was lost")
         return found
 
@@ -259,11 +259,11 @@ def test_a_worker_that_has_not_pushed_is_given_another_batch() -> None:
         for rank in (1, 2):
             ranks.start(rank)
         store = ranks.store(0)
-        store.begin()
+        store.join()
         given = []
         for _ in range(3):
-            given.append(store.take(ranks.total, waits=True, most=None))
-            store.note(store.pulled)
+            given.append(store.take_batch(ranks.total, waits=True, most=None))
+            store.record_versions(store.pulled)
         assert given == [0, 1, 2]
         store.close()
     finally:
@@ -305,17 +305,17 @@ def test_one_alone_answers_for_a_range_whoever_asks_first() -> None:
 
 def test_a_worker_is_given_again_what_it_has_not_heard_of() -> None:
     queue = QueueState()
-    assert queue.unheard(0, NO_TICKET) is None
+    assert queue.unacknowledged(0, NO_TICKET) is None
     queue.hand_out(0, 0)
     queue.hand_out(1, 1)
-    assert queue.unheard(0, NO_TICKET) == 0
-    assert queue.unheard(0, 0) is None
+    assert queue.unacknowledged(0, NO_TICKET) == 0
+    assert queue.unacknowledged(0, 0) is None
     queue.hand_out(0, 2)
-    assert queue.unheard(0, 0) == 2
-    assert queue.unheard(0, 2) is None
-    queue.pushed(0, [0, 2])
-    assert queue.unheard(0, 2) is None, "it is in the weights"
-    assert queue.unheard(1, 1) is None
+    assert queue.unacknowledged(0, 0) == 2
+    assert queue.unacknowledged(0, 2) is None
+    queue.mark_pushed(0, [0, 2])
+    assert queue.unacknowledged(0, 2) is None, "it is in the weights"
+    assert queue.unacknowledged(1, 1) is None
 
 
 def test_a_batch_is_handed_out_until_it_is_pushed() -> None:
@@ -324,7 +324,7 @@ def test_a_batch_is_handed_out_until_it_is_pushed() -> None:
         batch = queue.next_batch(4)
         assert batch is not None
         queue.hand_out(worker, batch)
-    queue.pushed(0, [0])
+    queue.mark_pushed(0, [0])
     queue.give_back(0)
     assert queue.unpushed() == [1, 2]
     assert queue.next_batch(4) == 2
@@ -333,8 +333,8 @@ def test_a_batch_is_handed_out_until_it_is_pushed() -> None:
     queue.hand_out(1, 3)
     assert queue.next_batch(4) is None
     assert not queue.is_through(4)
-    assert QueueState.of_plain(queue.plain()) == queue
-    queue.pushed(1, [1, 2, 3])
+    assert QueueState.from_json(queue.to_json()) == queue
+    queue.mark_pushed(1, [1, 2, 3])
     assert queue.is_through(4)
 
 
@@ -346,11 +346,11 @@ def test_a_worker_that_asks_for_a_batch_is_seen_to_wait() -> None:
     step._world = SimpleNamespace(group=lambda: SimpleNamespace(all_waits=clock))
     step.source, step._max_staleness = SimpleNamespace(total=9), 2
 
-    def take(total: int, *, waits: bool, most: int) -> int:
+    def take_batch(total: int, *, waits: bool, most: int) -> int:
         seen.append((total, waits, most, clock.word[0]))
         return 3
 
-    step.store = SimpleNamespace(take=take)
-    assert step._dealt(waits=True) == 3
+    step.store = SimpleNamespace(take_batch=take_batch)
+    assert step._ask_for_batch(waits=True) == 3
     assert seen == [(9, True, 2, 1)]
     assert clock.word == [0]

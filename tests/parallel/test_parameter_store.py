@@ -124,9 +124,9 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
         def work(line: int = line) -> None:
             other = shared.worker(1)
             signal_at(line, signal.SIGKILL)
-            ticket = other.deal.take(1 << 30)
+            ticket = other.queue.take_batch(1 << 30)
             assert ticket is not None
-            other.deal.note(other.pulled)
+            other.queue.record_versions(other.pulled)
             shared.push(other, line)
 
         status = ended(forked(work))
@@ -134,8 +134,8 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
         seen["open"] += m.lines[1].pushing > 0
         half = m.lines[1].pushing > 0 and len({v.value for v in m.shards.versions}) > 1
         if meanwhile:
-            store.deal.take(1 << 30)
-            store.deal.note(store.pulled)
+            store.queue.take_batch(1 << 30)
+            store.queue.record_versions(store.pulled)
             shared.push(store, 1000.0)
             shared.expect(1000.0)
             pushes, change = pushes + 1, change + 1000.0
@@ -150,9 +150,9 @@ def die_at_every_line(world: World, momentum: float, meanwhile: bool) -> dict[st
         seen["pushed" if went_in else "undone"] += 1
         shared.assert_whole(pushes, change)
         assert store.done == pushes, "each push was of one batch"
-        dealt = m.head.dealt - len(store.deal.unpushed())
-        assert dealt == pushes, "a batch is in the weights, or will be dealt again"
-        assert len(set(store.deal.unpushed())) == len(store.deal.unpushed())
+        handed_out = m.head.handed_out - len(store.queue.unpushed())
+        assert handed_out == pushes, "a batch is in the weights, or will be handed out again"
+        assert len(set(store.queue.unpushed())) == len(store.queue.unpushed())
         if status == 0:
             return seen
         assert status == -signal.SIGKILL
@@ -174,8 +174,8 @@ def die_while_ending(world: World) -> int:
 
     def work() -> None:
         other = shared.worker(1)
-        other.deal.take(1 << 30)
-        other.deal.take(1 << 30)
+        other.queue.take_batch(1 << 30)
+        other.queue.take_batch(1 << 30)
         signal_at(60, signal.SIGKILL)
         shared.push(other, 3.0)
 
@@ -194,7 +194,7 @@ def die_while_ending(world: World) -> int:
     shared.expect(3.0)
     shared.assert_whole(1, 3.0)
     assert shared.store.done == 2
-    assert shared.store.deal.unpushed() == []
+    assert shared.store.queue.unpushed() == []
     return tries
 
 
@@ -210,7 +210,7 @@ def give_back_and_die(world: World) -> int:
     for line in count(1):
 
         def take() -> None:
-            shared.worker(1).deal.take(1 << 30)
+            shared.worker(1).queue.take_batch(1 << 30)
 
         def end(line: int = line) -> None:
             ender = shared.worker(0)
@@ -220,32 +220,32 @@ def give_back_and_die(world: World) -> int:
         assert ended(forked(take)) == 0
         status = ended(forked(end))
         third = shared.worker(2)
-        ticket = third.deal.take(1 << 30)
+        ticket = third.queue.take_batch(1 << 30)
         assert ticket is not None
-        third.deal.note(third.pulled)
+        third.queue.record_versions(third.pulled)
         shared.push(third, 1.0)
         pushed.append(ticket)
         shared.store.finish(1)
         if status == 0:
             break
-    while back := shared.store.deal.unpushed():
-        third.deal.take(1 << 30)
+    while back := shared.store.queue.unpushed():
+        third.queue.take_batch(1 << 30)
         shared.push(third, 1.0)
-        pushed += [t for t in back if t not in shared.store.deal.unpushed()]
+        pushed += [t for t in back if t not in shared.store.queue.unpushed()]
     assert sorted(pushed) == list(range(len(pushed)))
     return len(pushed)
 
 
 def stand_while_pushing(world: World, rounds: int) -> int:
-    """What a checkpoint says of the deal, while another worker takes and pushes: every batch that is said to be in the
+    """What a checkpoint says of the queue, while another worker takes and pushes: every batch that is said to be in the
     weights is, and no other."""
     shared = Shared()
 
     def work() -> None:
         other = shared.worker(1)
         for _ in range(rounds):
-            other.deal.take(1 << 30)
-            other.deal.note(other.pulled)
+            other.queue.take_batch(1 << 30)
+            other.queue.record_versions(other.pulled)
             shared.push(other, 1.0)
 
     pid, seen = forked(work), 0

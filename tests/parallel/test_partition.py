@@ -93,7 +93,7 @@ def slices(whole: nn.Sequential, world: World, order: Callable[[list[int]], list
         "0.bias": TensorShard((16,), (units,)),
         "2.weight": TensorShard((3, 16), (range(3), units)),
     }
-    state = {key: pieces[key].of(t) if key in pieces else t for key, t in whole.state_dict().items()}
+    state = {key: pieces[key].slice_of(t) if key in pieces else t for key, t in whole.state_dict().items()}
     part.load_state_dict(state)
     return ReplicatedPart(part, pieces)
 
@@ -470,11 +470,11 @@ def test_pieces_put_together_are_the_whole(case: tuple[tuple[int, ...], list[Ten
     whole = torch.randn(shape)
     found = torch.full(shape, torch.nan)
     told = [{"w": TensorShard.from_plain(json.loads(json.dumps(p.plain()))).plain()} for p in pieces * 2]
-    layout = ShardLayout.of(told)
+    layout = ShardLayout.from_plain(told)
     for rank, piece in layout.owners("w"):
         assert rank < len(pieces), "the lower of two that have the same"
-        held = piece.of(whole)
-        assert held.shape == piece.held
+        held = piece.slice_of(whole)
+        assert held.shape == piece.local_shape
         piece.put(held, found)
     assert torch.equal(found, whole)
     assert sum(p.numel for _, p in layout.owners("w")) == whole.numel()
@@ -489,7 +489,7 @@ def test_who_sums_with_whom() -> None:
         {"a": half, "c": TensorShard((1,))},
         {"a": other, "b": all_of_it},
     ]
-    layout = ShardLayout.of([{name: piece.plain() for name, piece in rank.items()} for rank in told])
+    layout = ShardLayout.from_plain([{name: piece.plain() for name, piece in rank.items()} for rank in told])
     found = [(name, ranks) for name, _, ranks in layout.sums()]
     assert found == [("a", [0, 2]), ("a", [1, 3]), ("b", [0, 3])]
     assert [rank for rank, _ in layout.owners("a")] == [0, 1]
@@ -498,6 +498,6 @@ def test_who_sums_with_whom() -> None:
 
 
 def test_a_tensor_that_no_rank_has_whole_is_a_defect() -> None:
-    layout = ShardLayout.of([{"a": TensorShard((4,), (range(2),)).plain()}])
+    layout = ShardLayout.from_plain([{"a": TensorShard((4,), (range(2),)).plain()}])
     with pytest.raises(AssertionError, match="hold 2 elements of a, which has 4"):
         layout.owners("a")

@@ -33,11 +33,11 @@ from apportion.parallel.pipeline.staging import turns
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.parallel.pipeline.whole_batch import (
     BatchRows,
-    joined,
+    join_microbatches,
     needs_whole_batch,
     refuse_coupled_stage,
     rows_at,
-    taken_apart,
+    split_microbatches,
 )
 from apportion.parallel.tracing.tracer import follow
 
@@ -234,7 +234,7 @@ def test_stages_cut_anywhere_give_the_networks_outputs_and_gradients(plan: Any, 
     stages = [StageGraph(model, graph, bounds, number) for number in range(len(bounds) - 1)]
     values: Any = []
     for stage in stages:
-        values = stage.module(*stage.of(graph, x), *values)
+        values = stage.module(*stage.select_arguments(graph, x), *values)
     assert torch.equal(values, expected)
     found = torch.autograd.grad(values.square().sum(), list(model.parameters()), allow_unused=True)
     for a, b in zip(found, wanted, strict=True):
@@ -315,11 +315,14 @@ def test_micro_batches_are_put_together_and_taken_apart_along_their_rows() -> No
     assert found == {str(how) for how in (BatchRows(), BatchRows(1), BatchRows(12), BatchRows(1, 1), BatchRows(3, 0))}
     counts = [3, 3, 1]
     parts = [stage.module(part) for part in x.split(counts)]
-    for some, expected in ((joined(parts, rows), whole), *zip(taken_apart(whole, rows, counts), parts, strict=True)):
+    for some, expected in (
+        (join_microbatches(parts, rows), whole),
+        *zip(split_microbatches(whole, rows, counts), parts, strict=True),
+    ):
         assert len(some) == len(expected)
         for a, b in zip(some, expected, strict=True):
             assert torch.equal(a, b) if isinstance(b, Tensor) else (a == b and type(a) is type(b))
-    total = sum(t.sum() for t in tree.tensors(joined(parts, rows)))
+    total = sum(t.sum() for t in tree.tensors(join_microbatches(parts, rows)))
     (gradient,) = torch.autograd.grad(total, [model.place])
     assert torch.equal(gradient, torch.full((3, 4), 4.0)), "what all have alike counts once"
 

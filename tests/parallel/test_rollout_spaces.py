@@ -97,7 +97,7 @@ def test_both_ways_of_acting_normalise_what_was_observed(kind: Any) -> None:
     assert unrolled.observation_statistics is not None
     least = 97 if kind == np.uint8 else 1_000_000
     seen = np.random.default_rng(0).integers(least, least + 7, (64, 2)).astype(kind)
-    unrolled.observation_statistics.take(torch.from_numpy(seen))
+    unrolled.observation_statistics.accumulate(torch.from_numpy(seen))
     begins = np.ones(64, dtype=bool)
     way = fastest(unrolled, seen)
     assert isinstance(way, NumpyActing)
@@ -134,7 +134,7 @@ def known_batch(seen: list[Any]) -> Any:
 def test_parts_of_observations_are_normalised_by_themselves() -> None:
     unrolled = Unrolled(nn.Linear(1, 1), observations=4, parts=(True, False, True))
     assert unrolled.observation_statistics is not None
-    unrolled.observation_statistics.take(torch.tensor([[1.0, 10, 0, 1], [3.0, 30, 1, 1]]))
+    unrolled.observation_statistics.accumulate(torch.tensor([[1.0, 10, 0, 1], [3.0, 30, 1, 1]]))
     given = {
         "a": torch.tensor([[[1.0, 30.0]]]),
         "b": (torch.tensor([2]), torch.tensor([[1, 1]], dtype=torch.int8)),

@@ -284,7 +284,7 @@ def test_running_statistics_are_those_of_all_that_was_taken_in() -> None:
     assert torch.equal(statistics.mean, torch.zeros(3, dtype=torch.float64))
     assert torch.equal(statistics.deviation, torch.ones(3, dtype=torch.float64))
     for part in rows.split(7):
-        statistics.take(part)
+        statistics.accumulate(part)
     assert torch.allclose(statistics.mean, rows.mean(0), atol=1e-12)
     assert torch.allclose(statistics.deviation, rows.std(0, correction=0), atol=1e-12)
 

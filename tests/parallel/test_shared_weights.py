@@ -140,7 +140,7 @@ def trained(world: World, workload: Workload) -> tuple[State, bool]:
     assert isinstance(step, DataParallelStep)
     while (batch := step.take()) is not None:
         step(batch)
-    return step.state_dict(), step.gradient_update.kept is not None
+    return step.state_dict(), step.gradient_update.shared_memory is not None
 
 
 def alone(workload: Workload) -> State:

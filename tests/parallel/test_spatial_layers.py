@@ -83,11 +83,11 @@ def error(world: World, case: Case) -> dict[str, float]:
     layer = case.layer()
     bounds = case.bounds(world.size)
     rows = strip(bounds, world.rank)
-    holding = SpatialPlan(layer, group, "height")
-    holding.planning = False
-    holding.image_dim = lambda dims: case.dim  # type: ignore[method-assign]
+    plan = SpatialPlan(layer, group, "height")
+    plan.planning = False
+    plan.image_dim = lambda dims: case.dim  # type: ignore[method-assign]
     with contextlib.suppress(AttributeError):
-        ask_all_ranks(layer, holding.attendance)  # type: ignore[arg-type]
+        ask_all_ranks(layer, plan.attendance)  # type: ignore[arg-type]
     x: Any
     if case.fresh:
         source = case.image().requires_grad_()
@@ -95,7 +95,7 @@ def error(world: World, case: Case) -> dict[str, float]:
     else:
         source = case.image().narrow(case.dim, rows.start, rows.n).contiguous().requires_grad_()
         x = SpatialShard(source, case.dim, bounds)
-    found = LAYERS[type(case.layer())](holding, layer, x)
+    found = LAYERS[type(case.layer())](plan, layer, x)
     y = gathered(found, group) if isinstance(found, SpatialShard) else found
     if y.shape != expected.shape:
         return {f"shape {tuple(y.shape)}, not {tuple(expected.shape)}": 1.0}

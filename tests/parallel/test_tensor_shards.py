@@ -74,9 +74,9 @@ def differences(world: World, makes: list[Make], min_width: int) -> list[tuple[f
         gradients = dict(sliced.model.named_parameters())
         for name, p in whole.named_parameters():
             piece = sliced.pieces.get(name, TensorShard(tuple(p.shape)))
-            assert gradients[name].shape == piece.held, name
-            pairs.append((None if p.grad is None else piece.of(p.grad), gradients[name].grad))
-            worst = max(worst, apart(piece.of(p.detach()), gradients[name].detach()))
+            assert gradients[name].shape == piece.local_shape, name
+            pairs.append((None if p.grad is None else piece.slice_of(p.grad), gradients[name].grad))
+            worst = max(worst, apart(piece.slice_of(p.detach()), gradients[name].detach()))
         with torch.no_grad():
             both = [tree.tensors(tree.call(model.eval(), x)) for model, x in ((whole, inputs), (sliced.model, inputs))]
         pairs += zip(*both, strict=True)
@@ -99,7 +99,7 @@ def prove(makes: list[Make], ranks: int, min_width: int = 1) -> list[ShardingPla
     answers = on_ranks(differences, ranks, makes, min_width)
     for number in range(len(makes)):
         assert max(a[number][0] for a in answers) <= EXACT, number
-        layout = ShardLayout.of([a[number][2] for a in answers])
+        layout = ShardLayout.from_plain([a[number][2] for a in answers])
         for name in layout.holders:
             layout.owners(name)  # asserts that the pieces are the whole
     return [chosen for _, chosen, _ in answers[0]]

@@ -26,7 +26,7 @@ import apportion
 from apportion import Evaluation, Workload
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
-from apportion.parallel.averaging.rounds import LATE_SECONDS, dealt, is_late
+from apportion.parallel.averaging.rounds import LATE_SECONDS, assigned_round, is_late
 from apportion.runtime.supervisor import run as supervisor
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.local_sgd import LocalSgd
@@ -251,8 +251,8 @@ def test_a_run_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     done=st.integers(0, 50), of=st.integers(1, 7), every=st.integers(1, 9), total=st.integers(0, 120),
 )  # fmt: skip
 def test_a_round_deals_every_batch_once(done: int, of: int, every: int, total: int) -> None:
-    rounds = [dealt(done, index, of, every, total) for index in range(of)]
-    numbers = sorted(r.batch(i) for r in rounds for i in range(r.many))
+    rounds = [assigned_round(done, index, of, every, total) for index in range(of)]
+    numbers = sorted(r.batch(i) for r in rounds for i in range(r.batch_count))
     assert numbers == list(range(done, max(done, min(total, done + of * every))))
 
 
@@ -263,10 +263,10 @@ def test_a_round_deals_every_batch_once(done: int, of: int, every: int, total: i
 def test_a_schedule_has_a_step_left_for_every_batch(done: int, of: int, every: int, total: int, later: int) -> None:
     """OneCycleLR refuses a step more than it was made for; ``later``: the others went on before the round was begun."""
     for index in range(of):
-        on_time = dealt(done, index, of, every, total)
+        on_time = assigned_round(done, index, of, every, total)
         late = replace(on_time, done=min(total, done + later))
-        assert all(late.place(made) < total for made in range(on_time.many))
-        assert all(on_time.place(made) == done + made * of for made in range(on_time.many))
+        assert all(late.place(made) < total for made in range(on_time.batch_count))
+        assert all(on_time.place(made) == done + made * of for made in range(on_time.batch_count))
 
 
 def test_who_is_late() -> None:

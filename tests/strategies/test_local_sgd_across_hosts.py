@@ -28,8 +28,8 @@ from apportion.comm.network.rendezvous import meet
 from apportion.comm.world import World
 from apportion.core.strategy import State, batches
 from apportion.errors import StateLost
-from apportion.parallel.averaging.rounds import dealt
-from apportion.parallel.averaging.together import Note, Notes, gather_notes
+from apportion.parallel.averaging.collective_average import ContributionHeader, ContributionHeaders, gather_headers
+from apportion.parallel.averaging.rounds import assigned_round
 from apportion.runtime.supervisor import run as supervisor
 from apportion.runtime.supervisor.worker_pool import WorkerPool
 from apportion.strategies.local_sgd import LocalSgd, LocalSgdStep
@@ -323,14 +323,14 @@ def test_what_a_dead_worker_held_is_said_to_be_lost_where_averages_come_late() -
 # What is told before the sum
 
 
-def told(world: World, notes: list[Note]) -> list[Notes]:
-    return [gather_notes(notes[world.rank], world.group(), world.device)]
+def told(world: World, notes: list[ContributionHeader]) -> list[ContributionHeaders]:
+    return [gather_headers(notes[world.rank], world.group(), world.device)]
 
 
 def test_whole_numbers_go_round_as_they_are_and_a_table_only_where_somebody_has_moved_it() -> None:
     large, table = 2**62 + 1, torch.arange(5)
     notes = [
-        Note(
+        ContributionHeader(
             examples=float(rank),
             has=torch.tensor([1, rank], dtype=torch.uint8),
             singles=[torch.tensor(7.0), torch.tensor(float(rank))],
@@ -349,11 +349,13 @@ def test_whole_numbers_go_round_as_they_are_and_a_table_only_where_somebody_has_
 
 def test_the_mean_of_equal_counts_of_steps_is_that_count() -> None:
     counts, n = torch.full((3, 1), 1e6 + 1, dtype=torch.float64), [61.0, 61.0, 7.0]
-    assert Notes(n, torch.ones(3, 1, dtype=torch.uint8), counts, []).mean_single(0, 0) == 1e6 + 1
+    assert ContributionHeaders(n, torch.ones(3, 1, dtype=torch.uint8), counts, []).mean_single(0, 0) == 1e6 + 1
 
 
 def test_a_slot_of_ranks_that_had_no_examples_is_averaged_among_them() -> None:
-    notes = Notes([64.0, 0.0, 0.0], torch.tensor([[0], [1], [1]], dtype=torch.uint8), torch.zeros(3, 0), [])
+    notes = ContributionHeaders(
+        [64.0, 0.0, 0.0], torch.tensor([[0], [1], [1]], dtype=torch.uint8), torch.zeros(3, 0), []
+    )
     assert [notes.share(rank, 0) for rank in range(3)] == [0.0, 0.5, 0.5]
 
 
@@ -382,7 +384,7 @@ def spoilt(world: World, hosts: list[int]) -> State:
 
 @pytest.mark.parametrize("batches_done", [0, 12])
 def test_a_schedule_is_where_all_batches_are_that_were_handed_out(batches_done: int) -> None:
-    late = replace(dealt(18, 1, 2, 3, 60), done=batches_done, ahead=18 - batches_done)
+    late = replace(assigned_round(18, 1, 2, 3, 60), done=batches_done, ahead=18 - batches_done)
     assert [late.place(made) for made in range(3)] == [18, 20, 22]
 
 

@@ -173,8 +173,8 @@ def test_a_run_is_done_again_from_its_log_to_the_bit(name: str, options: dict[st
     for state, _, _ in runs:
         assert state.step == workload.steps
         assert_same(state, replayed)
-    dealt = Counter(batch for pushed in runs[0][1].pushes() for batch, _ in pushed.batches)
-    assert dealt == dict.fromkeys(range(60), 1), "every batch is in the weights, once"
+    handed_out = Counter(batch for pushed in runs[0][1].pushes() for batch, _ in pushed.batches)
+    assert handed_out == dict.fromkeys(range(60), 1), "every batch is in the weights, once"
 
 
 def test_a_log_with_one_push_exchanged_is_another_network() -> None:
@@ -234,13 +234,13 @@ def limping(world: World, strategy: ParameterServer, workload: Workload) -> int:
         batch = step.take()
         assert batch is not None
         while store.memory.lines[0].pushes < 3 and time.monotonic() < deadline:
-            store.deal.wait(lambda: store.memory.lines[0].pushes >= 3, lambda: "rank 0")
+            store.queue.wait_until(lambda: store.memory.lines[0].pushes >= 3, lambda: "rank 0")
         ahead = store.memory.lines[0].pushes - store.memory.lines[1].pushes
         step(batch)
     else:
         ahead = 0
     for batch in batches(step):
-        ahead = max(ahead, store.deal.ahead([0, 1])) if world.rank == 0 else ahead
+        ahead = max(ahead, store.queue.pushes_ahead([0, 1])) if world.rank == 0 else ahead
         step(batch)
     world.group().barrier()
     return int(ahead)
@@ -333,8 +333,8 @@ def killed(mode: str, many: int, *, workers: int, steps: int, replaced: bool = T
     assert outcome.kills >= (many * 9 // 10 if replaced else 1)
     assert state.step == steps
     assert_same(state, replayed)
-    dealt = Counter(batch for pushed in log.pushes() for batch, _ in pushed.batches)
-    assert dealt == dict.fromkeys(range(steps), 1), "no batch is lost, and none is in the weights twice"
+    handed_out = Counter(batch for pushed in log.pushes() for batch, _ in pushed.batches)
+    assert handed_out == dict.fromkeys(range(steps), 1), "no batch is lost, and none is in the weights twice"
 
 
 @pytest.mark.parametrize(

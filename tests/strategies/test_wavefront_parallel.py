@@ -280,7 +280,7 @@ def in_chunks(
             p.grad = None
         y, dx = torch.empty_like(dy), torch.empty_like(x)
         pieces = chunks(len(x), length)
-        own.begin(x, y, tuple(begun), training=True)
+        own.begin_pass(x, y, tuple(begun), training=True)
         for piece in pieces:
             own.forward(piece)
         ended = own.state

@@ -116,7 +116,7 @@ class OneOfStack(TimedPart):
         pieces = self._pieces[:1] if self._only_one and self._ran else self._pieces  # memory holds numbers by then
         self._ran = True
         began = clock(cpu)
-        own.begin(self._x, self._y, self._state, training=True)
+        own.begin_pass(self._x, self._y, self._state, training=True)
         begun = clock(cpu)
         for piece in pieces:
             own.forward(piece)

@@ -221,7 +221,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
         if microbatches > 1:
-            self._replica.begin(first=True)
+            self._replica.begin_batch(first=True)
         if measured and isinstance(self.source.dataset, ActedDataset):
             raise ValueError(
                 'shares="measured" would move actors between workers, and their environments stay where they are: use '
@@ -271,7 +271,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
 
     def backward(self, batch: Batch) -> Tensor | None:
         if self._measured is not None:  # from here: the time between two steps (an evaluation) is not measured
-            self._measured.begin()
+            self._measured.start_clock()
             self._waited = self._group.waited
         self._attend(batch)
         own = batch if len(batch) else batch.borrowed()
@@ -295,7 +295,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._replica.reseed(batch.step)
         self._attendance.present = len(batch) > 0
         self._own_rows = len(batch)
-        self.gradient_update.begin(batch)
+        self.gradient_update.begin_batch(batch)
 
     def update(self) -> Mapping[str, Tensor]:
         if self._measured is not None:
@@ -304,7 +304,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         mean, self._loss = self._loss, None
         loss = self.gradient_update(mean, self._share.reported_factor())
         if self._measured is not None:
-            self._measured.look(self._group)
+            self._measured.update_shares(self._group)
             self.data_shard = self._measured.shard
         return {"loss": loss}
 
@@ -332,7 +332,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
 
     def replicated(self) -> Iterable[Replicated]:
         held = self._replica.tensors()
-        kept = self.gradient_update.kept
+        kept = self.gradient_update.shared_memory
         yield Replicated(self._group, held if kept is None else apart_from(kept, held))
 
     def state_dict(self) -> State:
@@ -345,7 +345,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self.gradient_update.loaded()
 
     def rejoin(self, world: World) -> None:
-        self._sit(world)
+        self._join_world(world)
         self._attendance.group = self._group
         if self._measured is not None:
             self._measured.start_over(world.rank, world.size)
@@ -357,7 +357,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         return {**own, "updating": own["updating"] + self.gradient_update.seconds}
 
     def held(self) -> Held:
-        return held(self.model, self.optimizers, self.gradient_update.kept)
+        return held(self.model, self.optimizers, self.gradient_update.shared_memory)
 
     def close(self) -> None:
         self.gradient_update.close()

@@ -56,7 +56,7 @@ from apportion.cost_model.strategies import fully_sharded
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_functions
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
-from apportion.parallel.replica.forward_state import moved
+from apportion.parallel.replica.forward_state import moved_tensors
 from apportion.parallel.replica.initial_model import refuse_written
 from apportion.parallel.replica.replica import called
 from apportion.parallel.replica.shardable import NOT_ELEMENTWISE, WHOLE_KERNEL, refuse_layers, refuse_optimizer
@@ -186,7 +186,7 @@ class FullyShardedStep(ReplicaStep):
         self._clip = None if world.size == 1 else workload.clip_grad_norm
         super().__init__(workload if world.size == 1 else replace(workload, clip_grad_norm=None), world)
         if settings.microbatches > 1:
-            self._replica.begin(first=True)
+            self._replica.begin_batch(first=True)
         for optimizer in self.optimizers.values():
             refuse_optimizer(optimizer, alone=world.size == 1)
 
@@ -207,7 +207,7 @@ class FullyShardedStep(ReplicaStep):
             # A forward that moves a teacher writes to gathered weights, which are let go: every rank keeps those whole.
             batch = self.source.at(0, DataShard())
             trained = [p for p in model.parameters() if p.requires_grad]
-            found = moved(model, trained, lambda: called(self._workload, model, batch, self.device))
+            found = moved_tensors(model, trained, lambda: called(self._workload, model, batch, self.device))
             refuse_written(model, lambda: called(self._workload, model, batch, self.device))
             whole = [place.tensor for place in found if place.parameter]
             self._sharded = Sharded(model, self._world, self._settings.min_num_params, whole)

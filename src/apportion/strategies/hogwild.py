@@ -155,7 +155,7 @@ class HogwildStep(Step, Recoverable):
         counts = torch.from_numpy(memory.shards.counts[0][0])
         for number, p in enumerate(layout.parameters):
             slots = dict(zip(layout.rule.slots, (views[number] for views in self._slots), strict=True))
-            kept = layout.rule.kept(worker.optimizer.param_groups[layout.groups[number]])
+            kept = layout.rule.slots_of(worker.optimizer.param_groups[layout.groups[number]])
             state: dict[str, Any] = {name: slots[name] for name in kept}
             if layout.rule.keeps_step:
                 state["step"] = counts[number]
@@ -172,7 +172,7 @@ class HogwildStep(Step, Recoverable):
     def take(self) -> Batch | None:
         self._enter()
         if self._taken is None:
-            ticket = self._store.deal.take(self.source.total)
+            ticket = self._store.queue.take_batch(self.source.total)
             self._taken = None if ticket is None else self.source.at(ticket, WHOLE)
         return self._taken
 
@@ -205,7 +205,7 @@ class HogwildStep(Step, Recoverable):
         for p in self.model.parameters():
             p.grad = None
         replica.python.commit()
-        self._store.deal.count()
+        self._store.queue.count_pushed()
         self._taken = None
         self._seconds += time.perf_counter() - began
         return {"loss": self._loss}
@@ -238,8 +238,8 @@ class HogwildStep(Step, Recoverable):
 
     def state_dict(self) -> State:
         self._enter()
-        with self._store.deal.held():
-            done, unpushed = self._store.deal.standing()
+        with self._store.queue.locked():
+            done, unpushed = self._store.queue.progress()
         state = self._worker.state(done, self._store.read())
         state.settings["unpushed"] = unpushed
         return state
@@ -263,4 +263,4 @@ class HogwildStep(Step, Recoverable):
         return {"loading": self.source.seconds, "waiting": self._store.waited, "updating": self._seconds}
 
     def leave(self) -> None:
-        self._store.deal.leave()
+        self._store.queue.stop_taking()

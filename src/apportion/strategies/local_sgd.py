@@ -60,7 +60,7 @@ from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import local_sgd
 from apportion.parallel.averaging.contribution import Outer
 from apportion.parallel.averaging.local_step import Averaging, LocalSgdStep
-from apportion.parallel.averaging.reference import replayed, simulated
+from apportion.parallel.averaging.reference import replayed_average, simulated_averages
 
 
 @final
@@ -148,8 +148,10 @@ class LocalSgd(Strategy):
         averaged = self.slots == "averaged"
         if log:
             (rounds,) = log
-            return iter([replayed(workload, rounds, self._outer, averaged_slots=averaged)])
-        return simulated(workload, world_size, self.every, self._outer, averaged_slots=averaged, overlap=self.overlap)
+            return iter([replayed_average(workload, rounds, self._outer, averaged_slots=averaged)])
+        return simulated_averages(
+            workload, world_size, self.every, self._outer, averaged_slots=averaged, overlap=self.overlap
+        )
 
 
 def _refuse_carried(carries: bool) -> None:

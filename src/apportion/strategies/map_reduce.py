@@ -139,7 +139,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
     def __init__(self, workload: Workload, world: World, part: int) -> None:
         self._part, self._looks = part, not world.under_way
         super().__init__(workload, world)
-        self._replica.begin(first=True)
+        self._replica.begin_batch(first=True)
         sparse: list[Any] = [
             m.weight for m in self.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
         ]
@@ -172,7 +172,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
         """
         replica = self._replica
         replica.reseed(batch.step)
-        replica.begin()
+        replica.begin_batch()
         self._batch = batch
         for p in replica.trainable():
             p.grad = None
@@ -243,7 +243,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
             raise StateLost("a worker was lost before the first update: there is nothing to go on from")
         # A rank that was one update further, because rank 0 died before it had kept that, makes it again.
         self._load(state)
-        self._sit(world)
+        self._join_world(world)
         self._sum.rejoin(self._group)
 
     def committed(self) -> State | None:

@@ -258,7 +258,7 @@ class ParameterServer(Strategy):
 
     def _build_across_hosts(self, workload: Workload, world: World) -> Step:
         must_have_servers(self, self.servers, world.size)
-        places = NetworkPlaces.of(world.hosts(), servers=self.servers, copies=self.copies)
+        places = NetworkPlaces.choose(world.hosts(), servers=self.servers, copies=self.copies)
         if self.mode == "ordered":
             return OrderedNetworkStep(workload, world, self._rhythm, places)
         if world.rank in places.servers:

@@ -62,11 +62,11 @@ class HostSum(ABC):
     same_on_host: ClassVar[bool] = False
     """Do all ranks of a host keep the same? False: each keeps what belongs to its slice."""
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return what is kept for the next sum, by name: the tensors themselves, of which each has one dimension."""
         return {}
 
-    def keep(self, kept: Mapping[str, Tensor]) -> None:  # noqa: B027 (nothing is kept)
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (nothing is kept)
         """Go on from what another sum of the same tensor has kept; from nothing where that is empty. Raises ValueError
         where it cannot be that."""
 

@@ -72,14 +72,14 @@ class ReplicaTensors:
         self._whole = [(owner, name) for owner, name, floating in places if not floating]
         self.slots = _slots_to_come(replica)
 
-    def own(self) -> tuple[list[Tensor], list[Tensor]]:
+    def weights_and_counts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this replica's weights and counts, as they are now."""
         floating = [t for owner, name in self._floating if (t := owner[name]) is not None]
         whole = [t for owner, name in self._whole if (t := owner[name]) is not None]
         return [*(p.detach() for p in self.parameters), *floating], whole
 
     def _like(self) -> Iterator[Tensor]:
-        weights, counts = self.own()
+        weights, counts = self.weights_and_counts()
         yield from (*weights, *counts, *self.slots.values())
         yield torch.empty(max(1, len(self.slots)), dtype=torch.uint8)
         if self.outer is not None:
@@ -93,18 +93,18 @@ class ReplicaTensors:
             regions.add(like.dtype, *like.shape)
         return regions.nbytes
 
-    def parts(self, memory: memoryview | bytearray, offset: int = 0) -> Contribution:
+    def contribution_in(self, memory: memoryview | bytearray, offset: int = 0) -> Contribution:
         """Return the contribution whose tensors lie in this memory from ``offset`` on."""
         regions = TensorRegions()
         views = [regions.add(like.dtype, *like.shape).of(memory, offset) for like in self._like()]
-        weights, counts = self.own()
+        weights, counts = self.weights_and_counts()
         a, b = len(weights), len(weights) + len(counts)
         c = b + len(self.slots)
         return Contribution(views[:a], views[a:b], views[b:c], views[c], views[c + 1 :])
 
     def new(self) -> Contribution:
         """Return a contribution of zeros in memory of its own."""
-        return self.parts(bytearray(self.nbytes))
+        return self.contribution_in(bytearray(self.nbytes))
 
     def write_slots(self, parts: Contribution) -> None:
         """Write this replica's slots, as they are now, into a contribution."""
@@ -120,11 +120,11 @@ class ReplicaTensors:
 
     def _averaged(self, parts: Contribution) -> dict[int, Tensor]:
         """Return the tensors of an average, by the identity of this replica's tensors."""
-        weights, counts = self.own()
+        weights, counts = self.weights_and_counts()
         own = (*self.parameters, *weights[len(self.parameters) :], *counts)
         return {id(t): a for t, a in zip(own, (*parts.weights, *parts.counts), strict=True)}
 
-    def beside(self, parts: Contribution) -> dict[str, Tensor]:
+    def extra_buffers(self, parts: Contribution) -> dict[str, Tensor]:
         """Return the buffers of an average that ``state_dict()`` leaves out, where training has changed them."""
         averaged = self._averaged(parts)
         found = {p.name: averaged[id(p.tensor)] for p in self._moved if not p.parameter and id(p.tensor) in averaged}
@@ -258,14 +258,14 @@ class ContributionBytes:
     def write(self, parts: Contribution) -> bytearray:
         """Return new memory with the tensors of a contribution."""
         memory = bytearray(self.nbytes)
-        self._copy(parts, self.parts(memory))
+        self._copy(parts, self.contribution_in(memory))
         return memory
 
     def read(self, memory: bytearray, into: Contribution) -> None:
         """Copy the tensors in a memory into a contribution; slots that did not travel stay as they are there."""
-        self._copy(self.parts(memory), into)
+        self._copy(self.contribution_in(memory), into)
 
-    def parts(self, memory: bytearray) -> Contribution:
+    def contribution_in(self, memory: bytearray) -> Contribution:
         """Return the contribution whose tensors lie in a memory; without slots, where these did not travel."""
         weights = [region.of(memory) for region in self._weights]
         counts = [region.of(memory) for region in self._counts]

@@ -1,5 +1,5 @@
-"""A replica's side of rounds that close at their deadline: it comes, takes its batches and the average, gives what it
-has learnt, and may go and come again.
+"""A replica's side of rounds that close at their deadline: it joins, receives its batches and the average, sends its
+contribution, and may leave and join again.
 
 ::
 
@@ -55,49 +55,49 @@ class OpenExchange(Exchange):
         self._coordinator: RoundCoordinator | None = None
         self._reader: MessageReader | None = None
         """The reader of the connection to rank 0, where there is one."""
-        self._came: deque[RoundMessage] = deque()
-        """The messages that have come and were not yet looked at."""
+        self._pending: deque[RoundMessage] = deque()
+        """The messages that have arrived and were not handled yet."""
         self._process = secrets.token_hex(16)
         """What tells this process from another one with the same rank."""
         self._introduction: tuple[Mapping[str, Any], Refuse] | None = None
-        self._round, self._many, self._done = -1, 0, 0
-        """The number of the round that this replica is in, of the batches that it was dealt, and of those in the
+        self._round, self._batch_count, self._done = -1, 0, 0
+        """The number of the round that this replica is in, of the batches that it was assigned, and of those in the
         average."""
-        self._gave = self._ended = self._closed = False
-        """Has it given its part of that round, or left it; has the run ended; is this exchange closed?"""
+        self._has_contributed = self._ended = self._closed = False
+        """Has this replica sent its part of that round, or left it; has the run ended; is this exchange closed?"""
 
     def introduce(self, given: Mapping[str, Any], refuse: Refuse) -> None:
         """Say what this rank was given to train, before the first round; ``refuse`` says on rank 0 why another rank may
         not take part."""
         self._introduction = given, refuse
 
-    # Coming and going
+    # Joining and leaving
 
-    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
+    def start(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
         if self._world.rank != 0:
             return
         if self._coordinator is not None:
             self._coordinator.close()
             self._listener = None
         listener = self._listener or self._service.listen()
-        own, its = socket.socketpair()
+        own_socket, coordinator_socket = socket.socketpair()
         self._coordinator = RoundCoordinator(
-            self._rounds, self._frame, listener, self._service.name, its, self._introduction
+            self._rounds, self._frame, listener, self._service.name, coordinator_socket, self._introduction
         )
-        self._coordinator.begin(first, done, unpushed)
-        self._greet(own)
+        self._coordinator.start(first, done, unpushed)
+        self._say_hello(own_socket)
 
     def _connect(self, seconds: float) -> None:
         assert self._world.rank != 0, "begin() comes first on rank 0"
         try:
-            self._greet(self._service.dial(self._world.rank, seconds, lambda: self._closed))
+            self._say_hello(self._service.dial(self._world.rank, seconds, lambda: self._closed))
         except PeerLost as error:
             raise PeerLost(
                 f"rank {self._world.rank} has waited {seconds:.0f} s for rank 0, which makes the averages: {error}. "
                 'Start rank 0 again with resume="auto", and then this one'
             ) from error
 
-    def _greet(self, sock: socket.socket) -> None:
+    def _say_hello(self, sock: socket.socket) -> None:
         connection = RankConnection(sock, "rank 0")
         most = {
             MessageKind.REFUSED: 0,
@@ -111,12 +111,13 @@ class OpenExchange(Exchange):
         fields = {"process": self._process, "nbytes": self._full.nbytes, "given": given}
         send_message(connection, MessageKind.HELLO, fields)
 
-    def _lose(self, error: PeerLost) -> None:
-        """Let go of a connection that has ended; what was not given is made anew, by the replica that gets it."""
+    def _drop_connection(self, error: PeerLost) -> None:
+        """Close a connection that has ended. Batches whose part was not sent are made again, by the replicas that they
+        are assigned to."""
         if self._reader is not None:
             self._reader.connection.release()
         self._reader = None
-        self._came.clear()
+        self._pending.clear()
         if self._closed:
             raise error
         if self._coordinator is not None:
@@ -129,7 +130,7 @@ class OpenExchange(Exchange):
 
     # A round
 
-    def take(self, into: Contribution) -> AveragingRound:
+    def next_round(self, into: Contribution) -> AveragingRound:
         seconds = FIRST_SECONDS if self._round < 0 else RETURN_SECONDS
         while not self._ended:
             if self._reader is None:
@@ -137,11 +138,11 @@ class OpenExchange(Exchange):
             try:
                 message = self._next_message()
             except PeerLost as error:
-                self._lose(error)
+                self._drop_connection(error)
                 continue
             if message.kind is MessageKind.ROUND:
                 return self._begin_round(message, into)
-            self._note(message)
+            self._handle_notice(message)
         return AveragingRound(self._done, self._done, 1, 0, ended=True)
 
     def _begin_round(self, message: RoundMessage, into: Contribution) -> AveragingRound:
@@ -151,7 +152,7 @@ class OpenExchange(Exchange):
             raise AssertionError(f"rank 0 sent an average of {len(message.data)} bytes, and it has {wire.nbytes}")
         wire.read(message.data, into)
         batches = tuple(int(batch) for batch in fields["batches"])
-        self._round, self._many, self._gave = int(fields["round"]), len(batches), False
+        self._round, self._batch_count, self._has_contributed = int(fields["round"]), len(batches), False
         self._ended = bool(fields["ended"])
         self._done = int(fields["done"])
         return AveragingRound(
@@ -166,44 +167,44 @@ class OpenExchange(Exchange):
             limit=self._rounds.total,
         )
 
-    def _note(self, message: RoundMessage) -> None:
-        """Take note of a message that begins no round. What is said of a round that this replica has ended is of no
-        account."""
+    def _handle_notice(self, message: RoundMessage) -> None:
+        """Handle a message that does not begin a round. Messages about a round that this replica has ended are
+        ignored."""
         if message.kind is MessageKind.REFUSED:
             raise ValueError(str(message.fields["why"]))
         if message.kind is MessageKind.ENDED:
             self._ended = True
 
-    def meet(self, write: Write) -> None:
-        self._give(self._many, write)
+    def contribute(self, write: Write) -> None:
+        self._send_part(self._batch_count, write)
 
-    def _give(self, made: int, write: Write) -> None:
-        """Give what this replica has learnt from ``made`` of its batches."""
-        if self._gave or self._reader is None:
+    def _send_part(self, made: int, write: Write) -> None:
+        """Send what this replica has learnt from the first ``made`` of its batches."""
+        if self._has_contributed or self._reader is None:
             return
         examples = write(self._own)
-        self._gave = True
+        self._has_contributed = True
         fields = {"round": self._round, "made": made, "examples": examples}
         send_message(self._reader.connection, MessageKind.PART, fields, self._wire.write(self._own))
 
     def is_over(self, made: int, write: Write) -> bool:
         if self._ended:
             return False
-        if self._reader is None or self._gave:
+        if self._reader is None or self._has_contributed:
             return True
         try:
             while (message := self._reader.next()) is not None:
-                self._came.append(message)
+                self._pending.append(message)
         except PeerLost as error:
-            self._lose(error)
+            self._drop_connection(error)
             return True
-        said = {message.kind for message in self._came if message.fields.get("round", self._round) == self._round}
-        if MessageKind.CLOSED in said:
-            self._gave = True
+        kinds = {message.kind for message in self._pending if message.fields.get("round", self._round) == self._round}
+        if MessageKind.CLOSED in kinds:
+            self._has_contributed = True
             send_message(self._reader.connection, MessageKind.LEFT, {"round": self._round, "made": made})
-        elif MessageKind.ASKED in said and made:
-            self._give(made, write)
-        return self._gave or MessageKind.ENDED in said
+        elif MessageKind.ASKED in kinds and made:
+            self._send_part(made, write)
+        return self._has_contributed or MessageKind.ENDED in kinds
 
     def _next_message(self) -> RoundMessage:
         """Wait for the next message."""
@@ -212,15 +213,15 @@ class OpenExchange(Exchange):
         assert connection is not None
         assert reader is not None
 
-        def look() -> None:
+        def receive_messages() -> None:
             self._world.check()
             while (message := reader.next()) is not None:
-                self._came.append(message)
+                self._pending.append(message)
 
-        if not self._came:
+        if not self._pending:
             clock = self._world.all_waits
-            move_until([connection], lambda: bool(self._came), clock=clock, seconds=math.inf, moved=look)
-        return self._came.popleft()
+            move_until([connection], lambda: bool(self._pending), clock=clock, seconds=math.inf, moved=receive_messages)
+        return self._pending.popleft()
 
     # Besides
 

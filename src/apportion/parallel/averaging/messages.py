@@ -58,8 +58,8 @@ def send_message(
     text = json.dumps(fields).encode()
     if len(text) > MOST_JSON:
         raise AssertionError(f"the JSON of a message has {len(text)} bytes, and at most {MOST_JSON} are read")
-    many = 0 if data is None else len(data)
-    connection.send(memoryview(_HEAD.pack(kind, len(text), many)))
+    nbytes = 0 if data is None else len(data)
+    connection.send(memoryview(_HEAD.pack(kind, len(text), nbytes)))
     connection.send(memoryview(text))
     if data:
         connection.send(memoryview(data))
@@ -91,14 +91,14 @@ class MessageReader:
             if not self.has_come:
                 return None
             if self._kind is None:
-                self._begin()
+                self._start_message()
                 continue
             message = RoundMessage(self._kind, self._parsed(), self._data)
             self._kind, self._data = None, bytearray()
             self._until = connection.receive(memoryview(self._head))
             return message
 
-    def _begin(self) -> None:
+    def _start_message(self) -> None:
         """Make room for the message whose head has come."""
         number, text, data = _HEAD.unpack(self._head)
         if number not in set(self._most) or text > MOST_JSON or data > self._most[MessageKind(number)]:

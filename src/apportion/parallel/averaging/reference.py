@@ -33,7 +33,7 @@ class EndedRound:
     """The batches handed out up to its end."""
 
 
-def simulated(
+def simulated_averages(
     workload: Workload,
     replicas: int,
     every: int,
@@ -62,7 +62,7 @@ def simulated(
             waiting.append(EndedRound([s.state_dict() for s in steps], seen, begun, min(total, first + replicas)))
             ended, seen = waiting[-1], [0] * replicas
             while waiting and (last or len(waiting) > overlap):
-                average.add(waiting.pop(0))
+                average.add_round(waiting.pop(0))
             begun = [average.go_on(step, ended, rank, averaged_slots, overlap) for rank, step in enumerate(steps)]
         yield average.state
 
@@ -91,7 +91,7 @@ class SimulatedAverage:
             if (momentum := state.optimizer.get(f"outer/{name}/momentum_buffer")) is not None:
                 self._optimizer.state[w]["momentum_buffer"] = momentum.clone()
 
-    def add(self, ended: EndedRound, slots: Tensors | None = None) -> None:
+    def add_round(self, ended: EndedRound, slots: Tensors | None = None) -> None:
         """Add what replicas have learnt in a round. ``slots``: the optimizer slots of the average; None: the mean of
         the replicas' is."""
         states, seen = ended.states, ended.seen
@@ -145,7 +145,7 @@ def mean(tensors: Sequence[Tensors], seen: Sequence[int]) -> Tensors:
     return mean
 
 
-def replayed(
+def replayed_average(
     workload: Workload, log: RoundLog, outer: Outer | None, *, averaged_slots: bool, start: State | None = None
 ) -> State:
     """Return the last average that a log leads to, from the beginning or from ``start``. ValueError where the log is
@@ -161,16 +161,16 @@ def replayed(
     for each in log.rounds:
         for part in each.parts:
             made[part.begun].append(part)
-    lives: dict[int, _ReplayedReplica] = {}
+    replicas: dict[int, _ReplayedReplica] = {}
     for each in log.rounds:
         begun, ended = dict(average.state.model), dict[int, State]()
         for part in made[each.number]:
-            life = lives.get(part.life)
-            if life is None:
-                life = lives[part.life] = _ReplayedReplica.begin(workload, part.rank, average)
+            replica = replicas.get(part.life)
+            if replica is None:
+                replica = replicas[part.life] = _ReplayedReplica.from_average(workload, part.rank, average)
             else:
-                life.go_on(average, averaged_slots=averaged_slots)
-            ended[part.life] = life.make(part, each)
+                replica.go_on(average, averaged_slots=averaged_slots)
+            ended[part.life] = replica.run_part(part, each)
         counted = [part for part in each.parts if part.examples]
         if counted:
             _add(average, counted, ended, begun, averaged_slots)
@@ -190,7 +190,7 @@ def _add(
     states = [ended[part.life] for part in counted]
     done = average.state.step + sum(len(part.batches) for part in counted)
     seen = [int(part.examples) for part in counted]
-    average.add(EndedRound(states, seen, [begun] * len(states), done), slots)
+    average.add_round(EndedRound(states, seen, [begun] * len(states), done), slots)
 
 
 @dataclass
@@ -204,7 +204,7 @@ class _ReplayedReplica:
     """The number of batches that its schedules have behind them."""
 
     @classmethod
-    def begin(cls, workload: Workload, rank: int, average: SimulatedAverage) -> _ReplayedReplica:
+    def from_average(cls, workload: Workload, rank: int, average: SimulatedAverage) -> _ReplayedReplica:
         """Begin from an average, with the optimizer slots that this has."""
         step = OneDeviceStep(workload, torch.device("cpu"), rank=rank)
         state, found = step.state_dict(), average.state
@@ -218,15 +218,15 @@ class _ReplayedReplica:
         slots = average.slots if averaged_slots else state.optimizer
         self.step.load_state_dict(replace(state, model=found.model, optimizer=slots, buffers=found.buffers))
 
-    def make(self, part: LoggedPart, of: LoggedRound) -> State:
+    def run_part(self, part: LoggedPart, round: LoggedRound) -> State:
         """Make the steps of a part of a round, and return the state after them. The schedules begin where the average
         is, and go on by as many batches at each step as there are replicas, but never past the end."""
-        self._advance(of.done)
+        self._advance(round.done)
         for number, batch in enumerate(part.batches, 1):
             self.step(self.step.source.at(batch))
             self.scheduled += 1
             left = part.dealt - number
-            self._advance(min(of.done + number * of.present, self.step.source.total - left))
+            self._advance(min(round.done + number * round.present, self.step.source.total - left))
         return self.step.state_dict()
 
     def _advance(self, batches: int) -> None:

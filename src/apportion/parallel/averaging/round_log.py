@@ -16,13 +16,14 @@ class LoggedPart:
 
     rank: int
     life: int
-    """The number of its connection: a replica that comes again has another one, and begins anew."""
+    """The incarnation, which is the number of its connection: a replica that joins again has another one, and begins
+    anew. (Files that hold a log keep the name of this field, as that of ``dealt``.)"""
     begun: int
     """The round whose average it began from."""
     batches: tuple[int, ...]
     """The batches that it made, in this order."""
     dealt: int
-    """The number of batches that it was dealt."""
+    """The number of batches that it was assigned."""
     examples: float
     """The weight of the part in the average: the number of examples of these batches; 0 where it came too late, so that
     it is in no average."""
@@ -44,11 +45,11 @@ class LoggedRound:
     parts: tuple[LoggedPart, ...]
     """The parts in its average, in rank order, and then those that came meanwhile and were too late for theirs."""
     came: tuple[tuple[int, int], ...] = ()
-    """The rank and the life of each replica that has come since the round before was closed."""
+    """The rank and the incarnation of each replica that has joined since the round before was closed."""
 
-    def has(self, life: int) -> bool:
-        """Return whether a part of this life is in the average."""
-        return any(part.life == life and part.examples for part in self.parts)
+    def has_part_of(self, incarnation: int) -> bool:
+        """Return whether a part of this incarnation is in the average."""
+        return any(part.life == incarnation and part.examples for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class RoundLog:
         found = []
         for at, each in enumerate(self.rounds[1:], 1):
             late = [(part.rank, part.life) for part in each.parts if not part.examples]
-            for rank, life in dict.fromkeys((*each.came, *late)):
-                first = next((r.number for r in self.rounds[at + 1 :] if r.has(life)), None)
+            for rank, incarnation in dict.fromkeys((*each.came, *late)):
+                first = next((r.number for r in self.rounds[at + 1 :] if r.has_part_of(incarnation)), None)
                 found.append((rank, each.number, first))
         return found
 
@@ -94,5 +95,5 @@ class RoundLog:
 def _round(fields: dict[str, Any]) -> LoggedRound:
     parts: Sequence[dict[str, Any]] = fields.pop("parts")
     made = tuple(LoggedPart(**{**part, "batches": tuple(part["batches"])}) for part in parts)
-    came = tuple((rank, life) for rank, life in fields.pop("came"))
+    came = tuple((rank, incarnation) for rank, incarnation in fields.pop("came"))
     return LoggedRound(**fields, parts=made, came=came)

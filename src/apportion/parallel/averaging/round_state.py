@@ -1,16 +1,17 @@
-"""The book of rounds that close at their deadline: who takes part, which batches are whose, and when a round is over.
-It holds no tensor and reads no clock: every decision follows from what it was given.
+"""The state of rounds that close at their deadline: which replicas take part, which batches each is assigned, and when
+a round is over. It holds no tensor and reads no clock: every decision follows from what it was given.
 
 ::
 
-    idle      has come, or has given its part: is dealt batches when the next round opens
+    idle      has connected, or has sent its part: is assigned batches when the next round opens
     working   has batches of the round that is open
-    late      that round was closed without it; no replica waits for it, and it gets no batches until it sends a message
+    late      that round was closed without it; no replica waits for it, and it is assigned nothing until it
+              sends a message
 
 A round opens as soon as one is over, for all that are idle. A moment before its deadline each working replica is asked
-for what it has by then. It is over when every working replica has given its part, or at its deadline; where none has by
+for what it has by then. It is over when every working replica has sent its part, or at its deadline; where none has by
 then, and no new replica waits, with the first part. The batches that were not made, and those of replicas that were
-late or are gone, are dealt again, in the next round: so each batch is in an average once, and every epoch sees each
+late or are gone, are assigned again, in the next round: so each batch is in an average once, and every epoch sees each
 example once.
 """
 
@@ -30,7 +31,7 @@ MARGIN = 0.8
 """The part of the deadline that a slow replica's batches are to take."""
 
 
-class Standing(Enum):
+class ReplicaState(Enum):
     """What is waited for from a replica."""
 
     IDLE = "idle"
@@ -40,21 +41,21 @@ class Standing(Enum):
 
 @dataclass
 class PresentReplica:
-    """A replica that is there. ``life``: the number of its connection, which no other has had."""
+    """A replica that is connected. ``incarnation``: the number of its connection, which no other has had."""
 
-    life: int
-    standing: Standing = Standing.IDLE
+    incarnation: int
+    state: ReplicaState = ReplicaState.IDLE
     batches: tuple[int, ...] = ()
-    """The batches that it was dealt last."""
-    many: int | None = None
+    """The batches that it was assigned last."""
+    most_batches: int | None = None
     """The most batches that it makes by the deadline; None: unknown."""
 
 
 @dataclass(frozen=True)
-class Deal:
-    """What a replica is sent of the round that opens."""
+class Assignment:
+    """The batches that a replica is sent when a round opens."""
 
-    life: int
+    incarnation: int
     batches: tuple[int, ...]
 
 
@@ -68,22 +69,22 @@ class OpenedRound:
     present: int
     """The number of replicas that were idle."""
     unpushed: tuple[int, ...]
-    """The batches before the last one ever dealt that are in no average."""
-    deals: dict[int, Deal] = field(default_factory=dict)
-    """The deals by rank; who is dealt nothing is not there."""
+    """The batches before the last one ever assigned that are in no average."""
+    assignments: dict[int, Assignment] = field(default_factory=dict)
+    """The assignments by rank; a rank that is assigned no batches has none."""
 
 
 @final
-class RoundBook:
+class RoundState:
     """The state of the rounds. Times are seconds of one clock that never goes back."""
 
     def __init__(self, *, every: int, total: int, deadline: float, size: int) -> None:
         self._every, self._total, self._deadline, self._size = every, total, deadline, size
         self.slots: dict[int, PresentReplica] = {}
         """The replicas that are there, by rank."""
-        self._lives = 0
+        self._incarnations = 0
         self._free: list[int] = []
-        """The batches that are to be dealt again, the first first."""
+        """A heap of the batches that are to be assigned again."""
         self._next = 0
         self.done = 0
         """The number of batches in the last average."""
@@ -93,10 +94,10 @@ class RoundBook:
         self._ask_at: float | None = None
         """The time at which those who work are asked for what they have; None where they have been."""
         self._gathers_until: float | None = None
-        self._came: list[int] = []
+        self._arrived: list[int] = []
         """The ranks whose parts of the open round have come, in this order."""
 
-    def begin(self, done: int, unpushed: Iterable[int], now: float) -> None:
+    def start(self, done: int, unpushed: Iterable[int], now: float) -> None:
         """Begin with an average that holds ``done`` batches; ``unpushed``: those that it lacks before its last one."""
         self._free = sorted(unpushed)
         self.done, self._next = done, done + len(self._free)
@@ -114,18 +115,18 @@ class RoundBook:
 
     # Who is there
 
-    def come(self, rank: int) -> int:
-        """Add a replica, in the place of one with its rank that was there; returns the number of its life."""
-        self.leave(rank)
-        self._lives += 1
-        self.slots[rank] = PresentReplica(self._lives)
-        return self._lives
+    def add_replica(self, rank: int) -> int:
+        """Add a replica, in the place of one with its rank that was there; returns its incarnation."""
+        self.remove_replica(rank)
+        self._incarnations += 1
+        self.slots[rank] = PresentReplica(self._incarnations)
+        return self._incarnations
 
-    def leave(self, rank: int) -> None:
-        """Note that a replica is gone: what it was dealt, and has not given, is dealt again. What it has given stays in
-        the round."""
+    def remove_replica(self, rank: int) -> None:
+        """Record that a replica is gone: the batches that it was assigned, and whose part it has not sent, are assigned
+        again. A part that it has sent stays in the round."""
         slot = self.slots.pop(rank, None)
-        if slot is not None and slot.standing is Standing.WORKING:
+        if slot is not None and slot.state is ReplicaState.WORKING:
             self._give_back(slot)
 
     def _give_back(self, slot: PresentReplica, made: int = 0) -> None:
@@ -134,80 +135,80 @@ class RoundBook:
 
     # Rounds
 
-    def open(self, now: float) -> OpenedRound | None:
+    def open_round(self, now: float) -> OpenedRound | None:
         """Open the next round, where it is time for one; returns None where it is not."""
-        idle = sorted(rank for rank, slot in self.slots.items() if slot.standing is Standing.IDLE)
+        idle = sorted(rank for rank, slot in self.slots.items() if slot.state is ReplicaState.IDLE)
         if self.is_open or self.is_finished or not idle or self._gathers_until is None:
             return None
         if len(idle) < self._size and now < self._gathers_until:
             return None
         self._gathers_until = 0.0
         opened = OpenedRound(self.number, self.done, len(idle), tuple(sorted(self._free)))
-        for rank, batches in self._dealt(idle).items():
+        for rank, batches in self._assign_batches(idle).items():
             slot = self.slots[rank]
-            slot.standing, slot.batches = Standing.WORKING, tuple(batches)
-            opened.deals[rank] = Deal(slot.life, slot.batches)
-        self._opened, self._came = now, []
+            slot.state, slot.batches = ReplicaState.WORKING, tuple(batches)
+            opened.assignments[rank] = Assignment(slot.incarnation, slot.batches)
+        self._opened, self._arrived = now, []
         self._ask_at = now + self._deadline - min(GRACE_SECONDS, GRACE_PART * self._deadline)
         return opened
 
-    def ask(self, now: float) -> list[int]:
+    def ranks_to_ask(self, now: float) -> list[int]:
         """Return the ranks that are to be asked, now and once, for what they have of the open round."""
         if self._opened is None or self._ask_at is None or now < self._ask_at:
             return []
         self._ask_at = None
-        return [rank for rank, slot in self.slots.items() if slot.standing is Standing.WORKING]
+        return [rank for rank, slot in self.slots.items() if slot.state is ReplicaState.WORKING]
 
-    def _dealt(self, idle: list[int]) -> dict[int, list[int]]:
-        """Deal the next batches to the ranks in turn, those first that are dealt again."""
-        dealt: dict[int, list[int]] = {}
-        most = {rank: min(self._every, self.slots[rank].many or self._every) for rank in idle}
+    def _assign_batches(self, idle: list[int]) -> dict[int, list[int]]:
+        """Assign the next batches to the ranks in turn, those first that are assigned again."""
+        assigned: dict[int, list[int]] = {}
+        most = {rank: min(self._every, self.slots[rank].most_batches or self._every) for rank in idle}
         for turn in range(self._every):
             for rank in idle:
                 if turn >= most[rank]:
                     continue
                 if self._free:
-                    dealt.setdefault(rank, []).append(heapq.heappop(self._free))
+                    assigned.setdefault(rank, []).append(heapq.heappop(self._free))
                 elif self._next < self._total:
-                    dealt.setdefault(rank, []).append(self._next)
+                    assigned.setdefault(rank, []).append(self._next)
                     self._next += 1
-        return dealt
+        return assigned
 
-    def come_back(self, rank: int, number: int, made: int, now: float) -> bool:
-        """Note that a replica has ended its part of a round, of which it has made ``made`` batches; returns whether
-        that counts. It is idle from here on."""
+    def record_part(self, rank: int, number: int, made: int, now: float) -> bool:
+        """Note that a replica has ended its part of a round, of which it has made ``made`` batches; returns whether that
+        counts. It is idle from here on."""
         slot = self.slots[rank]
-        counts = slot.standing is Standing.WORKING and number == self.number and 0 < made <= len(slot.batches)
+        counts = slot.state is ReplicaState.WORKING and number == self.number and 0 < made <= len(slot.batches)
         if counts:
-            self._came.append(rank)
+            self._arrived.append(rank)
             self._measure(slot, made, now)
             self._give_back(slot, made)
-        elif slot.standing is Standing.WORKING:
+        elif slot.state is ReplicaState.WORKING:
             self._give_back(slot)
-        elif made:  # late: as many as it made by the deadline, or would have made
-            slot.many = max(1, int(MARGIN * min(made, len(slot.batches) - 1 or 1)))
-        slot.standing = Standing.IDLE
+        elif made:  # late: as most_batches as it made by the deadline, or would have made
+            slot.most_batches = max(1, int(MARGIN * min(made, len(slot.batches) - 1 or 1)))
+        slot.state = ReplicaState.IDLE
         return counts
 
     def _measure(self, slot: PresentReplica, made: int, now: float) -> None:
         assert self._opened is not None
         seconds = max(1e-6, now - self._opened)
-        slot.many = max(1, min(self._every, int(MARGIN * self._deadline * made / seconds)))
+        slot.most_batches = max(1, min(self._every, int(MARGIN * self._deadline * made / seconds)))
 
     def is_over(self, now: float) -> bool:
         """Return whether the open round is over."""
         if self._opened is None:
             return False
-        works = any(slot.standing is Standing.WORKING for slot in self.slots.values())
+        works = any(slot.state is ReplicaState.WORKING for slot in self.slots.values())
         return not works or (self._is_waited_for and now >= self._opened + self._deadline)
 
     @property
     def _is_waited_for(self) -> bool:
         """True where somebody waits for the open round to be over: one who has come, or who is new."""
-        return bool(self._came) or any(slot.standing is Standing.IDLE for slot in self.slots.values())
+        return bool(self._arrived) or any(slot.state is ReplicaState.IDLE for slot in self.slots.values())
 
-    def due(self, now: float) -> float | None:
-        """Return the seconds until a decision is due that no message brings about; None where none is due."""
+    def seconds_until_due(self, now: float) -> float | None:
+        """Return the seconds until a deadline asks for a decision, without a message of a replica; None where there is none."""
         if self._opened is not None:
             ends = self._opened + self._deadline if self._is_waited_for else None
             times = [time for time in (self._ask_at, ends) if time is not None]
@@ -216,19 +217,19 @@ class RoundBook:
             return max(0.0, self._gathers_until - now)
         return None
 
-    def close(self, now: float) -> tuple[list[int], list[int], float]:
+    def close_round(self, now: float) -> tuple[list[int], list[int], float]:
         """Close the round: returns the ranks whose parts are in its average, in rank order, those that are late, and
         the seconds that it was open."""
         assert self._opened is not None
-        late = sorted(rank for rank, slot in self.slots.items() if slot.standing is Standing.WORKING)
+        late = sorted(rank for rank, slot in self.slots.items() if slot.state is ReplicaState.WORKING)
         for rank in late:
-            self.slots[rank].standing = Standing.LATE
+            self.slots[rank].state = ReplicaState.LATE
             self._give_back(self.slots[rank])
-        came, seconds = sorted(self._came), now - self._opened
-        self._opened, self._came = None, []
+        arrived, seconds = sorted(self._arrived), now - self._opened
+        self._opened, self._arrived = None, []
         self.number += 1
-        return came, late, seconds
+        return arrived, late, seconds
 
-    def add(self, batches: int) -> None:
+    def add_batches(self, batches: int) -> None:
         """Note that ``batches`` more batches are in the average."""
         self.done += batches

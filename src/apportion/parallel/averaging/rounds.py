@@ -32,7 +32,7 @@ class AveragingRound:
     """The number of the replica's first batch in this round."""
     stride: int
     """The distance between the numbers of the replica's batches."""
-    many: int
+    batch_count: int
     """The number of batches of the replica in this round."""
     ahead: int = 0
     """The number of batches handed out since that average, which are in none yet: those of the round before, where an
@@ -46,7 +46,8 @@ class AveragingRound:
     unpushed: tuple[int, ...] = ()
     """The batches before the last one handed out that are in no average."""
     limit: int | None = None
-    """The number of batches of the training, which no schedule passes, where replicas make what others were dealt."""
+    """The number of batches of the training, which no schedule passes, where replicas make batches that others were
+    assigned before."""
 
     def batch(self, number: int) -> int:
         """Return the number of one of the replica's batches."""
@@ -56,11 +57,12 @@ class AveragingRound:
         """Return how many batches all replicas together have behind them when this one has made ``made``: the
         learning-rate schedules are there. The schedules of a replica that is late are where its own batches are."""
         place = (self.first if self.stride == 1 else min(self.done + self.ahead, self.first)) + made * self.stride
-        return place if self.limit is None else min(place, self.limit - (self.many - made))
+        return place if self.limit is None else min(place, self.limit - (self.batch_count - made))
 
 
-def dealt(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
-    """Return the round of replica ``index`` of ``of``, when ``done`` of ``total`` batches have been handed out."""
+def assigned_round(done: int, index: int, of: int, every: int, total: int) -> AveragingRound:
+    """Return the round of replica ``index`` out of ``of``, when ``done`` of the ``total`` batches have been handed
+    out."""
     first = done + index
     left = max(0, -(-(total - first) // of))
     return AveragingRound(done, first, of, min(every, left))
@@ -86,18 +88,18 @@ class Exchange(ABC):
 
     @abstractmethod
     @collective
-    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
+    def start(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
         """Set the average before the first round: the same on every rank, or rank 0's where it hands it out.
         ``unpushed``: the batches that it lacks, before its last one. Called by all."""
 
     @abstractmethod
-    def take(self, into: Contribution) -> AveragingRound:
+    def next_round(self, into: Contribution) -> AveragingRound:
         """Return this replica's next round; the average that it begins with is written into ``into``. Called again
         before it has given its contribution, by this process or the next one in its place, it returns the same
         batches."""
 
     @abstractmethod
-    def meet(self, write: Write) -> None:
+    def contribute(self, write: Write) -> None:
         """Give a contribution, and wait until it is in an average. Called again after an interruption."""
 
     def is_over(self, made: int, write: Write) -> bool:
@@ -116,13 +118,13 @@ class Exchange(ABC):
         an exchange that all ranks make at once."""
         return self._frame.named_slots(average)
 
-    def leave(self) -> None:  # noqa: B027 (no replica waits)
+    def finish(self) -> None:  # noqa: B027 (no replica waits)
         """Declare that this replica has nothing more to do."""
 
     def stop(self) -> bool:
         """Leave, unless all replicas wait for each other at the end of this round, the last one. Return whether this
         one has left."""
-        self.leave()
+        self.finish()
         return True
 
     def close(self) -> None:  # noqa: B027 (there is nothing to let go of)

@@ -53,7 +53,7 @@ def whole_batch_functions(
 ) -> list[str]:
     """The modules whose forward takes batch statistics by a function, which has to ask all ranks. ValueError, by name,
     for what ties rows together in any other way. ``again``: that has been checked before."""
-    found = [name for name in _look(model, workload, rows, strategy, judges=not again)]
+    found = [name for name in _probe(model, workload, rows, strategy, judges=not again)]
     return sorted({*found, *own_forwards(model)})
 
 
@@ -61,7 +61,7 @@ def refuse_coupling(model: nn.Module, workload: Workload, rows: Rows, *, strateg
     """Raise ValueError, by name, for all that ties rows together, where parts of the batch are computed one by one."""
     layers: dict[str, Any] = dict(model.named_modules())
     known = [n for n in own_forwards(model) if layers[n].training or layers[n].running_mean is None]
-    own = [*known, *_look(model, workload, rows, strategy, judges=True)]
+    own = [*known, *_probe(model, workload, rows, strategy, judges=True)]
     if own:
         name = _named(model, own[0])
         raise ValueError(
@@ -70,23 +70,23 @@ def refuse_coupling(model: nn.Module, workload: Workload, rows: Rows, *, strateg
         )
 
 
-def _look(model: nn.Module, workload: Workload, rows: Rows, strategy: str, *, judges: bool) -> list[str]:
+def _probe(model: nn.Module, workload: Workload, rows: Rows, strategy: str, *, judges: bool) -> list[str]:
     """The modules that call functions which take batch statistics."""
     with fork_rng(gpus_in_use()), warnings.catch_warnings(), uncompiled():
         warnings.simplefilter("ignore")
-        copied, problem = _looked(model, workload, rows, judges=judges)
+        copied, problem = _run_probe(model, workload, rows, judges=judges)
     if problem is not None:
         raise ValueError(f"{problem}; {strategy} divides the batch: {_CURE}")
     return [n for n in copied.normalised if not by_class(model.get_submodule(n))] if copied is not None else []
 
 
-def _looked(model: nn.Module, workload: Workload, rows: Rows, *, judges: bool) -> tuple[Copied | None, str | None]:
+def _run_probe(model: nn.Module, workload: Workload, rows: Rows, *, judges: bool) -> tuple[Copied | None, str | None]:
     """The copy that was looked at, if there could be one, and what is wrong with the network, if that is clear."""
     copied = None
     for double in (True, False):  # where it wants float32, that is what it gets
         try:
             copied = Copied(model, workload, double=double)
-            looked = _Looked(model, workload, rows(ROWS), copied)
+            looked = _CouplingProbe(model, workload, rows(ROWS), copied)
             if judges:
                 return copied, looked.problem()
             looked.forward()
@@ -100,20 +100,20 @@ def _named(model: nn.Module, name: str) -> str:
     return f"{name} ({type(model.get_submodule(name)).__name__})" if name else type(model).__name__
 
 
-class _Looked:
+class _CouplingProbe:
     """A network, a few rows of data, and what they show."""
 
     def __init__(self, model: nn.Module, workload: Workload, rows: Part, copied: Copied) -> None:
         self._model, self._workload, self.copied = model, workload, copied
         self._rows: Part = copied.cast(rows[0]), copied.cast(rows[1])
-        self._many = tree.length(rows[0])
+        self._row_count = tree.length(rows[0])
 
     def forward(self) -> None:
         self.copied.forward(self._rows[0])
 
     def problem(self) -> str | None:
         """The thing that ties the rows together, as the beginning of a sentence; None: nothing that is clear."""
-        if self._many < 2:
+        if self._row_count < 2:
             return None
         if self._workload.update is not None:
             self.forward()
@@ -141,9 +141,11 @@ class _Looked:
         return self._explained(whole, apart) if self._differ(apart, whole) else None
 
     def _halves(self) -> list[Part]:
-        half = self._many // 2
+        half = self._row_count // 2
         inputs, targets = self._rows
-        return [(rows_of(inputs, rows), rows_of(targets, rows)) for rows in (slice(0, half), slice(half, self._many))]
+        return [
+            (rows_of(inputs, rows), rows_of(targets, rows)) for rows in (slice(0, half), slice(half, self._row_count))
+        ]
 
     def _count(self, part: Part) -> float:
         count = resolved(self._workload.terms, self._model)
@@ -155,9 +157,9 @@ class _Looked:
         return BOUND[self.copied.single]
 
     def _differ(self, found: Ran, expected: Ran) -> bool:
-        return self._apart(found, expected) > self._bound()
+        return self._distance(found, expected) > self._bound()
 
-    def _apart(self, found: Ran, expected: Ran) -> float:
+    def _distance(self, found: Ran, expected: Ran) -> float:
         """The largest difference of the loss, and of a parameter's gradient, relative to the largest that are there;
         infinite where they are not finite numbers."""
         assert found.loss is not None
@@ -197,10 +199,10 @@ class _Looked:
         """The message that names the cause of a difference; None where this may be rounding that grows, or comes and
         goes."""
         again = self.copied.run([self._rows], [1.0])
-        if self._apart(again, whole) > 0.0 or not self._apart(apart, whole) < float("inf"):
+        if self._distance(again, whole) > 0.0 or not self._distance(apart, whole) < float("inf"):
             return None
         noise = self._nudged(whole)
-        if noise > self._bound() or not self._apart(apart, whole) > CHAOS * noise:
+        if noise > self._bound() or not self._distance(apart, whole) > CHAOS * noise:
             return None
         called = self._coupled()
         if called is not None and called.name:
@@ -228,7 +230,7 @@ class _Looked:
                 for p in parameters:
                     signs = torch.randint(0, 2, p.shape, generator=generator).to(p.device, p.dtype) * 2 - 1
                     p.mul_(1 + nudge * signs)
-            return self._apart(self.copied.run([self._rows], [1.0]), whole)
+            return self._distance(self.copied.run([self._rows], [1.0]), whole)
         finally:
             with torch.no_grad():
                 for p, value in zip(parameters, kept, strict=True):
@@ -250,8 +252,8 @@ class _Looked:
     def _taped(self) -> list[Ran]:
         """The runs of all rows, of the first half with itself in the second's place, and of the second half with itself
         in the first's place."""
-        half = self._many // 2
-        first, second = list(range(half)), list(range(half, self._many))
+        half = self._row_count // 2
+        first, second = list(range(half)), list(range(half, self._row_count))
         chosen = (
             [*first, *second],
             first + [first[i % half] for i in range(len(second))],
@@ -266,10 +268,10 @@ class _Looked:
         proof tells that."""
         outputs, targets = whole.outputs, self._rows[1]
         leaves = tree.tensors(outputs)
-        if self._workload.count is None or not leaves or any(t.dim() == 0 or len(t) != self._many for t in leaves):
+        if self._workload.count is None or not leaves or any(t.dim() == 0 or len(t) != self._row_count for t in leaves):
             return False, None
-        half = self._many // 2
-        halves = slice(0, half), slice(half, self._many)
+        half = self._row_count // 2
+        halves = slice(0, half), slice(half, self._row_count)
         everything, given = self._loss_gradients(outputs, targets)
         found = [self._loss_gradients(rows_of(outputs, r), rows_of(targets, r)) for r in halves]
         weights = self._parts[1]
@@ -304,7 +306,7 @@ class _Looked:
         nothing is found."""
         again = self.copied.run([self._rows], [1.0])
         runs = self._taped()
-        if self._apart(again, whole) > 0.0 or len({tuple(c.name for c in run.calls) for run in runs}) != 1:
+        if self._distance(again, whole) > 0.0 or len({tuple(c.name for c in run.calls) for run in runs}) != 1:
             return None
         for name in whole.buffers:
             left = [run.buffers.get(name) for run in runs]
@@ -352,13 +354,13 @@ def _depend_on_both(runs: Sequence[list[Tensor]], bound: float, *, scalars: bool
         return None
     for a, b, c in zip(plain, first, second, strict=True):
         if a.numel() and (scalars or a.dim()):
-            moved = [_moved(x, a, bound) for x in (b, c)]
+            moved = [_differs(x, a, bound) for x in (b, c)]
             if bool((moved[0] & moved[1]).any()):
                 return True
     return False
 
 
-def _moved(x: Tensor, plain: Tensor, bound: float) -> Tensor:
+def _differs(x: Tensor, plain: Tensor, bound: float) -> Tensor:
     if not plain.is_floating_point():
         return x != plain
     scale = plain.nan_to_num(0.0, 0.0, 0.0).abs().max()

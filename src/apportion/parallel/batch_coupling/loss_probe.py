@@ -149,12 +149,12 @@ class _Probe:
             return tree.map_tensors(lambda t: t * by if t.is_floating_point() else t, mixed)
 
         def normal(by: float) -> Any:
-            def drawn(t: Tensor) -> Tensor:
+            def draw(t: Tensor) -> Tensor:
                 if not t.is_floating_point():
                     return t
                 return torch.randn(t.shape, generator=self._draws, dtype=torch.float64).to(t.dtype) * by
 
-            return tree.map_tensors(drawn, mixed)
+            return tree.map_tensors(draw, mixed)
 
         yield mixed
         for make, by in ((scaled, 0.1), (scaled, 10.0), (normal, 1.0), (normal, 10.0)):
@@ -204,7 +204,7 @@ class _Probe:
                 for a, b in zip(first.gradients, second.gradients, strict=True)
             ],
         )
-        if self._apart(expected, whole) <= max(BOUND, min(ROUNDINGS * noise, COARSE)):
+        if self._distance(expected, whole) <= max(BOUND, min(ROUNDINGS * noise, COARSE)):
             return None
         shown = _shown(whole, first, second, parts)
         if (
@@ -224,10 +224,10 @@ class _Probe:
             if len({*order}) == self._rows and (other := self._value(made, order)) is not None:
                 back = torch.tensor(order).argsort()
                 turned = _Value(other.loss, [g[back] for g in other.gradients], other.wide)
-                noise = max(noise, self._apart(turned, whole))
+                noise = max(noise, self._distance(turned, whole))
         return noise
 
-    def _apart(self, found: _Value, expected: _Value) -> float:
+    def _distance(self, found: _Value, expected: _Value) -> float:
         scale = max(abs(expected.loss), abs(found.loss), 1e-30)
         apart = [abs(found.loss - expected.loss) / scale]
         largest = max((float(g.abs().max()) for g in expected.gradients if g.numel()), default=0.0)
@@ -276,7 +276,7 @@ class ModelValue:
     wide: bool
     """False where the loss is computed in less than float64."""
 
-    def apart(self, other: ModelValue) -> float:
+    def distance(self, other: ModelValue) -> float:
         """Returns the largest difference of two gradients, as a share of the largest element."""
         scale = max(float(self.gradient.abs().max()), 1e-30)
         return float((self.gradient - other.gradient).abs().max()) / scale
@@ -294,7 +294,7 @@ def probe_model(
             continue
         if value(everything).loss != whole.loss:
             return LossFinding(left="it draws random numbers, or keeps a state that changes with its calls")
-        noise = max(whole.apart(value(everything[::-1])), 0.0 if whole.wide else COARSE / ROUNDINGS)
+        noise = max(whole.distance(value(everything[::-1])), 0.0 if whole.wide else COARSE / ROUNDINGS)
         if noise > COARSE:  # rounding grows with these weights, or the order of the rows is a part of what is learned
             continue
         found = list[_Mismatch]()
@@ -423,11 +423,11 @@ def _usual(targets: Any) -> Iterator[tuple[str, Callable[[Any], float]]]:
             for ignored, shift in itertools.product(tried, ("", "[:, 1:]")):
                 where = f"targets{place}{shift}"
 
-                def kept(t: Any, take: Any = take, ignored: int = ignored, shift: str = shift) -> float:
+                def count_labels(t: Any, take: Any = take, ignored: int = ignored, shift: str = shift) -> float:
                     labels = take(t)
                     return float(((labels[:, 1:] if shift else labels) != ignored).sum())
 
-                yield f"float(({where} != {ignored}).sum())", kept
+                yield f"float(({where} != {ignored}).sum())", count_labels
             yield f"float(targets{place}.sum())", lambda t, take=take: float(take(t).sum())  # type: ignore[misc]
         yield f"float(targets{place}.numel())", lambda t, take=take: float(take(t).numel())  # type: ignore[misc]
         yield f"float(len(targets{place}))", lambda t, take=take: float(len(take(t)))  # type: ignore[misc]

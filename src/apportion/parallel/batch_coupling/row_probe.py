@@ -130,7 +130,7 @@ class Copied:
                 drew = drew or draws() != drawn
             outputs = found[0] if len(found) == 1 else None
             if together and self._loss is not None:
-                outputs, targets = joined(found), joined([targets for _, targets in parts])
+                outputs, targets = join_outputs(found), join_outputs([targets for _, targets in parts])
                 losses, weights = [self._loss(outputs, targets).reshape(()) * 1.0], [1.0]
                 losses[0].backward()
                 self._take_gradients()
@@ -254,8 +254,10 @@ class Steady(TorchFunctionMode):
             if asked.kind == "instance":
                 return functional.instance_norm(x, None, None, *parameters, True, asked.momentum, asked.eps)
             with torch.no_grad():
-                here = x.transpose(0, 1).reshape(x.shape[1], -1)
-                mean, variance = self._cached.setdefault((name, len(here)), (here.mean(1), here.var(1, correction=0)))
+                columns = x.transpose(0, 1).reshape(x.shape[1], -1)
+                mean, variance = self._cached.setdefault(
+                    (name, len(columns)), (columns.mean(1), columns.var(1, correction=0))
+                )
             return functional.batch_norm(x, mean, variance, *parameters, False, asked.momentum, asked.eps)
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point():
@@ -283,7 +285,7 @@ def _taken_apart(model: nn.Module, copied: nn.Module) -> Iterator[str]:
             yield f"{name}."
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def join_outputs(parts: Sequence[Any]) -> Any:
     """The rows of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]

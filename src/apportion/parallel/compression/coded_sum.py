@@ -78,11 +78,11 @@ class CodedSum(HostSum):
                 self._scatter(own, hosts)
         hosts.share(flat)
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return dict(self._errors)
 
-    def keep(self, kept: Mapping[str, Tensor]) -> None:
-        self._errors = self._no_errors() | {name: tensor.clone() for name, tensor in kept.items()}
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._errors = self._no_errors() | {name: tensor.clone() for name, tensor in state.items()}
 
     def _no_errors(self) -> dict[str, Tensor]:
         return {name: torch.empty(0, dtype=self._dtype) for name in ("own", "sum") if self._keeps_errors}
@@ -92,6 +92,7 @@ class CodedSum(HostSum):
         codes = self._make_room(hosts.hosts, own.numel(), own.element_size())
         self._encode("own", own, [(own, codes[hosts.host])])
         hosts.gather(codes)
+        # In the order of the hosts, this one's own code as well: every host adds the same numbers in the same order.
         self._codec.decode(codes[0], own)
         for code in codes[1:]:
             self._codec.add(code, own)
@@ -100,6 +101,7 @@ class CodedSum(HostSum):
         """Sums in place what two hosts send each other: while a piece is on its way, others are coded and added."""
         each = self._codec.nbytes(1, own.element_size())
         codes = self._make_room(2, own.numel(), own.element_size())[:, : each * own.numel()]
+        # Each of the two hosts adds the other's numbers to its own: a sum of two has the same bits in either order.
         under_way = []
         for numbers, rows in zip(own.split(PIECE), codes.split(each * PIECE, dim=1), strict=True):
             self._codec.encode(numbers, rows[hosts.host])
@@ -124,6 +126,7 @@ class CodedSum(HostSum):
                 mine.add_(before)
             elif mine.numel():
                 self._codec.add(receives[host], mine)
+        # The host that has made a sum takes it from the code as the others do, or it would go on with other bits.
         self._encode("sum", mine, [(mine, receives[hosts.host])])
         hosts.gather(receives)
         for part, code in zip(parts, receives, strict=True):
@@ -146,7 +149,7 @@ class CodedSum(HostSum):
     def _keep_errors(
         self, name: str, numbers: Tensor, codes: Sequence[tuple[Tensor, Tensor]], exact: Tensor | None
     ) -> None:
-        def of(part: Tensor) -> Tensor:
+        def errors_of(part: Tensor) -> Tensor:
             begin = part.storage_offset() - numbers.storage_offset()
             return left[begin : begin + part.numel()]
 
@@ -156,9 +159,9 @@ class CodedSum(HostSum):
         else:
             left = self._errors[name] = numbers.clone()
         for part, code in codes:
-            self._codec.add(code, of(part), times=-1.0)
+            self._codec.add(code, errors_of(part), times=-1.0)
         if exact is not None:
-            of(exact).zero_()
+            errors_of(exact).zero_()
         if not math.isfinite(left.sum().item()):  # a gradient that is not finite shows in the sum, and is over with it
             left.nan_to_num_(0.0, 0.0, 0.0)
 

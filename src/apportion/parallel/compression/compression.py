@@ -1,4 +1,5 @@
-"""The interface of a compression: a value of a strategy, which makes the sums that send less between hosts."""
+"""The interface of a compression: a value of a strategy, which makes the sums that send less between hosts. And the
+errors that these sums keep from step to step, as a part of a training's state (``KeptErrors``)."""
 
 from __future__ import annotations
 
@@ -74,16 +75,16 @@ class KeptErrors:
         them."""
         slots: dict[str, Tensor] = {}
         for number, between in enumerate(sums):
-            for name, tensor in between.kept().items():
-                is_told = not between.same_on_host or self._first == self._group.rank
-                each = self._group.all_gather_rows(tensor if is_told else tensor[:0])
+            for name, tensor in between.state_dict().items():
+                is_sent = not between.same_on_host or self._first == self._group.rank
+                each = self._group.all_gather_rows(tensor if is_sent else tensor[:0])
                 slots |= {self._name(rank, number, name): own for rank, own in enumerate(each) if len(own)}
-        settings = {**state.settings, SETTING: self._said(numbers)}
+        settings = {**state.settings, SETTING: self._setting(numbers)}
         return replace(state, optimizer={**state.optimizer, **slots}, settings=settings)
 
     def load(self, state: State, sums: Sequence[HostSum], numbers: Sequence[int]) -> None:
         """Go on from what a state has of this rank. ``numbers``: of how many numbers each sum is."""
-        earlier, now = state.settings.get(SETTING), self._said(numbers)
+        earlier, now = state.settings.get(SETTING), self._setting(numbers)
         if earlier != now and state.step and self._group.rank == 0:
             before = (
                 f"compress={earlier['method']} on hosts {earlier['hosts']}"
@@ -101,9 +102,9 @@ class KeptErrors:
         for number, between in enumerate(sums):
             begin = self._name(self._first if between.same_on_host else self._group.rank, number, "")
             kept = {name.removeprefix(begin): t for name, t in state.optimizer.items() if name.startswith(begin)}
-            between.keep(kept if earlier == now else {})
+            between.load_state_dict(kept if earlier == now else {})
 
-    def _said(self, numbers: Sequence[int]) -> dict[str, Any]:
+    def _setting(self, numbers: Sequence[int]) -> dict[str, Any]:
         return {"method": str(self._compress), "hosts": self._hosts, "numbers": list(numbers)}
 
     def _name(self, rank: int, number: int, name: str) -> str:

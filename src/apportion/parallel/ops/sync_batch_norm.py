@@ -55,7 +55,7 @@ class RunningStatistics(nn.Module):
 
     @collective
     @torch.no_grad()
-    def take(self, values: Tensor) -> None:
+    def accumulate(self, values: Tensor) -> None:
         """Take in rows of numbers, (n, size); called by all ranks of ``whole``."""
         values = values.to(torch.float64)
         found = torch.cat([values.new_tensor([len(values)]), values.sum(0), values.square().sum(0)])

@@ -50,7 +50,7 @@ class StoreRule(ABC):
         """Return how many numbers a group's hyperparameters are."""
         return len(self.hyper_of(group))
 
-    def kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the slots that torch keeps for this group."""
         return self.slots
 
@@ -82,7 +82,7 @@ class SGDRule(StoreRule):
         self.slots = ("momentum_buffer",) if any(g["momentum"] for g in groups) else ()
         self.counted = any(g["momentum"] and g["dampening"] for g in groups)  # the first gradient is not dampened
 
-    def kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return self.slots if group["momentum"] else ()
 
     def apply(self, new: Sequence[Tensor], old: Sequence[Tensor], gradient: Tensor, hyper: Hyper, count: float) -> None:
@@ -131,7 +131,7 @@ class RMSpropRule(StoreRule):
         asked = (("momentum_buffer", "momentum"), ("grad_avg", "centered"))
         self.slots = ("square_avg", *(slot for slot, name in asked if any(g[name] for g in groups)))
 
-    def kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         asked = (("momentum_buffer", group["momentum"]), ("grad_avg", group["centered"]))
         return ("square_avg", *(slot for slot, used in asked if used))
 
@@ -163,7 +163,7 @@ class AdamRule(StoreRule):
         largest = ("max_exp_avg_sq",) if any(g["amsgrad"] for g in groups) else ()
         self.slots = ("exp_avg", "exp_avg_sq", *largest)
 
-    def kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def slots_of(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return self.slots if group["amsgrad"] else self.slots[:2]
 
     def apply(self, new: Sequence[Tensor], old: Sequence[Tensor], gradient: Tensor, hyper: Hyper, count: float) -> None:

@@ -1,4 +1,5 @@
-"""The optimizers of a replica with their schedules and the loss scale: made, stepped, saved and loaded."""
+"""The parameters that updates change (``TrainedParameters``), and the optimizers of a replica with their schedules and
+the loss scale: made, stepped, saved and loaded (``ReplicaOptimizers``)."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class TrainedParameters:
             self._owned[name] = [p for p in self._trainable if id(p) in own]
         self.frozen = []
 
-    def of(self, optimizer: str | None = None) -> list[nn.Parameter]:
+    def trainable(self, optimizer: str | None = None) -> list[nn.Parameter]:
         """The parameters that updates change, of one optimizer or of all, in the model's order."""
         if optimizer is not None:
             return self._owned[optimizer]

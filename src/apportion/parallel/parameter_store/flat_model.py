@@ -1,4 +1,5 @@
-"""A worker's model on flat weights: its parameters lie in one vector, its gradients are gathered into another."""
+"""A worker's model on flat weights: its parameters lie in one vector, its gradients are gathered into another
+(``FlatModel``); and the hyperparameters of every batch's update, as the schedule has them (``HyperTable``)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class GroupsStep(Step, Recoverable):
     ) -> None:
         refuse(workload)
         self.rank, self.device, self._world = world.rank, world.device, world
-        self._place = place = ReplicaGroup.of(world, how_many(of, replicas, world.size))
+        self._place = place = ReplicaGroup.split(world, how_many(of, replicas, world.size))
         self._inner = inner = build_split(of, workload, place.within)
         self.model, self.optimizers, self.source = inner.model, inner.optimizers, inner.source
         self._worker = worker = StoreWorker(workload, world.device, split=inner)
@@ -78,14 +78,14 @@ class GroupsStep(Step, Recoverable):
         first, total = self._done, self.source.total
         if first >= total:
             return None
-        place, deal = self._place, self.source.deal
+        place, sampler = self._place, self.source.deal
         own = first if self._ordered else min(first + place.replica, total - 1)
         batch = self.source.at(own, WHOLE)
         there = self._turn() == place.replica if self._ordered else first + place.replica < total
-        size = batch.size if self._ordered else sum(deal.size(n) for n in self._round())
+        size = batch.size if self._ordered else sum(sampler.size(n) for n in self._round())
         whole = Whole(own, batch.epoch, size, batch.start, int(batch.index[0]))
-        many = len(batch) if there else 0
-        return Batch(self.source, whole, index=batch.index[:many], rows=slice(0, many))
+        count = len(batch) if there else 0
+        return Batch(self.source, whole, index=batch.index[:count], rows=slice(0, count))
 
     def _turn(self) -> int:
         """Return, in ordered mode, the group whose gradient is next."""
@@ -111,8 +111,8 @@ class GroupsStep(Step, Recoverable):
         store = self._store
         if not self._pulled:
             self._pull()
-        store.deal.open(number)
-        store.deal.note(store.pulled)
+        store.queue.record_taken(number)
+        store.queue.record_versions(store.pulled)
         batch = self.source.at(number, WHOLE)
         self._own = self._worker.compute(batch, self._gradients, store.change, first=True, alone=False)
         return self._own[0]
@@ -149,6 +149,7 @@ class GroupsStep(Step, Recoverable):
             assert self._own is not None
             report.loss = float(self._own[0])
             report.staleness = float(self._push(self._done))
+        # All ranks of this place read what the one whose turn it was has reported, and none pushes before.
         self._place.across.group().barrier()
         self._done += 1
         return {"loss": torch.tensor(report.loss), "staleness": torch.tensor(turn, dtype=torch.float64)}
@@ -170,7 +171,7 @@ class GroupsStep(Step, Recoverable):
         return self._inner.gathered(own)
 
     def load_state_dict(self, state: State) -> None:
-        start = self._worker.load(self._inner.own(state))
+        start = self._worker.load(self._inner.own_part(state))
         everyone = self._world.group()
         everyone.barrier()
         if self._place.replica == 0:

@@ -1,15 +1,18 @@
-"""The messages between a worker and a parameter server of the same host, whose shards lie in memory that they share.
+"""The two ends of a connection between a worker and a parameter server of the same host: the shards lie in memory that
+both of them map.
 
 ::
 
     worker                           server j (shards of its range)
       (the gradient lies in the worker's place in memory, and the push is begun, and written down)
-      TELL              ----------->   update of shard after shard
-                        <-----------   "these are done"; the worker copies them out meanwhile
+      UPDATE, push number  -------->   update of chunk after chunk
+                           <--------   UPDATE for each chunk that is done; the worker copies it out meanwhile
+                           <--------   UPDATE once more, at the end
 
-A push is in memory, which outlives every process, before a server is asked for it: it gets into every shard, once,
-whichever process dies. Words alone travel, over sockets of the host that only its user can reach. Servers on other
-hosts are in ``network/``.
+``Sessions`` is the worker's end: one connection to each server. ``StoreServer`` is the server's end: one thread for
+each worker. A push is in memory, which outlives every process, before a server is asked for it: it gets into every
+shard, once, whichever process dies. Words alone travel, over sockets of the host that only its user can reach. Servers
+on other hosts are in ``network/``.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from apportion.parallel.parameter_store.store import Store
 
 MEET_SECONDS = 60.0
 DIAL_SECONDS = 1.0
-TELL = 1
+UPDATE = 1
 """The kind of message: update, and tell how far that is."""
 _NAME = "parameter server"
 _OPEN = b"a socket of one host, which only its user can reach"
@@ -52,7 +55,7 @@ class Sessions:
 
     def __init__(self, store: Store, world: World, slots: Sequence[int]) -> None:
         memory, self._store = store.memory, store
-        self._deal, self._members = store.deal, world.members
+        self._queue, self._members = store.queue, world.members
         self._ranges = [Range(memory.extent, number) for number in range(len(slots))]
         self._links: list[ShardLink] = []
         for number, slot in enumerate(slots):
@@ -63,14 +66,14 @@ class Sessions:
         place."""
         deadline = time.monotonic() + MEET_SECONDS
         while True:
-            self._deal.wait(lambda: self._listens(server, slot), lambda: f"parameter server {number} to listen")
+            self._queue.wait_until(lambda: self._listens(server, slot), lambda: f"parameter server {number} to listen")
             doors = RankDoors(own, None, {slot: _address(server.place)}, _OPEN, _NAME)
             try:
                 return ShardLink(doors.dial(slot, DIAL_SECONDS), f"parameter server {number}")
             except PeerLost:
                 if time.monotonic() > deadline:
                     raise
-                self._deal.look()
+                self._queue.sleep_until_woken()
 
     def _listens(self, server: ServerRecord, slot: int) -> bool:
         """Return whether the process that holds the slot now, not one before it, has published where it listens."""
@@ -81,14 +84,14 @@ class Sessions:
         as it reports them; returns the versions that were found there, None without ``pull``."""
         with self._watched():
             for link in self._links:
-                link.say(TELL, push.number)
+                link.send_message(UPDATE, push.number)
             found: list[int] = []
             for link, part in zip(self._links, self._ranges, strict=True):
                 for at in part.chunks():
-                    link.hear()
+                    link.receive_message()
                     if push.pull:
                         found += self._store.copy_out(*at)
-                link.hear()
+                link.receive_message()
             return found if push.pull else None
 
     @contextmanager
@@ -102,7 +105,7 @@ class Sessions:
                 # The server may have died, or only its connection: it may still write to the shards. Only the
                 # supervisor knows that a process has ended, and ends this wait by a change of the world, which check()
                 # raises.
-                self._deal.wait(lambda: False, lambda: "the supervisor to see that a parameter server is lost")
+                self._queue.wait_until(lambda: False, lambda: "the supervisor to see that a parameter server is lost")
             raise
 
     def close(self) -> None:
@@ -126,15 +129,17 @@ class StoreServer:
         self._threads: dict[int, threading.Thread] = {}
         self.error: BaseException | None = None
         """The exception that a thread has died of."""
-        self._doors.open(self._begin)
+        self._doors.open(self._accept)
 
-    def _begin(self, slot: int, sock: socket.socket) -> None:
+    def _accept(self, slot: int, sock: socket.socket) -> None:
         before = self._threads.get(slot)
         given = (slot, ShardLink(sock, f"worker {slot}"), before)
-        self._threads[slot] = threading.Thread(target=self._talk, args=given, name=f"worker {slot}", daemon=True)
+        self._threads[slot] = threading.Thread(
+            target=self._serve_worker, args=given, name=f"worker {slot}", daemon=True
+        )
         self._threads[slot].start()
 
-    def _talk(self, slot: int, link: ShardLink, before: threading.Thread | None) -> None:
+    def _serve_worker(self, slot: int, link: ShardLink, before: threading.Thread | None) -> None:
         """Talk with one worker, until it is gone. No other thread writes into that worker's place in memory: the
         connection of the process that had the slot before has ended by then."""
         try:
@@ -145,8 +150,8 @@ class StoreServer:
             if slot not in self._stores:
                 self._stores[slot] = self._store(slot)
             while True:
-                kind, number, *_ = link.hear()
-                if kind != TELL:
+                kind, number, *_ = link.receive_message()
+                if kind != UPDATE:
                     raise PeerLost(f"{link.name} sent message {kind}, which is not a valid request")
                 self._answer(link, self._stores[slot], number)
         except PeerLost:
@@ -164,8 +169,8 @@ class StoreServer:
             raise PeerLost("its push was completed by another process: the worker counts as dead")
         for first, last in self._range.chunks():
             store.apply(push, list(range(first, last)))
-            link.say(TELL)
-        link.say(TELL)
+            link.send_message(UPDATE)
+        link.send_message(UPDATE)
 
     def close(self) -> None:
         """Stop listening; connections that are open go on to their end."""

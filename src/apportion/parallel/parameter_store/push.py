@@ -65,26 +65,26 @@ class ShardApplier:
 
     def __init__(self, memory: StoreMemory, worker: int, server: int | None, check: Callable[[], None]) -> None:
         self.memory, self.worker, self._check = memory, worker, check
-        self._hands = worker + memory.extent.workers * (0 if server is None else 1 + server)
+        self._applier = worker + memory.extent.workers * (0 if server is None else 1 + server)
         self.layout, self.rule = memory.extent.layout, memory.extent.layout.rule
         self.waited = 0.0
         """The seconds spent waiting for shards."""
-        self._draft = memory.drafts[self._hands]
+        self._draft = memory.drafts[self._applier]
         self._place = self._draft.word("place")
         self._run = memory.extent.run
         self._stretches: dict[tuple[bool, int, int, int], _ShardStretch] = {}
         self._locks: list[Lock] = []
 
     @property
-    def opened(self) -> bool:
+    def is_open(self) -> bool:
         """Tells whether the locks are open and can be taken."""
         return bool(self._locks)
 
-    def open(self) -> None:
+    def open_locks(self) -> None:
         """Open the locks, once they are made."""
         self.memory.open_locks()
         self._locks = self.memory.locks
-        self._take = [lock.attempt for lock in self._locks]
+        self._attempt = [lock.attempt for lock in self._locks]
         self._release = [lock.release for lock in self._locks]
 
     def apply(self, push: StagedPush, left: list[int], buffers: Tensor) -> None:
@@ -115,17 +115,17 @@ class ShardApplier:
         at = 0
         while left:
             first = left[at]
-            if not self._try(first):
+            if not self._try_lock(first):
                 at += 1
                 if at < len(left):
                     continue
-                first = self._take_any(left)
+                first = self._lock_any(left)
                 at = left.index(first)
             taken = 1
-            if push.unsure and self.has(first, push):
+            if push.unsure and self.has_push(first, push):
                 self._release[first]()
             else:
-                seen = self._take_run(push, left, at)
+                seen = self._lock_run(push, left, at)
                 taken = len(seen)
                 self._apply_run(push, first, seen, buffers)
             del left[at : at + taken]
@@ -143,7 +143,7 @@ class ShardApplier:
         else:
             stretch = self.update(push, first, len(seen), copy)
             # The log names the versions before the shards have them. An entry above its shard's version is therefore an
-            # update that did not happen, and the heir of the lock deletes it.
+            # update that was cut off: the heir of the lock completes it where its drafts are good, or deletes it.
             for at, version in enumerate(seen, row):
                 made[at] = version + 1
             # The record is withdrawn before its other fields change, and published after them: another process that
@@ -151,8 +151,8 @@ class ShardApplier:
             self._place.withdraw()  # drafts of who was here before
             draft.worker, draft.number, draft.first, draft.shards = push.worker, push.number, first, len(seen)
             self._place.publish(OWN if self._into_own(push) else SCRATCH)
-            # The weights are written over only once the drafts are declared good, in memory and not just in a store
-            # buffer. From here on a death leaves torn weights, which the heir of the lock repairs from the drafts.
+            # No weight may be written over before the drafts are declared good. From here on a death leaves torn
+            # weights, which the heir of the lock repairs from the drafts.
             fence()
             stretch.weights.copy_(stretch.drafts)
         # The weights come before the version: the version says that the shard is whole. Each version is one word, so
@@ -161,14 +161,14 @@ class ShardApplier:
         fence()
         for shard, version in enumerate(seen, first):
             versions[shard].value = version + 1
-        # The drafts stay until every version is written, and go before the locks do: without a lock the drafts of an
-        # old version would be copied over a newer one.
+        # A death before the last version is written is repaired from the drafts, so they are withdrawn after it; and
+        # before the locks are released, so that a record of drafts only ever names shards that its process holds.
         fence()
         self._place.withdraw()
         for shard in range(first, first + len(seen)):
             self._release[shard]()
 
-    def _take_run(self, push: StagedPush, left: Sequence[int], at: int) -> list[int]:
+    def _lock_run(self, push: StagedPush, left: Sequence[int], at: int) -> list[int]:
         """Extend a run of shards that begins with one whose lock is held: take the locks of the next ones, as long as
         they are free, and their live slots are in the same copy, so that all are updated in one go. Returns their
         versions."""
@@ -178,57 +178,57 @@ class ShardApplier:
         for shard, next_one in zip(shards, range(first + 1, self.layout.shards), strict=False):
             # Only a lock that is free is taken here. To wait for one while others are held could deadlock with a worker
             # that takes its shards in another order.
-            if shard != next_one or not self._try(shard):
+            if shard != next_one or not self._try_lock(shard):
                 break
             version = versions[shard].value
             # The parity of the version tells which copy of the slots is live.
-            if (version ^ seen[0]) & 1 or (push.unsure and self.has(shard, push)):
+            if (version ^ seen[0]) & 1 or (push.unsure and self.has_push(shard, push)):
                 self._release[shard]()
                 break
             seen.append(version)
         return seen
 
-    def has(self, shard: int, push: StagedPush) -> bool:
+    def has_push(self, shard: int, push: StagedPush) -> bool:
         """Return whether a shard has that push already. Called with its lock held, or while no process can push it."""
         m = self.memory
         return 0 < m.log.made[m.log.row(push.worker, push.number) + shard] <= m.shards.versions[shard].value
 
     # Locks
 
-    def take(self, shard: int) -> None:
+    def lock(self, shard: int) -> None:
         """Wait for a shard's lock, and take it."""
         if failed := self._locks[shard].wait(self._check):
             self._inherit(shard, failed)
 
-    def take_some(self, first: int, last: int) -> int:
+    def lock_run(self, first: int, last: int) -> int:
         """Wait for the first of these shards, and take those after it that are free, up to the number that is updated
         in one go; returns how many are taken."""
-        self.take(first)
+        self.lock(first)
         end = first + 1
-        while end < min(last, first + self._run) and self._try(end):
+        while end < min(last, first + self._run) and self._try_lock(end):
             end += 1
         return end - first
 
-    def release(self, first: int, many: int = 1) -> None:
+    def release(self, first: int, count: int = 1) -> None:
         """Release the locks of these shards."""
-        for shard in range(first, first + many):
+        for shard in range(first, first + count):
             self._release[shard]()
 
-    def _try(self, shard: int) -> bool:
+    def _try_lock(self, shard: int) -> bool:
         """Try to take a shard's lock, and return whether that went well; the lock of a dead holder is inherited."""
-        failed = self._take[shard]()
+        failed = self._attempt[shard]()
         return not failed or self._inherit(shard, failed)
 
-    def _take_any(self, left: Sequence[int]) -> int:
+    def _lock_any(self, left: Sequence[int]) -> int:
         """Take the lock of one of these shards, all of which were taken a moment ago: spin for it first, then sleep.
         Returns the shard."""
         began = time.perf_counter()
         until = began + SPIN_SECONDS
         while time.perf_counter() < until:
             for shard in left:
-                if self._try(shard):
+                if self._try_lock(shard):
                     return shard
-        self.take(left[0])
+        self.lock(left[0])
         self.waited += time.perf_counter() - began
         return left[0]
 
@@ -238,11 +238,11 @@ class ShardApplier:
         if not self._locks[shard].is_orphan(failed):
             return False
         m = self.memory
-        for hands, draft in enumerate(m.drafts):
+        for applier, draft in enumerate(m.drafts):
             if draft.place and draft.first <= shard < draft.first + draft.shards:
-                self._copy_drafts(hands, shard)
+                self._copy_drafts(applier, shard)
         # An entry of the log above the shard's version is of an update that the dead process had not completed. It goes
-        # before the lock is released, or has() would take the next update of another worker for it.
+        # before the lock is released, or has_push() would take the next update of another worker for it.
         for worker, line in enumerate(m.lines):
             if line.pushing:
                 at = m.log.row(worker, line.pushing) + shard
@@ -251,16 +251,16 @@ class ShardApplier:
         self._locks[shard].adopt()
         return True
 
-    def _copy_drafts(self, hands: int, shard: int) -> None:
+    def _copy_drafts(self, applier: int, shard: int) -> None:
         """Copy one process's drafts into a shard, unless the shard has them, or they belong to a push that is over."""
-        m, draft = self.memory, self.memory.drafts[hands]
+        m, draft = self.memory, self.memory.drafts[applier]
         version, pusher, number = m.shards.versions[shard], draft.worker, draft.number
         # A draft may outlive its push: its worker has begun another one, or this shard has it already. Version and log
         # decide, so that a draft is copied once, whichever process inherits first.
         if m.lines[pusher].pushing != number or m.log.made[m.log.row(pusher, number) + shard] != version.value + 1:
             return
         start, a, b = (self.layout.bounds[at] for at in (draft.first, shard, shard + 1))
-        drafts = m.workers.own[pusher, a:b] if draft.place == OWN else m.workers.scratch[hands, a - start : b - start]
+        drafts = m.workers.own[pusher, a:b] if draft.place == OWN else m.workers.scratch[applier, a - start : b - start]
         m.shards.weights[a:b].copy_(drafts)
         CommitWord(version).publish(version.value + 1)
 
@@ -270,7 +270,8 @@ class ShardApplier:
         for draft in self.memory.drafts[worker :: self.memory.extent.workers]:
             if draft.place:
                 for shard in range(draft.first, draft.first + draft.shards):
-                    self.take(shard)
+                    # Taking the lock of a dead holder is what repairs the shard.
+                    self.lock(shard)
                     self._release[shard]()
 
     # Arithmetic
@@ -278,33 +279,33 @@ class ShardApplier:
     def _into_own(self, push: StagedPush) -> bool:
         return push.pull and push.worker == self.worker
 
-    def update(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
+    def update(self, push: StagedPush, first: int, shard_count: int, copy: int) -> _ShardStretch:
         """Compute the update of consecutive shards whose live slots are in this copy: drafts of their weights, and the
         slots in the other copy. Without locks the drafts are the weights."""
-        key = self._into_own(push), copy, first, many
+        key = self._into_own(push), copy, first, shard_count
         stretch = self._stretches.get(key) if push.worker == self.worker else None
         if stretch is None:
-            stretch = self._stretch(push, first, many, copy)
+            stretch = self._stretch(push, first, shard_count, copy)
             if push.worker == self.worker:
                 self._stretches[key] = stretch
-        shards, m = range(first, first + many), self.memory.shards
-        whole = push.used is None and self.layout.many_groups == 1
-        count = updates_alike(self.rule, m.counts[copy][first : first + many]) if whole else None
+        shards, m = range(first, first + shard_count), self.memory.shards
+        whole = push.used is None and self.layout.group_count == 1
+        count = updates_alike(self.rule, m.counts[copy][first : first + shard_count]) if whole else None
         if count is None:
             self._update_pieces(push, stretch, shards, copy)
             return stretch
         self.rule.apply(stretch.new, stretch.old, stretch.gradient, push.hyper[0], count)
-        for counts in m.counts[m.copies - 1 - copy][first : first + many] if self.rule.counted else ():
+        for counts in m.counts[m.copies - 1 - copy][first : first + shard_count] if self.rule.counted else ():
             counts.fill(count + 1)
         return stretch
 
-    def _stretch(self, push: StagedPush, first: int, many: int, copy: int) -> _ShardStretch:
-        m, a, b = self.memory, self.layout.bounds[first], self.layout.bounds[first + many]
+    def _stretch(self, push: StagedPush, first: int, shard_count: int, copy: int) -> _ShardStretch:
+        m, a, b = self.memory, self.layout.bounds[first], self.layout.bounds[first + shard_count]
         weights, other = m.shards.weights[a:b], m.shards.copies - 1 - copy
         drafts = weights
         if m.shards.copies == 2:
             drafts = (
-                m.workers.own[self.worker, a:b] if self._into_own(push) else m.workers.scratch[self._hands, : b - a]
+                m.workers.own[self.worker, a:b] if self._into_own(push) else m.workers.scratch[self._applier, : b - a]
             )
         old, new = ([*m.shards.slots[which, :, a:b].unbind(0)] for which in (copy, other))
         return _ShardStretch(weights, drafts, [weights, *old], [drafts, *new], m.workers.gradients[push.worker, a:b])

@@ -41,13 +41,13 @@ class PushLog:
     """The version of each shard that each push of a worker has made, (pushes, shards), one array a worker."""
 
     @classmethod
-    def of(cls, store: Store) -> PushLog:
+    def from_store(cls, store: Store) -> PushLog:
         """Read the log out of a store, while no worker pushes. ValueError where its beginning was overwritten."""
         m, entries, made = store.memory, [], []
         for worker, line in enumerate(m.lines):
-            many, capacity = max(line.entries, line.pushes), store.extent.capacity
-            if many >= capacity:
-                raise ValueError(f"the log has room for {capacity} pushes of a worker, and there were {many}")
+            count, capacity = max(line.entries, line.pushes), store.extent.capacity
+            if count >= capacity:
+                raise ValueError(f"the log has room for {capacity} pushes of a worker, and there were {count}")
             entries.append(m.log.entries[worker, : line.entries].copy())
             made.append(m.log.made_rows[worker, 1 : line.pushes + 1].copy())
         return cls(m.head.base, tuple(entries), tuple(made))

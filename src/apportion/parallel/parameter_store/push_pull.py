@@ -71,7 +71,7 @@ class PushPull:
         pulls = self._since_pull == 0 or self.fresh
         if self._since_pull == 0 and not self.fresh:
             self.pull()
-        store.deal.note(store.pulled if pulls else None)
+        store.queue.record_versions(store.pulled if pulls else None)
         self.fresh = False
         first = self._accrued is None
         alone = self._schedule.pull_every > 1
@@ -97,7 +97,7 @@ class PushPull:
             self._worker.set_buffers(self._store.buffers)
             self.fresh = True
         if self._schedule.max_staleness is not None or self._ordered:
-            self._store.deal.tell()
+            self._store.queue.wake_all()
         self.seconds += time.perf_counter() - began
 
     def push_rest(self) -> None:

@@ -125,7 +125,7 @@ class OrderedRounds(PushPullStep):
             if self.rank in self._workers:
                 own = batch.step + self._workers.index(self.rank)
                 if own < self.source.total:  # all workers compute now, on the weights that the round begins with
-                    self.store.deal.open(own)
+                    self.store.queue.record_taken(own)
                     self._own = self._cycle.compute(self.source.at(own, WHOLE) if len(batch) == 0 else batch)
             # Also a rank without a batch of this round meets here: the first push of a round waits for every rank, and
             # a rank that stayed away would hold all others up for ever.

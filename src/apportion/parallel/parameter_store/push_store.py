@@ -29,14 +29,14 @@ class Contents:
 class PushQueue(Protocol):
     """The records that a worker makes of its batches as it computes them."""
 
-    def open(self, ticket: int, /) -> None:
+    def record_taken(self, ticket: int, /) -> None:
         """Write down that this worker has a batch."""
 
-    def note(self, pulled: Sequence[int] | None) -> None:
+    def record_versions(self, pulled: Sequence[int] | None) -> None:
         """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that
         the batch before it left."""
 
-    def tell(self) -> None:
+    def wake_all(self) -> None:
         """Wake every process that waits, so that it looks again."""
 
 
@@ -52,7 +52,7 @@ class PushStore(ABC):
     buffers: Tensor
     pulled: Sequence[int]
     """The version of each shard in ``weights``."""
-    deal: PushQueue
+    queue: PushQueue
     """The queue of batches."""
 
     @property

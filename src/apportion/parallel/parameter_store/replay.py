@@ -1,4 +1,5 @@
-"""The replay of a run in one process: what an asynchronous run must have computed."""
+"""The references for asynchronous runs, each in one process: ``ordered_reference`` computes ordered mode with torch's
+own optimizer, and ``replay`` repeats the pushes of a run from its log, to the last bit."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ class _Shard:
     kept: dict[int, Tensor] = field(default_factory=dict)
     needed: Counter[int] = field(default_factory=Counter)
 
-    def use(self, version: int) -> Tensor:
+    def take_version(self, version: int) -> Tensor:
         """Return a version for one of the batches that need it; the version is dropped after the last of them."""
         found = self.kept[version]
         self.needed[version] -= 1
@@ -146,11 +147,11 @@ class _Replay:
         self._now = worker.initial() if start is None else worker.load(start)
         self._done = begin
         self._waiting: dict[int, list[Pushed]] = {}
-        dealt: Counter[int] = Counter()
+        pushed_batches: Counter[int] = Counter()
         for pushed in log.pushes():
             self._waiting.setdefault(pushed.worker, []).append(pushed)
-            dealt.update(batch for batch, _ in pushed.batches)
-        if twice := [batch for batch, many in dealt.items() if many > 1]:
+            pushed_batches.update(batch for batch, _ in pushed.batches)
+        if twice := [batch for batch, count in pushed_batches.items() if count > 1]:
             raise ValueError(f"the log is not one run's: batch {twice[0]} was pushed more than once")
         self._shards = [self._shard(s) for s in range(self._layout.shards + (worker.buffer_numbers > 0))]
         self._computed: dict[tuple[int, int], _Computed] = {}
@@ -222,7 +223,7 @@ class _Replay:
 
     def _pull(self, versions: Sequence[int]) -> None:
         for number, version in enumerate(versions):
-            values = self._shards[number].use(version)
+            values = self._shards[number].take_version(version)
             if number == self._layout.shards:
                 self._worker.set_buffers(values)
             else:

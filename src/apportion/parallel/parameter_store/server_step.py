@@ -41,12 +41,14 @@ class ServerStep(Step, Recoverable):
         self._server = StoreServer(
             extent, number, lambda slot: _of_worker(Store(extent, memory, worker=slot, server=number))
         )
-        here = self._store.memory.servers[number]
-        pid = here.word("pid")
+        record = self._store.memory.servers[number]
+        pid = record.word("pid")
+        # Workers take the place for valid where the pid is that of this slot's process. So the old pid goes before the
+        # place changes, and the new one comes after it.
         pid.withdraw()
-        here.place = self._server.place
+        record.place = self._server.place
         pid.publish(os.getpid())
-        self._store.deal.tell()
+        self._store.queue.wake_all()
 
     def _check(self) -> None:
         self._world.check()
@@ -69,7 +71,7 @@ class ServerStep(Step, Recoverable):
         lines = self._store.memory.lines
         # Workers take as long as they like: what they wait for has deadlines of its own.
         while not all(lines[slot].ended for slot in working):
-            self._store.deal.look()
+            self._store.queue.sleep_until_woken()
             if self._server.error is not None:
                 raise self._server.error
 
@@ -98,7 +100,7 @@ class ServerStep(Step, Recoverable):
 
     def log(self) -> tuple[PushLog]:
         """Return the log of all pushes, while no worker pushes."""
-        return (PushLog.of(self._store),)
+        return (PushLog.from_store(self._store),)
 
     def held(self) -> Held:
         return Held(self._store.nbytes, 0)

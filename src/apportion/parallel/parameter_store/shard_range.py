@@ -1,4 +1,4 @@
-"""The part of a store's shards that one server has."""
+"""The shards of a store that one server has, and the chunks of them that travel together."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Range:
         self._bounds, self._most = extent.layout.bounds, extent.layout.shards
         self._step = max(1, chunk_bytes // (extent.layout.dtype.itemsize * (self._bounds[1] - self._bounds[0])))
 
-    def of(self, flat: Tensor) -> Tensor:
+    def part_of(self, flat: Tensor) -> Tensor:
         """Return the server's part of a flat vector."""
-        return self._part(flat, self.first, self.last)
+        return self._slice(flat, self.first, self.last)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Yield the shards (first, last) that travel together; the shard of the buffers is a chunk by itself."""
@@ -38,7 +38,7 @@ class Range:
 
     def chunk(self, at: tuple[int, int], weights: Tensor, buffers: Tensor) -> Tensor:
         """Return the part of the weights, or the buffers, that one of these chunks consists of."""
-        return buffers if at[0] >= self._most else self._part(weights, *at)
+        return buffers if at[0] >= self._most else self._slice(weights, *at)
 
-    def _part(self, flat: Tensor, first: int, last: int) -> Tensor:
+    def _slice(self, flat: Tensor, first: int, last: int) -> Tensor:
         return flat[self._bounds[min(first, self._most)] : self._bounds[min(last, self._most)]]

@@ -72,7 +72,7 @@ class Store(PushStore):
         self.extent, self.layout, self.rule = extent, extent.layout, extent.layout.rule
         self.worker, self._check = worker, check
         self.memory = m = StoreMemory(extent, memory)
-        self.deal: BatchQueue = BatchQueue(m, worker, check)
+        self.queue: BatchQueue = BatchQueue(m, worker, check)
         self._line = m.lines[worker]
         self.gradient = m.workers.gradients[worker]
         """The gradient that the next push brings: flat, filled by the caller."""
@@ -85,7 +85,7 @@ class Store(PushStore):
         """The version of each shard in ``weights``."""
         self.servers: Servers | None = None
         """The servers that apply pushes; None: this process does it itself."""
-        self.applying = ShardApplier(m, worker, server, check)
+        self.applier = ShardApplier(m, worker, server, check)
         first = worker * self.layout.shards // extent.workers
         every = list(range(self.layout.shards))
         self._tour = [*every[first:], *every[:first], *range(self.layout.shards, extent.shards)]
@@ -94,7 +94,7 @@ class Store(PushStore):
     @property
     def waited(self) -> float:
         """The seconds spent waiting for shards and for other workers."""
-        return self.applying.waited + self.deal.waited
+        return self.applier.waited + self.queue.waited
 
     # The beginning
 
@@ -105,10 +105,10 @@ class Store(PushStore):
         if first and not m.ready.read():
             # The locks come before the word `ready`: another process maps them once it reads that word, and not before.
             m.make_locks()
-            self.applying.open()
+            self.applier.open_locks()
             start()
             m.ready.publish(1)
-            self.deal.tell()
+            self.queue.wake_all()
         deadline = time.monotonic() + READY_SECONDS
         while True:
             seen = m.turn.value
@@ -118,8 +118,8 @@ class Store(PushStore):
             sleep_on(m.turn, seen, LOOK_SECONDS)
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank 0 has not filled the parameter store within {READY_SECONDS:.0f} s")
-        if not self.applying.opened:
-            self.applying.open()
+        if not self.applier.is_open:
+            self.applier.open_locks()
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
         """Replace what the store holds by these contents, which have ``done`` updates behind them. The batches
@@ -137,7 +137,7 @@ class Store(PushStore):
                 m.shards.buffers[copy] = contents.buffers
         m.shards.touched[:] = contents.touched
         m.head.base = done - self._pushed()
-        m.head.dealt = done + len(unpushed)
+        m.head.handed_out = done + len(unpushed)
         m.returned[: len(unpushed)] = unpushed
         m.head.returned = len(unpushed)
 
@@ -166,25 +166,25 @@ class Store(PushStore):
         m, at, found = self.memory, first, list[int]()
         end = min(last, self.layout.shards)
         while at < end:
-            many = self.applying.take_some(at, end) if m.shards.copies > 1 else end - at
-            found += [m.shards.versions[shard].value for shard in range(at, at + many)]
-            a, b = self.layout.bounds[at], self.layout.bounds[at + many]
+            count = self.applier.lock_run(at, end) if m.shards.copies > 1 else end - at
+            found += [m.shards.versions[shard].value for shard in range(at, at + count)]
+            a, b = self.layout.bounds[at], self.layout.bounds[at + count]
             self.weights[a:b].copy_(m.shards.weights[a:b])
             if m.shards.copies > 1:
-                self.applying.release(at, many)
-            at += many
+                self.applier.release(at, count)
+            at += count
         if last > self.layout.shards:
             found.append(self._copy_buffers())
         return found
 
     def _copy_buffers(self) -> int:
         m, shard = self.memory, self.layout.shards
-        self.applying.take(shard)
+        self.applier.lock(shard)
         try:
             self.buffers.copy_(m.shards.buffers[m.shards.live(shard)])
             return m.shards.versions[shard].value
         finally:
-            self.applying.release(shard)
+            self.applier.release(shard)
 
     def push(self, hyper: Sequence[Sequence[float]], *, used: Sequence[bool] | None = None, pull: bool = True) -> float:
         """Update every shard with ``gradient`` (and the buffers with ``change``), by these hyperparameters of each
@@ -217,7 +217,7 @@ class Store(PushStore):
         line.entries_then = line.taken
         # Everything that the push is made of lies in memory before this word says that there is one. It is written
         # under the lock of the queue, which a snapshot holds: so no push begins while a snapshot reads.
-        with self.deal.held():  # a snapshot ends first
+        with self.queue.locked():  # a snapshot ends first
             line.pushing = number
         # With servers, one that was asked before another was lost may still be at it.
         return StagedPush(self.worker, number, hyper, used, pull, unsure=self.extent.servers > 0)
@@ -242,7 +242,7 @@ class Store(PushStore):
 
     def apply(self, push: StagedPush, left: list[int]) -> None:
         """Apply a push to these shards."""
-        self.applying.apply(push, left, self.buffers)
+        self.applier.apply(push, left, self.buffers)
 
     @property
     def still(self) -> bool:
@@ -254,12 +254,13 @@ class Store(PushStore):
     def finish(self, worker: int) -> None:
         """End what the process of that worker had begun and cannot end: its push gets into the rest of the shards; the
         batches that it had taken and not pushed go back into the queue."""
+        # The push comes first: its batches count as pushed from then on, and are not given back with the others.
         self.finish_push(worker)
-        self.deal.give_back(worker)
+        self.queue.give_back(worker)
 
     def finish_push(self, worker: int) -> bool:
         """End the push that the process of that worker had begun; returns whether there was one."""
-        self.applying.resolve(worker)
+        self.applier.resolve(worker)
         push = self.under_way(worker)
         if push is None:
             return False
@@ -267,7 +268,7 @@ class Store(PushStore):
             self._hyper = None
         # The heir asks each shard whether it has the push, by its log and version. The same push may be ended by a
         # server that is still alive, so apply() asks again under each lock (`unsure`).
-        self.apply(push, [shard for shard in self._tour if not self.applying.has(shard, push)])
+        self.apply(push, [shard for shard in self._tour if not self.applier.has_push(shard, push)])
         self._end(worker)
         return True
 
@@ -292,7 +293,7 @@ class Store(PushStore):
         ``check()`` raises where waiting has become pointless; PeerLost is raised where a push that was begun does not
         come to its end within ``seconds``."""
         deadline = time.monotonic() + seconds
-        with self.deal.held():
+        with self.queue.locked():
             # The lock of the queue is held, so that no push begins; those under way end without that lock. So the wait
             # is bounded by the longest push, unless its process is dead or stopped.
             while not self.still:
@@ -300,7 +301,7 @@ class Store(PushStore):
                 if time.monotonic() > deadline:
                     raise PeerLost(f"a push to the parameter store took more than {seconds:g} s: is a worker stopped?")
                 time.sleep(STILL_SECONDS)
-            return Snapshot(self.done, self.deal.standing()[1], self.read())
+            return Snapshot(self.done, self.queue.progress()[1], self.read())
 
     def read(self) -> Contents:
         """Return copies of everything that the store holds; each shard as one push has left it."""
@@ -309,7 +310,7 @@ class Store(PushStore):
         counts: list[Array] = []
         buffers = torch.zeros(self.extent.buffers, dtype=torch.float64)
         for shard in range(self.extent.shards):
-            self.applying.take(shard)
+            self.applier.lock(shard)
             try:
                 copy = m.shards.live(shard)
                 if shard == self.layout.shards:
@@ -320,5 +321,5 @@ class Store(PushStore):
                 data[1:, a:b].copy_(m.shards.slots[copy, :, a:b])
                 counts.append(m.shards.counts[copy][shard].copy())
             finally:
-                self.applying.release(shard)
+                self.applier.release(shard)
         return Contents(list(data.unbind(0)), counts, m.shards.touched.astype(bool), buffers)

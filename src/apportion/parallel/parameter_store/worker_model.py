@@ -29,7 +29,7 @@ from apportion.parallel.parameter_store.memory.store_memory import Array
 from apportion.parallel.parameter_store.memory.store_spec import StoreSpec
 from apportion.parallel.parameter_store.store import Contents
 from apportion.parallel.partition.partitioned_step import SplitStep
-from apportion.parallel.replica.forward_state import ForwardTensor, moved
+from apportion.parallel.replica.forward_state import ForwardTensor, moved_tensors
 from apportion.parallel.replica.initial_model import refuse_renormalising, refuse_tied_by_memory
 from apportion.parallel.replica.replica import Replica, called
 
@@ -83,7 +83,7 @@ class StoreWorker:
         self.owner, self.optimizer = next(iter(replica.optimizers.items()))
         self.layout = StoreLayout(replica.names, self.optimizer, shards=shards)
         self.weights = torch.zeros(self.layout.total, dtype=self.layout.dtype)
-        beside: list[ForwardTensor] = []
+        moved: list[ForwardTensor] = []
         if split is None:
             seed_everything(workload.seed)
             self.source = BatchSource(workload, device=device, dtype=replica.input_dtype)
@@ -91,13 +91,15 @@ class StoreWorker:
             first = self.source.at(0, WHOLE)
             with self.source.looking():
                 _ = first.inputs  # they stay loaded
-            beside = moved(replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device))
+            moved = moved_tensors(
+                replica.model, replica.trainable(), lambda: called(workload, replica.model, first, device)
+            )
             self.source.acts(replica.model)
             replica.python.watch(data=self.source.dataset)
         replica.python.apart = "kept by each worker for itself, as each takes what batches it can"
-        self.model = FlatModel(replica.model, self.layout, self.weights, beside)
-        many = self.model.buffer_numbers
-        self._before, self._after = torch.zeros(many, dtype=torch.float64), torch.zeros(many, dtype=torch.float64)
+        self.model = FlatModel(replica.model, self.layout, self.weights, moved)
+        numbers = self.model.buffer_numbers
+        self._before, self._after = torch.zeros(numbers, dtype=torch.float64), torch.zeros(numbers, dtype=torch.float64)
         if split is None:
             replica.start_schedules(self.source.total)
             other = workload.make_optimizer(list(replica.model.named_parameters()))
@@ -191,7 +193,7 @@ class StoreWorker:
             key = f"{self.owner}/{name}".lstrip("/")
             if layout.rule.keeps_step:
                 optimizer[f"{key}/step"] = torch.tensor(steps[number], dtype=torch.float32)
-            for slot in layout.rule.kept(groups[layout.groups[number]]):
+            for slot in layout.rule.slots_of(groups[layout.groups[number]]):
                 optimizer[f"{key}/{slot}"] = views[slot][number].clone()
         self.replica.catch_up(done)
         plain = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]

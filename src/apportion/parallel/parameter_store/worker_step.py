@@ -1,4 +1,9 @@
-"""A worker of Downpour SGD: pulls weights, computes the gradient of a batch that it was given, and pushes it."""
+"""The steps of a worker of Downpour SGD whose store lies in memory of its host.
+
+``StoreMembership`` is the worker's place in the store of a world: it fills the store in, ends what dead processes have
+begun, and connects to the servers. ``StoreStep`` has what both modes share. ``DownpourStep`` takes batches from the
+queue as fast as this worker computes; ``OrderedStep`` computes in rounds, in which all workers push in turn.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +43,15 @@ class StoreMembership:
         self.workers: list[int] = []
         """The slots of the workers, in the order of their ranks."""
         self._survivor = self._was_in = False
-        self._sit(world)
+        self._join_world(world)
 
     def check(self) -> None:
         """Raise where the world has changed."""
         self.world.check()
 
-    def _sit(self, world: World) -> None:
+    def _join_world(self, world: World) -> None:
         self.world = world
-        self.store.deal.waiting = lambda: world.group().waiting if world.members is not None else None
+        self.store.queue.waiting = lambda: world.group().waiting if world.members is not None else None
         self.entered = False
         """Tells whether the worker is in the store of this world."""
         self.disconnect()
@@ -54,7 +59,7 @@ class StoreMembership:
     def rejoin(self, world: World) -> None:
         """Take a place in another world. Nothing is waited for here: what the dead have begun is ended by who comes
         next, on its way in."""
-        self._sit(world)
+        self._join_world(world)
         self._survivor = self._was_in
 
     def enter(self, forget: Callable[[], None], meet: Callable[[], None]) -> None:
@@ -65,7 +70,7 @@ class StoreMembership:
         taken = world.members.slots_by_rank() if world.members is not None else list(range(world.size))
         self.workers = [slot for slot in taken if slot not in self._servers]
         if world.under_way:
-            self._see_to(set(range(world.slots)) - set(taken) if world.rank == 0 else set(), forget)
+            self._finish_pushes_of_dead(set(range(world.slots)) - set(taken) if world.rank == 0 else set(), forget)
         # Not before: what lies there may have been needed to end what the last process on this slot had begun.
         self._worker.move(store.weights)
         self._connect(all(slot in taken for slot in self._servers))
@@ -85,9 +90,11 @@ class StoreMembership:
             self.store.servers.close()
             self.store.servers = None
 
-    def _see_to(self, empty: set[int], forget: Callable[[], None]) -> None:
+    def _finish_pushes_of_dead(self, empty: set[int], forget: Callable[[], None]) -> None:
         """End, after a death, what was begun on the slots that no process has, and on one's own."""
         store = self.store
+        # A process that lives still has the batches that it took, and pushes them later: only its push is ended. Those
+        # of a process that died are handed out again.
         if self._survivor and not self._lockstep:
             if store.finish_push(self.world.slot):
                 forget()
@@ -125,9 +132,9 @@ class StoreStep(PushPullStep, Recoverable):
 
     def _enter(self) -> None:
         if not self._member.entered:
-            self._member.enter(self._forget, self._meet)
+            self._member.enter(self._forget, self._prepare_rounds)
 
-    def _meet(self) -> None:
+    def _prepare_rounds(self) -> None:
         """Prepare for the first batch in a world."""
 
     # The whole
@@ -149,13 +156,13 @@ class StoreStep(PushPullStep, Recoverable):
 
     def log(self) -> tuple[PushLog]:
         """Return the log of all pushes, while no worker pushes."""
-        return (PushLog.of(self.store),)
+        return (PushLog.from_store(self.store),)
 
     def held(self) -> Held:
         return Held(self.store.nbytes, self.store.weights.nbytes + self.store.buffers.nbytes)
 
     def leave(self) -> None:
-        self.store.deal.leave()
+        self.store.queue.stop_taking()
 
     def close(self) -> None:
         self._member.disconnect()
@@ -182,16 +189,17 @@ class DownpourStep(StoreStep):
         return self.store.done
 
     def _next(self) -> Batch | None:
-        deal, most = self.store.deal, self._max_staleness
+        queue, most = self.store.queue, self._max_staleness
         if most is not None:
-            deal.wait(
-                lambda: deal.ahead(self._member.workers) <= most, lambda: "the slowest to come within max_staleness"
+            queue.wait_until(
+                lambda: queue.pushes_ahead(self._member.workers) <= most,
+                lambda: "the slowest to come within max_staleness",
             )
-        ticket = deal.take(self.source.total)
+        ticket = queue.take_batch(self.source.total)
         if ticket is not None:
             return self.source.at(ticket, WHOLE)
         self._cycle.push_rest()
-        deal.tell()
+        queue.wake_all()
         return None
 
     def backward(self, batch: Batch) -> Tensor | None:
@@ -222,8 +230,8 @@ class DownpourStep(StoreStep):
         except PeerLost:
             # A worker that was in the middle of a push is dead: its batch is handed out again, though some shards have
             # it.
-            with store.deal.held():
-                done, unpushed = store.deal.standing()
+            with store.queue.locked():
+                done, unpushed = store.queue.progress()
             found = Snapshot(done, unpushed, store.read())
         return self._state_of(found)
 
@@ -232,10 +240,11 @@ class DownpourStep(StoreStep):
 class OrderedStep(OrderedRounds, StoreStep):
     """The step of a worker in ordered mode: every rank takes part in every batch, and only its owner has rows of it."""
 
-    def _meet(self) -> None:
+    def _prepare_rounds(self) -> None:
         group = self._member.world.group()
-        self.store.deal.begin_rounds()
+        self.store.queue.begin_rounds()
         group.barrier()
+        # Between two barriers, since no rank may push before all have read the same number.
         self._base = self._number = self.store.done
         group.barrier()
 
@@ -249,19 +258,22 @@ class OrderedStep(OrderedRounds, StoreStep):
         return range(self._member.world.size)
 
     def _meet_round(self, number: int) -> None:
-        self.store.deal.enter_round(number)
+        self.store.queue.enter_round(number)
 
     def _update_in_turn(self, number: int, own: bool) -> Mapping[str, Tensor]:
         store, workers = self.store, self._member.workers
         report = store.memory.reports[workers[self._owner(number)]]
         if own:
             assert self._own is not None
-            store.deal.wait(lambda: store.deal.all_entered(workers), lambda: "every rank to pull")
+            store.queue.wait_until(lambda: store.queue.all_entered(workers), lambda: "every rank to pull")
+            # Written before the push: the others read them as soon as the store counts it.
             report.loss, report.staleness = float(self._own), float(self._owner(number))
             self._cycle.push(number)
             self._own = None
         else:
-            store.deal.wait(lambda: store.done > number, lambda: f"rank {self._owner(number)} to push batch {number}")
+            store.queue.wait_until(
+                lambda: store.done > number, lambda: f"rank {self._owner(number)} to push batch {number}"
+            )
         self._number = number + 1
         return {"loss": torch.tensor(report.loss), "staleness": torch.tensor(report.staleness, dtype=torch.float64)}
 

@@ -115,7 +115,7 @@ class CommittedShards:
             self._packed = packed
         memory = self._memory(self._world.slot, version, packed.nbytes)
         if version not in self._views:
-            self._views[version] = packed.begin(memory)
+            self._views[version] = packed.write_head(memory)
         packed.write(memory, self._views[version], state)
         return packed.nbytes
 
@@ -141,29 +141,29 @@ class CommittedShards:
         for v in found:
             if (v.holder, v.slot) == (self._holder, self._world.slot):
                 self._version = v.version
-            parts.append(unpacked(self._part(v)))
+            parts.append(unpacked(self._read_version(v)))
         # No rank returns, and writes its next version over an old one, before every rank has copied what it needs.
         self._world.group().barrier()
         return parts
 
     @collective
     def _versions_everywhere(self) -> list[Version]:
-        here, world = self.versions(), self._world
+        versions, world = self.versions(), self._world
         if world.local_size == world.size:
-            return here
-        gathered = gather_messages([astuple(v) for v in here] if world.rank == self._holder else [], world.group())
+            return versions
+        gathered = gather_messages([astuple(v) for v in versions] if world.rank == self._holder else [], world.group())
         return [Version(*numbers) for versions in gathered for numbers in versions]
 
     @collective
-    def _part(self, version: Version) -> memoryview:
+    def _read_version(self, version: Version) -> memoryview:
         """Return the memory of a version, or what its host reads out of it."""
         v, world = version, self._world
-        here = v.holder == self._holder
+        is_own = v.holder == self._holder
         if world.local_size == world.size:
             return self._memory(v.slot, v.version, v.nbytes)
-        memory = self._memory(v.slot, v.version, v.nbytes) if here else memoryview(bytearray(v.nbytes))
+        memory = self._memory(v.slot, v.version, v.nbytes) if is_own else memoryview(bytearray(v.nbytes))
         data = torch.frombuffer(memory, dtype=torch.uint8)
-        if here and world.rank != v.holder:  # it is there already, and is not to be written
+        if is_own and world.rank != v.holder:  # it is there already, and is not to be written
             data = data.clone()
         world.group().broadcast(data, source=v.holder)
         return memory

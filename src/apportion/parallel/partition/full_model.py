@@ -18,7 +18,7 @@ from apportion.parallel.partition.tensor_shards import TensorShard
 class FullModel:
     """The facts about the plain model that are kept once it is cut."""
 
-    def __init__(self, model: nn.Module, workload: Workload, deal: Sampler) -> None:
+    def __init__(self, model: nn.Module, workload: Workload, sampler: Sampler) -> None:
         names = dict(model.named_parameters(remove_duplicate=False))
         firsts: dict[Any, str] = {p: name for name, p in model.named_parameters()}
         refuse_other_extra_state(model, "a strategy that divides the network")
@@ -44,8 +44,8 @@ class FullModel:
         self.trained: dict[str, str] = {}
         """The name of the optimizer that each trained parameter belongs to."""
         self._names = firsts
-        self._workload, self._deal = workload, deal
-        self._mark = fingerprint(workload, model, {}, deal)
+        self._workload, self._sampler = workload, sampler
+        self._mark = fingerprint(workload, model, {}, sampler)
         self._groups: dict[str, list[int]] = {}
 
     def pieces(self, model: nn.Module, given: Mapping[str, TensorShard]) -> dict[str, Any]:
@@ -56,7 +56,9 @@ class FullModel:
             assert key in self.first, f"{key} is not a tensor of the plain model"
             piece, name = given.get(key) or TensorShard(tuple(tensor.shape)), self.first[key]
             assert piece.shape == self.shapes[key], f"{key} is {self.shapes[key]}, not {piece.shape}"
-            assert piece.held == tensor.shape, f"the piece of {key} is {piece.held}, not {tuple(tensor.shape)}"
+            assert piece.local_shape == tensor.shape, (
+                f"the piece of {key} is {piece.local_shape}, not {tuple(tensor.shape)}"
+            )
             if key in given or name not in gathered:
                 gathered[name] = piece.plain()
         return gathered
@@ -68,22 +70,22 @@ class FullModel:
         names = self._names
         self._groups[owner] = [len(group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            here: list[Any] = []
+            entries: list[Any] = []
             for p in group["params"]:
                 name = names.get(p)
                 if name is not None and p.requires_grad:
                     self.trained[name] = owner
-                if name is None or name in own:  # what is not a parameter of the model is refused with the replica
-                    here.append((name, p if name is None else own[name][0]))
-            group["params"] = [p for _, p in here]
+                if name is None or name in own:  # other tensors are refused with the replica
+                    entries.append((name, p if name is None else own[name][0]))
+            group["params"] = [p for _, p in entries]
             if "param_names" in group:
-                group["param_names"] = [name for name, _ in here]
+                group["param_names"] = [name for name, _ in entries]
         slots: dict[Any, Any] = dict(optimizer.state)
         optimizer.state.clear()
         for p, kept in slots.items():  # Adagrad has some before its first update
             if names[p] in own:
                 mine, piece = own[names[p]]
-                cut = {k: piece.of(t).clone() if _like(t, p) else t for k, t in kept.items()} if piece else kept
+                cut = {k: piece.slice_of(t).clone() if _like(t, p) else t for k, t in kept.items()} if piece else kept
                 optimizer.state[mine] = cut
 
     def forget(self) -> None:
@@ -92,7 +94,7 @@ class FullModel:
 
     def fingerprint(self, optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
         """Return the fingerprint of the plain model and of the optimizers as they were made for it."""
-        found = fingerprint(self._workload, nn.Module(), optimizers, self._deal)
+        found = fingerprint(self._workload, nn.Module(), optimizers, self._sampler)
         for owner, lengths in self._groups.items():
             for i, length in enumerate(lengths):
                 found[f"optimizer {owner}".rstrip()][f"group {i}"]["parameters"] = length

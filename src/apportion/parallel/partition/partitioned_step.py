@@ -105,7 +105,7 @@ class GradientReduction:
 
 def _nothing(piece: TensorShard, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """Return a parameter of a piece's shape that takes no memory."""
-    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.held))
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(piece.local_shape))
 
 
 @final
@@ -235,13 +235,13 @@ class SplitStep(Step, Recoverable):
         own, _ = self.held_here()
         yield Replicated(self._group, self._resharder.replicated(own))
 
-    def own(self, state: State) -> State:
+    def own_part(self, state: State) -> State:
         """Return this rank's part of a whole state."""
         named = replace(state, model={key: state.model[key] for key in self.model.state_dict()})
-        return self._resharder.own(named)
+        return self._resharder.own_part(named)
 
     def load_state_dict(self, state: State) -> None:
-        self.replica.load(self.own(state), self.rows)
+        self.replica.load(self.own_part(state), self.rows)
         self._keep()
 
     def _keep(self) -> None:
@@ -260,13 +260,13 @@ class SplitStep(Step, Recoverable):
             optimizer=dict(replica.optimizers.slots()),
             python=tensors,
             settings={**replica.optimizers.settings(), "python": python},
-            buffers=replica.forward.beside(),
+            buffers=replica.forward.extra_buffers(),
         )
         return own, self._resharder.pieces
 
-    def together(self, parts: Sequence[tuple[State, Any]]) -> State:
+    def join_parts(self, parts: Sequence[tuple[State, Any]]) -> State:
         """Return the whole state, put together from what all ranks held."""
-        return self._resharder.together(parts)
+        return self._resharder.join_parts(parts)
 
     @property
     def sparse(self) -> list[nn.Parameter]:
@@ -287,7 +287,7 @@ class SplitStep(Step, Recoverable):
         if self._built != world.generation:  # who has come anew has just built
             self.move(world)
         assert self._committed is not None
-        self.load_state_dict(self.together(self._committed.latest()))
+        self.load_state_dict(self.join_parts(self._committed.latest()))
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
         return self._own.full.fingerprint(self.optimizers)

@@ -133,13 +133,13 @@ class Partitioner:
         outputs = partial(called, workload, plain, sample, world.device)
         expected = equivalence.outputs_of(plain, outputs) if compares else None
         refused = self._refused(plain) if not world.under_way else None
-        part = self._part(plain, make, sample, refused=refused)
+        part = self._make_part(plain, make, sample, refused=refused)
         if part.model is not plain:
             refuse_making(plain, f"the layers are called without {type(plain).__name__}")
         del plain, outputs
         replica = self._replica(full, made, part, world)
         pieces, group = full.pieces(replica.model, part.pieces), world.group()
-        layout = ShardLayout.of(gather_messages(pieces, group, device=world.device))
+        layout = ShardLayout.from_plain(gather_messages(pieces, group, device=world.device))
         refuse_optimizers(replica.optimizers, replica.optimizers.searching, layout, group.size)
         _refuse_divided_hooks(hooks, pieces)
         if compares:
@@ -172,7 +172,7 @@ class Partitioner:
             return error
         return None
 
-    def _part(self, plain: nn.Module, make: MakePart, sample: Batch, *, refused: ValueError | None) -> Part:
+    def _make_part(self, plain: nn.Module, make: MakePart, sample: Batch, *, refused: ValueError | None) -> Part:
         """Make this rank's part of the plain model. Raises ``refused``, where the part says nothing else."""
         with uncompiled():
             self._last = part = make(plain, sample.inputs)

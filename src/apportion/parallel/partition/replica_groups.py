@@ -1,4 +1,5 @@
-"""The number of replicas of a group, and a rank's place among them: decisions, and the parts of the world."""
+"""The groups of ranks that each hold a whole network in parts: how many there are, a rank's place among them, and the
+cost of a step."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ class ReplicaGroup:
 
     @classmethod
     @collective
-    def of(cls, world: World, replicas: int) -> ReplicaGroup:
+    def split(cls, world: World, replicas: int) -> ReplicaGroup:
         """Return this rank's place in a world that is divided into ``replicas`` replicas. Called by all ranks."""
         size = world.size // replicas
         groups = [list(range(first, first + size)) for first in range(0, world.size, size)]

@@ -96,11 +96,11 @@ class ReplicatedStep(Step, Recoverable):
         self._inner = inner = build_split(of, seen, place.within)
         self.source = inner.source
         self._settle(world, place)
-        self._own_rows, self._told = 0, 0.0
+        self._own_rows, self._reported_share = 0, 0.0
 
     def _divide(self, world: World) -> ReplicaGroup:
         number = how_many_are_left if world.under_way else how_many
-        return ReplicaGroup.of(world, number(self._of, self._asked, world.size))
+        return ReplicaGroup.split(world, number(self._of, self._asked, world.size))
 
     @collective
     def _settle(self, world: World, place: ReplicaGroup) -> None:
@@ -119,7 +119,7 @@ class ReplicatedStep(Step, Recoverable):
         self.source.set_rank(place.replica)
         inner.python.shares = place.replicas
         inner.rows = shard.rows(self._workload.batch_size)
-        inner.joined = self._joined
+        inner.joined = self._sum_gradients
         self._sums = GradientSum(
             inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
         )
@@ -163,7 +163,7 @@ class ReplicatedStep(Step, Recoverable):
     def backward(self, batch: Batch) -> Tensor | None:
         self._own_rows = self._loss.rows = len(batch)
         self._attendance.present = len(batch) > 0
-        self._loss.terms, share, self._told = self._shares(batch)
+        self._loss.terms, share, self._reported_share = self._shares(batch)
         self._inner.replica.share = share
         return self._inner.backward((batch if len(batch) else batch.borrowed()).by_itself())
 
@@ -181,9 +181,9 @@ class ReplicatedStep(Step, Recoverable):
         return count, share, share
 
     @torch.no_grad()
-    def _joined(self, loss: Tensor | None) -> Tensor | None:
+    def _sum_gradients(self, loss: Tensor | None) -> Tensor | None:
         """Sum the gradients of all replicas; returns the loss where it is known."""
-        total = self._sums(loss if self._told else None, self._told)
+        total = self._sums(loss if self._reported_share else None, self._reported_share)
         if self._committed is not None:  # no rank is two updates ahead of another
             self._world.group().barrier()
         return None if loss is None else total
@@ -207,7 +207,7 @@ class ReplicatedStep(Step, Recoverable):
     def load_state_dict(self, state: State) -> None:
         self._inner.load_state_dict(state)
         carry = self._inner.replica.carry
-        self._own_rows = carry.held if carry is not None else 0
+        self._own_rows = carry.row_count if carry is not None else 0
         self._keep()
 
     def _keep(self) -> None:
@@ -222,7 +222,7 @@ class ReplicatedStep(Step, Recoverable):
             self._inner.move(place.within)
             self._settle(world, place)
         assert self._committed is not None
-        self.load_state_dict(self._inner.together(self._committed.latest()))
+        self.load_state_dict(self._inner.join_parts(self._committed.latest()))
 
     def fingerprint(self, workload: Workload) -> dict[str, Any]:
         return self._inner.fingerprint(workload)

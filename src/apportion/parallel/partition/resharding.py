@@ -45,7 +45,7 @@ class Resharder:
                 own_turn = kept if rank == self._rank else None
                 yield rank, broadcast_tensors(own_turn, group, source=rank, device=device)
 
-        found = {part: self._joined(self._layout, received(tensors)) for part, tensors in mine.items()}
+        found = {part: self._join(self._layout, received(tensors)) for part, tensors in mine.items()}
         slots = gather_messages(own.settings.get("slots"), group, device=device)
         turns = (own.buffers if rank == self._rank else None for rank in range(group.size))
         gathered = [broadcast_tensors(turn, group, source=rank, device=device) for rank, turn in enumerate(turns)]
@@ -61,12 +61,12 @@ class Resharder:
             python=tensors,
         )
 
-    def together(self, parts: Sequence[tuple[State, Any]]) -> State:
+    def join_parts(self, parts: Sequence[tuple[State, Any]]) -> State:
         """Return the whole state, put together from all ranks' parts in rank order, each with its pieces, as it was
         divided then."""
-        layout = ShardLayout.of([pieces for _, pieces in parts])
+        layout = ShardLayout.from_plain([pieces for _, pieces in parts])
         found = {
-            part: self._joined(layout, ((rank, getattr(state, part)) for rank, (state, _) in enumerate(parts)))
+            part: self._join(layout, ((rank, getattr(state, part)) for rank, (state, _) in enumerate(parts)))
             for part in ("model", "optimizer")
         }
         first = parts[0][0]
@@ -78,11 +78,11 @@ class Resharder:
         settings = {**_with_slots(first.settings, slots), "python": record}
         return replace(first, **self._named(found), settings=settings, buffers=buffers, python=tensors)
 
-    def own(self, state: State) -> State:
+    def own_part(self, state: State) -> State:
         """Return this rank's part of a whole state, with those of the model's names that are in the state given."""
-        model = {key: self._own(self._plain.first[key], t) for key, t in state.model.items()}
-        optimizer = {key: self._own(self._parameter(self._layout, key), t) for key, t in state.optimizer.items()}
-        return replace(state, model=_held(model), optimizer=_held(optimizer))
+        model = {key: self._slice(self._plain.first[key], t) for key, t in state.model.items()}
+        optimizer = {key: self._slice(self._parameter(self._layout, key), t) for key, t in state.optimizer.items()}
+        return replace(state, model=_present(model), optimizer=_present(optimizer))
 
     def replicated(self, own: State) -> dict[str, Tensor]:
         """Return the tensors of this rank's part that others hold too: the same elements in the same order, under the
@@ -98,11 +98,11 @@ class Resharder:
                     found[f"{part}/{key}{which}"] = tensor
         return found
 
-    def _own(self, name: str, tensor: Tensor) -> Tensor | None:
+    def _slice(self, name: str, tensor: Tensor) -> Tensor | None:
         piece = dict(self._layout.holders[name]).get(self._rank)
         if piece is None:
             return None
-        return piece.of(tensor) if tensor.shape == piece.shape else tensor
+        return piece.slice_of(tensor) if tensor.shape == piece.shape else tensor
 
     def _named(self, found: Mapping[str, dict[str, Tensor]]) -> dict[str, Any]:
         """Return the state's tensors by all names that they go by."""
@@ -111,7 +111,7 @@ class Resharder:
             model[key] = found["model"][first] if key == first else found["model"][first].clone()
         return {"model": model, "optimizer": found["optimizer"]}
 
-    def _joined(self, layout: ShardLayout, parts: Iterable[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+    def _join(self, layout: ShardLayout, parts: Iterable[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
         """Join every rank's pieces to whole tensors, by name."""
         joined: dict[str, Tensor] = {}
         for rank, tensors in parts:
@@ -119,7 +119,9 @@ class Resharder:
                 piece = dict(layout.owners(self._parameter(layout, key))).get(rank)
                 if piece is None:
                     continue
-                if piece.index is None or piece.held != tensor.shape:  # a slot of another shape is the parameter's
+                if (
+                    piece.index is None or piece.local_shape != tensor.shape
+                ):  # a slot of another shape is the parameter's
                     joined.setdefault(key, tensor)
                     continue
                 if key not in joined:
@@ -137,7 +139,7 @@ class Resharder:
         return next(n for n in found if n in layout.holders)
 
 
-def _held(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _present(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {key: t for key, t in tensors.items() if t is not None}
 
 

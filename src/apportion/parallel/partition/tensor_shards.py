@@ -34,7 +34,7 @@ class TensorShard:
             assert not len(held) or 0 <= min(held) <= max(held) < length, f"{held} of {length}"
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """The shape of what is held."""
         if self.index is None:
             return self.shape
@@ -43,9 +43,9 @@ class TensorShard:
     @property
     def numel(self) -> int:
         """The number of elements held."""
-        return math.prod(self.held)
+        return math.prod(self.local_shape)
 
-    def of(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """Return this piece of a whole tensor: a view where its positions are evenly spaced, else a copy."""
         for dim, held in enumerate(self.index or ()):
             found = _evenly(held)
@@ -119,7 +119,7 @@ class ShardLayout:
     holders: Mapping[str, Holders]
 
     @classmethod
-    def of(cls, plain: Iterable[Mapping[str, list[Any]]]) -> ShardLayout:
+    def from_plain(cls, plain: Iterable[Mapping[str, list[Any]]]) -> ShardLayout:
         """Build the layout from what each rank tells, in rank order: its pieces by name, as JSON."""
         holders: dict[str, list[tuple[int, TensorShard]]] = {}
         for rank, pieces in enumerate(plain):

@@ -183,7 +183,7 @@ class _Timer(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if not n.op.startswith("call_"):
             return super().run_node(n)
-        args, kwargs = tree.map_tensors(_own, self.fetch_args_kwargs_from_env(n))
+        args, kwargs = tree.map_tensors(_writable, self.fetch_args_kwargs_from_env(n))
         began = time.perf_counter()
         result = getattr(self, n.op)(n.target, args, kwargs)
         outputs = tree.tensors(result)
@@ -201,7 +201,7 @@ def _cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _writable(tensor: Tensor) -> Tensor:
     """A tensor that may be written to, as inside a network. Some functions take only what has no gradient: running
     statistics have none."""
     return _cut_off(tensor).clone() if tensor.is_floating_point() else tensor

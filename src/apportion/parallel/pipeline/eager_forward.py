@@ -148,13 +148,13 @@ class Walk(TorchFunctionMode):
         ``contiguous`` gives what it is given depends on strides, which differ for other rows and on the meta device,
         and numbers may not."""
 
-        def one(t: Any) -> Any:
+        def convert(t: Any) -> Any:
             numbered = isinstance(t, Tensor) and self.number_of(t) is not None
             if not numbered or t.layout != torch.strided or not any(t is g for g in given):
                 return t
             return fresh(t, ()) if t.is_meta else torch.ops.aten.alias.default(t)
 
-        return mapped(result, one)
+        return mapped(result, convert)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -70,10 +70,10 @@ class OwnStages(StagePart):
             self._own.close()
             raise
         self._bounds = bounds[world.rank], bounds[world.rank + 1]
-        self.model, self.pieces = held(model, (self._trains, self._evaluates), bounds, world.rank)
+        self.model, self.pieces = held_parameters(model, (self._trains, self._evaluates), bounds, world.rank)
         self._trained = [module for module in model.modules() if module.training]
         self._products = Products(())
-        self.ends = StageLinks.of(world.group(), world.device)
+        self.ends = StageLinks.connect(world.group(), world.device)
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
         def stretch(*received: Any) -> Any:
@@ -265,7 +265,7 @@ def prove(own: OwnForward, recorded: Recorded, bounds: Sequence[int], inputs: An
 # The parameters and buffers that a stage which runs the network's own forward holds.
 
 
-def held(
+def held_parameters(
     model: nn.Module, records: Sequence[Recorded], bounds: Sequence[int], rank: int
 ) -> tuple[nn.Module, Mapping[str, TensorShard]]:
     """A module with the parameters and buffers that a stage uses, under the plain names, and the shards of those

@@ -64,14 +64,14 @@ def fresh(result: Any, given: Sequence[Tensor]) -> Any:
     """The result with new tensors of the meta device, which share nothing with others, for all that were not given."""
     known = {id(t) for t in given}
 
-    def one(t: Any) -> Any:
+    def convert(t: Any) -> Any:
         if not isinstance(t, Tensor) or id(t) in known:
             return t
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
     if isinstance(result, tuple) and not hasattr(result, "_fields") and type(result) is not tuple:
-        return tuple(map(one, result))  # what torch returns of sorting and the like
-    return mapped(result, one)
+        return tuple(map(convert, result))  # what torch returns of sorting and the like
+    return mapped(result, convert)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def alike(result: Any, given: Sequence[Tensor]) -> Any | None:
     is."""
     plain = True
 
-    def one(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         nonlocal plain
         if value is None:
             return None
@@ -98,7 +98,7 @@ def alike(result: Any, given: Sequence[Tensor]) -> Any | None:
         plain = plain and bool(found)
         return Alike(found)
 
-    like = mapped(result, one)
+    like = mapped(result, convert)
     return like if plain and like is not None else None
 
 
@@ -107,7 +107,7 @@ def _as_given(like: Any, given: Sequence[Tensor]) -> Any | None:
     have."""
     one_shape = True
 
-    def one(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         nonlocal one_shape
         if not isinstance(value, Alike):
             return value
@@ -115,7 +115,7 @@ def _as_given(like: Any, given: Sequence[Tensor]) -> Any | None:
         one_shape = one_shape and len(shapes) == 1
         return torch.empty_like(given[value.given[0]], device="meta", requires_grad=False)
 
-    found = mapped(like, one)
+    found = mapped(like, convert)
     return found if one_shape else None
 
 
@@ -141,7 +141,7 @@ def _shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any, like: Any |
     state = {k: _meta(t) for k, t in (*module.named_parameters(), *module.named_buffers())}
     copies: dict[int, Any] = {}
 
-    def one(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if value is None or isinstance(value, Tensor | torch.device | bool | int | float | str | nn.Module):
             return _meta(value)
         copies[id(value)] = copy.deepcopy(value)  # what it changes in there is for the rank that calls it
@@ -149,7 +149,7 @@ def _shapes_of(module: nn.Module, name: str, args: Any, kwargs: Any, like: Any |
 
     try:
         with torch.no_grad(), torch.device("meta"):
-            own_args, own_kwargs = mapped((args, kwargs), one)
+            own_args, own_kwargs = mapped((args, kwargs), convert)
             found = torch.func.functional_call(module, state, own_args, own_kwargs)
     except Exception as error:
         if like is not None and (as_given := _as_given(like, list(leaves((args, kwargs))))) is not None:
@@ -173,17 +173,17 @@ def _fresh_structure(found: Any, back: Mapping[int, Any], given: Sequence[Tensor
     """The result that was found, with the caller's own objects and tensors where these are given back."""
     same = {id(g): o for g, o in zip(given, originals, strict=False)}
 
-    def one(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
             return same.get(id(value)) if id(value) in same else fresh(value, ())
         return back.get(id(value), value)
 
     if is_dataclass(found) and not isinstance(found, type):
         for each in fields(found):
-            setattr(found, each.name, mapped(getattr(found, each.name), one))
+            setattr(found, each.name, mapped(getattr(found, each.name), convert))
         return found
     if isinstance(found, Mapping) and type(found) is not dict:
         for key in list(found):
-            found[key] = mapped(found[key], one)  # type: ignore[index]
+            found[key] = mapped(found[key], convert)  # type: ignore[index]
         return found
-    return mapped(found, one)
+    return mapped(found, convert)

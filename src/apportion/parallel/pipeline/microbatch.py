@@ -17,7 +17,7 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.parallel.ops.factored_linear import Products
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
-from apportion.parallel.pipeline.whole_batch import BatchRows, joined, taken_apart
+from apportion.parallel.pipeline.whole_batch import BatchRows, join_microbatches, split_microbatches
 from apportion.parallel.replica.replica import Replica
 
 Run = Callable[[Sequence[Any], Batch], Any]
@@ -38,7 +38,7 @@ class StageLinks:
 
     @classmethod
     @collective
-    def of(cls, group: Group, device: torch.device) -> StageLinks:
+    def connect(cls, group: Group, device: torch.device) -> StageLinks:
         """The links of the stage that a rank is. Called by all ranks of the group."""
         first, last = group.rank == 0, group.rank == group.size - 1
         ahead = group.beside and device.type == "cpu"  # NCCL's next message would stand in the way of all others
@@ -97,6 +97,7 @@ class MicrobatchPasses:
             self._replica.backward(*kept)
         else:
             _go_back(kept, ends.gradients_in.receive())
+        # The last reference to the activations of this micro-batch, which are not needed while the gradients leave.
         del kept
         if ends.gradients_out is not None:
             ends.gradients_out.send([arrival.gradient for arrival in arrivals])
@@ -107,7 +108,7 @@ class MicrobatchPasses:
         gpipe. ``before``, ``after``: how what comes, and what goes, depends on the rows."""
         ends, count = self._ends, len(self._parts)
         received = [self._received() for _ in range(count)]
-        values = joined([values for values, _ in received], before) if ends.before is not None else []
+        values = join_microbatches([values for values, _ in received], before) if ends.before is not None else []
         arrivals = [arrived for _, arrived in received]
         del received
         with self._replica.autocast():
@@ -116,7 +117,7 @@ class MicrobatchPasses:
         del values
         self.most = count
         if ends.after is not None:
-            for part in taken_apart(found, after, [len(part) for part in self._parts]):
+            for part in split_microbatches(found, after, [len(part) for part in self._parts]):
                 ends.after.send(part)
                 kept.append(_origins(part))
         del found

@@ -150,7 +150,7 @@ class Stages(StagePart):
             adopt_the_rest(self.model, model, graph)
         # Of a whole batch they would keep all inputs until the end.
         self._products = Products(plain_layers(self.model) if microbatches > 1 else ())
-        self.ends = StageLinks.of(world.group(), world.device)
+        self.ends = StageLinks.connect(world.group(), world.device)
 
     def _cut(
         self, model: nn.Module, graph: fx.Graph, evaluated: fx.Graph, inputs: Any, stateful: Sequence[str]
@@ -183,11 +183,11 @@ class Stages(StagePart):
         begins = [found.index(calls(graph)[i].name) for i in at]
         return StageGraph(model, evaluated, [0, *begins, len(found)], self._rank)
 
-    def _make(self, passes: MicrobatchPasses, many: int) -> None:
-        if self._at_once is not None and many > 1:
+    def _make(self, passes: MicrobatchPasses, count: int) -> None:
+        if self._at_once is not None and count > 1:
             passes.at_once(*self._at_once)
         else:
-            super()._make(passes, many)
+            super()._make(passes, count)
 
     def run(self, received: Sequence[Any], batch: Batch) -> Any:
         given = self._training.takes(self._arguments, batch)
@@ -233,8 +233,8 @@ class Known:
     def read(self) -> list[int] | None:
         if self._memory is None:
             return None
-        many, *at = self._memory.cast("q")
-        return at[: many - 1] if many else None
+        count, *at = self._memory.cast("q")
+        return at[: count - 1] if count else None
 
     def write(self, at: Sequence[int]) -> None:
         if self._memory is not None:

@@ -48,9 +48,9 @@ class StageGraph:
 
     def takes(self, graph: fx.Graph, batch: Batch) -> list[Any]:
         """The arguments of the network that the stage uses; where it uses none, nothing is loaded."""
-        return self.of(graph, batch.inputs) if self._takes else []
+        return self.select_arguments(graph, batch.inputs) if self._takes else []
 
-    def of(self, graph: fx.Graph, inputs: Any) -> list[Any]:
+    def select_arguments(self, graph: fx.Graph, inputs: Any) -> list[Any]:
         whole = arguments(graph, inputs)
         return [whole[i] for i in self._takes]
 
@@ -137,7 +137,7 @@ def prove(model: nn.Module, graph: fx.Graph, bounds: Sequence[int], inputs: Any)
         values: Any = []
         for number in range(len(bounds) - 1):
             stage = StageGraph(model, graph, bounds, number)
-            values = copied(stage.module(*stage.of(graph, copied(inputs)), *values))
+            values = copied(stage.module(*stage.select_arguments(graph, copied(inputs)), *values))
     if not same_outputs(values, expected):
         raise ValueError(
             f"in stages {type(model).__name__} gives other outputs than as a whole: it writes in place to what another "

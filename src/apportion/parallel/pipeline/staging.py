@@ -1,4 +1,10 @@
-"""How a network is divided into stages and a batch into micro-batches, and the refusal of what that would change."""
+"""The settings of a pipeline, the order in which a stage computes its micro-batches, and the base class of a stage.
+
+``Staging`` says how a network is divided into stages and a batch into micro-batches, and refuses what that would
+change. ``turns`` is the schedule: a pure function that lists the passes of one stage. ``StagePart`` makes these passes,
+and predicts; its subclasses run a stage of a traced graph (``stage.py``) or of the network's own forward
+(``eager_stages.py``).
+"""
 
 from __future__ import annotations
 
@@ -116,9 +122,9 @@ class StagePart(Part):
         self.ends.finish()
         return passes.loss
 
-    def _make(self, passes: MicrobatchPasses, many: int) -> None:
-        """Make the passes of ``many`` micro-batches."""
-        for kind, number in turns(self._schedule, self._rank, self._size, many):
+    def _make(self, passes: MicrobatchPasses, count: int) -> None:
+        """Make the passes of ``count`` micro-batches."""
+        for kind, number in turns(self._schedule, self._rank, self._size, count):
             if kind == "forward":
                 passes.forward(number)
             else:

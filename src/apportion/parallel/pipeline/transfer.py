@@ -53,6 +53,8 @@ class StageSender:
         else:
             data = json.dumps([pytree.treespec_dumps(spec), plain]).encode()
             self._post(torch.tensor([len(data)]), works)
+            # The receiver has asked ahead for tensors like the last ones, and takes these bytes before it asks for
+            # others.
             for nbytes in self._asked:
                 self._post(torch.zeros(nbytes, dtype=torch.uint8), works)
             self._post(torch.frombuffer(bytearray(data), dtype=torch.uint8), works)
@@ -88,44 +90,44 @@ class StageReceiver:
     def __init__(self, group: Group, source: int, device: torch.device, *, ahead: bool = False) -> None:
         self._group, self._source, self._device, self._ahead = group, source, device, ahead
         self._last: tuple[Any, list[Any]] | None = None
-        self._coming: tuple[_Coming, list[_Coming]] | None = None
+        self._coming: tuple[_PendingTensor, list[_PendingTensor]] | None = None
         """The length and the tensors of the next message, where they were asked for ahead."""
 
     def receive(self) -> list[Any]:
         """Receive what was sent; a tensor that requires a gradient there does so here, as a leaf. Blocks."""
         first, tensors = self._coming or (self._ask(torch.int64, [1]), [])
-        if length := int(first.come()):
+        if length := int(first.wait()):
             for tensor in tensors:
-                tensor.come()  # nothing: it was asked for before anyone knew
-            text = self._ask(torch.uint8, [length]).come()
+                tensor.wait()  # nothing: it was asked for before anyone knew
+            text = self._ask(torch.uint8, [length]).wait()
             spec, plain = json.loads(text.cpu().numpy().tobytes())
             self._last = pytree.treespec_loads(spec), plain
         assert self._last is not None, "the first message is described"
         spec, plain = self._last
         if length or not self._ahead:
             tensors = self._ask_for(plain)
-        come = iter([tensor.come() for tensor in tensors])
+        arrived = iter([tensor.wait() for tensor in tensors])
         self._coming = (self._ask(torch.int64, [1]), self._ask_for(plain)) if self._ahead else None
-        leaves = [next(come).requires_grad_(one[2]) if isinstance(one, list) else one for one in plain]
+        leaves = [next(arrived).requires_grad_(one[2]) if isinstance(one, list) else one for one in plain]
         values: list[Any] = pytree.tree_unflatten(leaves, spec)
         return values
 
-    def _ask_for(self, plain: Sequence[Any]) -> list[_Coming]:
+    def _ask_for(self, plain: Sequence[Any]) -> list[_PendingTensor]:
         return [self._ask(getattr(torch, one[0]), one[1]) for one in plain if isinstance(one, list)]
 
-    def _ask(self, dtype: torch.dtype, shape: Sequence[int]) -> _Coming:
+    def _ask(self, dtype: torch.dtype, shape: Sequence[int]) -> _PendingTensor:
         into = torch.empty(shape, dtype=dtype, device=self._device)
         work = self._group.receive(bytes_of(into), self._source) if into.numel() else DONE
-        return _Coming(work, into)
+        return _PendingTensor(work, into)
 
 
-class _Coming(NamedTuple):
+class _PendingTensor(NamedTuple):
     """A tensor that was asked for."""
 
     work: Work
     into: Tensor
 
-    def come(self) -> Tensor:
+    def wait(self) -> Tensor:
         self.work.wait()
         return self.into
 

@@ -70,7 +70,7 @@ def rows_at(model: nn.Module, graph: fx.Graph, at: int, inputs: Any) -> list[Bat
     """The dependence on the rows of each tensor and number that passes a cut before this call."""
     stage = StageGraph(model, graph, [0, at, len(calls(graph))], 0)
     with evaluating(model.modules()), undisturbed(model):
-        found = [_leaves(stage.module(*stage.of(graph, sample)))[0] for sample in _samples(inputs)]
+        found = [_leaves(stage.module(*stage.select_arguments(graph, sample)))[0] for sample in _samples(inputs)]
     return [_rows(*leaves) for leaves in zip(*found, strict=True)]
 
 
@@ -113,14 +113,14 @@ def refuse_coupled_stage(
 
     def run(rows: Any, values: Any) -> Any:
         rows, values = tree.map_tensors(Tensor.clone, (rows, values))
-        return stage.module(*stage.of(graph, rows), *values)
+        return stage.module(*stage.select_arguments(graph, rows), *values)
 
     with evaluating(model.modules()), undisturbed(model):
-        values = first.module(*first.of(graph, together)) if number else []
-        parts = [run(*own) for own in zip((few, more), taken_apart(values, before, SAMPLE), strict=True)]
+        values = first.module(*first.select_arguments(graph, together)) if number else []
+        parts = [run(*own) for own in zip((few, more), split_microbatches(values, before, SAMPLE), strict=True)]
         whole, again = (tree.tensors(run(together, values)) for _ in range(2))
     if difference(again, whole) == 0.0:
-        _refuse_apart(tree.tensors(joined(parts, after)), whole, model, microbatches)
+        _refuse_apart(tree.tensors(join_microbatches(parts, after)), whole, model, microbatches)
 
 
 def _refuse_apart(found: Sequence[Tensor], expected: Sequence[Tensor], model: nn.Module, microbatches: int) -> None:
@@ -160,21 +160,21 @@ def _rows(few: Any, more: Any, together: Any) -> BatchRows:
     )
 
 
-def joined(parts: Sequence[Any], rows: Sequence[BatchRows]) -> Any:
+def join_microbatches(parts: Sequence[Any], rows: Sequence[BatchRows]) -> Any:
     """The values of a batch, joined from those of its micro-batches in order."""
     leaves = [_leaves(part)[0] for part in parts]
-    whole = [_joined(own, how) for own, how in zip(zip(*leaves, strict=True), rows, strict=True)]
+    whole = [_join_leaf(own, how) for own, how in zip(zip(*leaves, strict=True), rows, strict=True)]
     return pytree.tree_unflatten(whole, _leaves(parts[0])[1])
 
 
-def _joined(parts: Sequence[Any], how: BatchRows) -> Any:
+def _join_leaf(parts: Sequence[Any], how: BatchRows) -> Any:
     if how.dim is not None:
         return torch.cat(list(parts), how.dim)
     return sum(parts) if how.each else parts[0]  # whose gradient then is that of all
 
 
-def taken_apart(whole: Any, rows: Sequence[BatchRows], counts: Sequence[int]) -> list[Any]:
-    """The values of the micro-batches that have ``counts`` rows."""
+def split_microbatches(whole: Any, rows: Sequence[BatchRows], counts: Sequence[int]) -> list[Any]:
+    """The values of micro-batches, each with its number of rows."""
     leaves, spec = _leaves(whole)
     parts = [_parts(leaf, how, counts) for leaf, how in zip(leaves, rows, strict=True)]
     return [pytree.tree_unflatten([own[i] for own in parts], spec) for i in range(len(counts))]

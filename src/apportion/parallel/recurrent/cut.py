@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from apportion.core import torch_private, tree
 from apportion.core.data.rows import rows_of
 from apportion.core.modes import evaluating
-from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, held, packed, parts
+from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, packed, parts, used_names
 from apportion.parallel.replica.initial_model import memory_of
 from apportion.parallel.tracing.network import undisturbed
 from apportion.parallel.tracing.nodes import attribute, called
@@ -65,9 +65,9 @@ class Cut:
                 values[node] = called(self.model, node)(*arguments, **options)
         return map_arg(wanted, given)
 
-    def held(self, nodes: Iterable[Node]) -> set[str]:
+    def used_names(self, nodes: Iterable[Node]) -> set[str]:
         """The parameters and buffers that these nodes use, by every name they go by."""
-        return held(self.model, nodes)
+        return used_names(self.model, nodes)
 
 
 def cut(model: nn.Module, inputs: Any, *, carry: Callable[[int], Any] | None) -> Cut:
@@ -103,7 +103,11 @@ def _refuse_changing(made: Cut, inputs: Any, where: str, carry: Callable[[int], 
         names = changed()
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     before, after = (
-        {memory_of(tensors[name]) for graphs in (made.training, made.evaluation) for name in made.held(nodes(graphs))}
+        {
+            memory_of(tensors[name])
+            for graphs in (made.training, made.evaluation)
+            for name in made.used_names(nodes(graphs))
+        }
         for nodes in (attrgetter("before"), attrgetter("after"))
     )
     for name in names:

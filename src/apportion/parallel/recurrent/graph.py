@@ -119,7 +119,7 @@ def _returned(output: Node, net: Node, carries: bool, where: str) -> tuple[Any, 
         return returned, None
     if returned is net:  # a model that is the recurrent module itself
         with net.graph.inserting_before(output):
-            items = [net.graph.call_function(_take, (net, i)) for i in range(2)]
+            items = [net.graph.call_function(_select, (net, i)) for i in range(2)]
         return items[0], items[1]
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ValueError(
@@ -129,11 +129,11 @@ def _returned(output: Node, net: Node, carries: bool, where: str) -> tuple[Any, 
     return outputs, state
 
 
-def _take(pair: Any, i: int) -> Any:
+def _select(pair: Any, i: int) -> Any:
     return pair[i]
 
 
-_take.__name__ = "getitem"
+_select.__name__ = "getitem"
 
 
 def _refuse_graph(needs: Mapping[str, set[Node]], net: Node, model: nn.Module, where: str) -> None:
@@ -179,7 +179,7 @@ _DRAWING = ("dropout", "rand", "normal", "bernoulli", "multinomial", "poisson", 
 
 def _is_free(node: Node, model: nn.Module) -> bool:
     """Return whether a node has no weights and draws nothing, so that any rank may compute it."""
-    if held(model, [node]):
+    if used_names(model, [node]):
         return False
     name = target_name(node)
     if node.op == "call_module":
@@ -190,7 +190,7 @@ def _is_free(node: Node, model: nn.Module) -> bool:
     return not any(word in name.lower() for word in _DRAWING)
 
 
-def held(model: nn.Module, nodes: Iterable[Node]) -> set[str]:
+def used_names(model: nn.Module, nodes: Iterable[Node]) -> set[str]:
     """The parameters and buffers that these nodes use, by every name they go by."""
     names: set[str] = set()
     for node in nodes:

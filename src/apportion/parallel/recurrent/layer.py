@@ -48,7 +48,7 @@ class GradientMemory:
         self._more: list[tuple[nn.Parameter, Tensor]] = []
         """The parameters that have a gradient already, with what is to be added to it."""
 
-    def of(self, p: nn.Parameter) -> Tensor:
+    def memory_for(self, p: nn.Parameter) -> Tensor:
         """Return the memory that is ``p.grad`` from now on; where there is a gradient already, memory for what ``add``
         will add to it."""
         if p.grad is not None:
@@ -74,8 +74,8 @@ State = tuple[Tensor, ...]
 
 
 class RecurrentLayer(ABC):
-    """A layer that is run in pieces of time: ``begin``, ``forward`` for every chunk in order; then ``begin_backward``,
-    ``backward`` for every chunk in the reverse order, ``finish``. One pass at a time."""
+    """A layer that is run in pieces of time: ``begin_pass``, ``forward`` for every chunk in order; then
+    ``begin_backward``, ``backward`` for every chunk in the reverse order, ``finish``. One pass at a time."""
 
     def __init__(self, net: nn.RNNBase, number: int) -> None:
         names = [f"weight_ih_l{number}", f"weight_hh_l{number}"]
@@ -89,7 +89,7 @@ class RecurrentLayer(ABC):
         """The state that the chunks so far end in."""
 
     @abstractmethod
-    def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
+    def begin_pass(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
         """Begin a pass with the memory of the inputs, of which each chunk is there when it is run, and of the outputs,
         both contiguous; and with the state that the first chunk begins with, to which no gradient flows."""
 
@@ -126,7 +126,7 @@ class TorchLayer(RecurrentLayer):
         self._passed: list[tuple[Tensor, State, list[Tensor]]] = []
         self._gradients: list[Tensor | None] = []
 
-    def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
+    def begin_pass(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
         self._x, self._y, self.state, self._training = x_TBI, y_TBO, state, training
         self._passed = []
 
@@ -174,7 +174,7 @@ class LSTMLayer(RecurrentLayer):
         self._space = LSTMWorkspace(self._w_hh, 0, 0)
         self._gradients = GradientMemory()
 
-    def begin(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
+    def begin_pass(self, x_TBI: Tensor, y_TBO: Tensor, state: State, *, training: bool) -> None:
         self._x, self._y, self._first = x_TBI, y_TBO, state[0]
         time, rows = y_TBO.shape[:2]
         if self._space.shape != (time, rows):
@@ -259,16 +259,16 @@ class LSTMLayer(RecurrentLayer):
         dgates, gradients = self._space.dgates, self._gradients
         dgates_t = dgates.flatten(0, 1).t()
         if self._w_ih.requires_grad:
-            torch.mm(dgates_t, self._x.flatten(0, 1), out=gradients.of(self._w_ih))
+            torch.mm(dgates_t, self._x.flatten(0, 1), out=gradients.memory_for(self._w_ih))
         if self._w_hh.requires_grad:
-            gradient = torch.mm(dgates[0].t(), self._first, out=gradients.of(self._w_hh))
+            gradient = torch.mm(dgates[0].t(), self._first, out=gradients.memory_for(self._w_hh))
             if len(dgates) > 1:
                 gradient.addmm_(dgates[1:].flatten(0, 1).t(), self._y[:-1].flatten(0, 1))
         trained = [bias for bias in self._biases if bias.requires_grad]
         if trained:
             sums = torch.mv(dgates_t, dgates_t.new_ones(dgates_t.shape[1]))  # twice as fast as sum()
             for bias in trained:
-                gradients.of(bias).copy_(sums)
+                gradients.memory_for(bias).copy_(sums)
         gradients.add()
 
 

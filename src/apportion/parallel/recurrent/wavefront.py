@@ -60,7 +60,7 @@ class WavefrontPart(Part):
         carried."""
         net = cut.net
         self._cut, self._group, self._chunk, self._seen = cut, group, chunk, seen
-        self._ranks, self._rank, self._many = group.size, group.rank, net.num_layers
+        self._ranks, self._rank, self._layer_count = group.size, group.rank, net.num_layers
         self._numbers = range(group.rank, net.num_layers, group.size)
         self._layers: dict[int, RecurrentLayer] = {number: layer(net, number) for number in self._numbers}
         self._last = (net.num_layers - 1) % group.size
@@ -76,8 +76,8 @@ class WavefrontPart(Part):
         """Let go of the tensors that other ranks hold; returns the shards of those whose gradients come from two
         ranks."""
         cut, path = self._cut, self._cut.path
-        before = cut.held(cut.training.before) | cut.held(cut.evaluation.before)
-        after = cut.held(cut.training.after) | cut.held(cut.evaluation.after)
+        before = cut.used_names(cut.training.before) | cut.used_names(cut.evaluation.before)
+        after = cut.used_names(cut.training.after) | cut.used_names(cut.evaluation.after)
         tensors: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         tensors |= dict(self.model.named_buffers(remove_duplicate=False))
         prefix = f"{path}." if path else ""
@@ -112,7 +112,7 @@ class WavefrontPart(Part):
         if x is not None and x.dim() != 3:
             raise ValueError(f"the recurrent layers get {x.dim()} dimensions, and need time, rows and features: 3")
         x = x.transpose(0, 1) if x is not None and rows_first else x
-        *shape, length = self._told_shape(x)
+        *shape, length = self._broadcast_shape(x)
         begun = cut.evaluate(graphs.begun, graphs.hx, graphs, known, None)
         ran = ChunkRun(chunks(shape[0], length), x)
         leaves = self._zeros(shape[1]) if graphs.hx is None else tuple(tree.tensors(begun))
@@ -131,7 +131,7 @@ class WavefrontPart(Part):
             carried = cut.evaluate(graphs.ended, graphs.state, graphs, known, (None, self._as_state(ran.ended)))
         return outputs, carried, ran
 
-    def _told_shape(self, x: Tensor | None) -> list[int]:
+    def _broadcast_shape(self, x: Tensor | None) -> list[int]:
         """Time, rows and the length of a chunk, which the first rank knows."""
         known = [0, 0, 0] if x is None else [*x.shape[:2], self._chunk or self._length(*x.shape[:2])]
         known_rows = torch.tensor(known, dtype=torch.int64)
@@ -143,11 +143,11 @@ class WavefrontPart(Part):
 
     def _length(self, time: int, rows: int) -> int:
         short = all(isinstance(own, LSTMLayer) for own in self._layers.values())
-        return chunk_length(time, rows, self._ranks, self._many // self._ranks, short=short)
+        return chunk_length(time, rows, self._ranks, self._layer_count // self._ranks, short=short)
 
     def _zeros(self, rows: int) -> tuple[Tensor, ...]:
         weight = self._layers[self._rank].weights[0]
-        return tuple(weight.new_zeros(self._many, rows, width) for width in self._widths)
+        return tuple(weight.new_zeros(self._layer_count, rows, width) for width in self._widths)
 
     def _as_state(self, leaves: tuple[Tensor, ...]) -> Any:
         """The state in the form in which the recurrent module gives it."""
@@ -164,14 +164,15 @@ class WavefrontPart(Part):
         self, number: int, shape: list[int], begun: tuple[Tensor, ...], ran: ChunkRun, *, training: bool
     ) -> Tensor:
         """Run a layer; returns its outputs, which are sent on chunk by chunk."""
-        own, is_last = self._layers[number], number == self._many - 1
+        own, is_last = self._layers[number], number == self._layer_count - 1
         inputs = self._cached("x", number, (*shape, own.inputs))
+        # All chunks are asked for at once: each arrives while those before it are computed.
         works = [self._group.receive(inputs[p], (number - 1) % self._ranks) for p in ran.pieces if number > 0]
         if is_last and not training:  # the caller may keep the outputs
             y = inputs.new_empty((*shape, own.outputs))
         else:
             y = self._cached("y", number, (*shape, own.outputs))
-        own.begin(inputs, y, tuple(t[number] for t in begun), training=training)
+        own.begin_pass(inputs, y, tuple(t[number] for t in begun), training=training)
         for at, piece in enumerate(ran.pieces):
             if number > 0:
                 works[at].wait()
@@ -188,6 +189,7 @@ class WavefrontPart(Part):
         if not self._net.dropout:
             return y[piece]
         if number not in masks:
+            # For all chunks at once, so that the draws do not depend on how the time is cut.
             masks[number] = nn.functional.dropout(torch.ones_like(y), self._net.dropout, training=True)
         return y[piece] * masks[number][piece]
 
@@ -198,20 +200,20 @@ class WavefrontPart(Part):
 
     def _ended(self, rows: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The states of all layers, on every rank. It waits for the slowest rank, as the backward pass does anyway."""
-        most = -(-self._many // self._ranks)
+        most = -(-self._layer_count // self._ranks)
         whole = []
         for i, leaf in enumerate(like):
             own = leaf.new_zeros((most, rows, leaf.shape[2]))
             for place, number in enumerate(self._numbers):
                 own[place] = self._layers[number].state[i]
             gathered = self._group.all_gather(own)  # (ranks, most, rows, width): layer l is [l % ranks, l // ranks]
-            whole.append(gathered.transpose(0, 1).flatten(0, 1)[: self._many].contiguous())
+            whole.append(gathered.transpose(0, 1).flatten(0, 1)[: self._layer_count].contiguous())
         return tuple(whole)
 
     # Backward
 
     def backward(self, replica: Replica, batch: Batch) -> Tensor | None:
-        state = () if replica.carry is None else (replica.carry.take(batch),)
+        state = () if replica.carry is None else (replica.carry.initial_state(batch),)
         graphs = self._cut.training
         outputs, carried, ran = self._forward(graphs, batch, state, training=True)
         if replica.carry is not None:
@@ -253,7 +255,7 @@ class WavefrontPart(Part):
         """Run a layer's backward pass; returns the gradient of its inputs, which is sent on chunk by chunk."""
         own, (time, rows) = self._layers[number], self._memory["x", number].shape[:2]
         works: list[Work] = []
-        if number == self._many - 1:
+        if number == self._layer_count - 1:
             assert ran.top is not None
             dy = torch.zeros_like(ran.top) if ran.top.grad is None else ran.top.grad
         else:
@@ -280,7 +282,7 @@ class WavefrontPart(Part):
 
     @torch.no_grad()
     def predict(self, replica: Replica, batch: Batch) -> Any | None:
-        state = () if self._seen is None else (self._seen.take(batch),)
+        state = () if self._seen is None else (self._seen.initial_state(batch),)
         with evaluating(self._training):
             outputs, carried, _ = self._forward(self._cut.evaluation, batch, state, training=False)
         if self._seen is not None:

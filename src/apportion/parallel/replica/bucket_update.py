@@ -29,12 +29,12 @@ class GradientUpdate(ABC):
         inherit_collectives(cls)
 
     @property
-    def kept(self) -> memoryview | None:
+    def shared_memory(self) -> memoryview | None:
         """The memory in which the ranks of a host have weights, slots and buffers in common; None: each has its
         own."""
         return None
 
-    def begin(self, batch: Batch) -> None:  # noqa: B027 (gradients that stay in p.grad need no place)
+    def begin_batch(self, batch: Batch) -> None:  # noqa: B027 (gradients that stay in p.grad need no place)
         """Prepare for the backward passes of these rows."""
 
     def begin_last(self) -> None:  # noqa: B027 (nothing leaves before the end)
@@ -111,7 +111,7 @@ class BucketUpdate(GradientUpdate):
         """What is summed at once: all gradients, or with ``update=`` one optimizer's at a time."""
 
     def begin_last(self) -> None:
-        self._sums[None].begin()
+        self._sums[None].begin_backward()
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
         total = self._sums[None](loss, weight)

@@ -31,7 +31,7 @@ class Carry:
         """The state of n rows that have seen nothing."""
         return tree.cast(self._make(n), self._device, self._dtype)
 
-    def take(self, batch: Batch) -> Any:
+    def initial_state(self, batch: Batch) -> Any:
         """The state that these rows start with."""
         if self._state is None or batch.start or not len(batch):
             return self.fresh(max(1, len(batch)))
@@ -54,7 +54,7 @@ class Carry:
         self._next = []
 
     @property
-    def held(self) -> int:
+    def row_count(self) -> int:
         """The number of rows that the state is of."""
         return 0 if self._state is None else int(pytree.tree_leaves(self._state)[0].shape[self._dims[0]])
 

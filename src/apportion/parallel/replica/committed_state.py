@@ -47,8 +47,9 @@ class CommittedState:
         assert not state.carry, "the rows of a recurrent state are a rank's own"
         number = self._commit.read() + 1
         packed = StateLayout(state)
+        # The other of two places: the last state stays whole until the word names this one.
         memory = self._memory(number % 2, packed.nbytes)
-        packed.write(memory, packed.begin(memory), state)
+        packed.write(memory, packed.write_head(memory), state)
         self._head[_NBYTES + number % 2] = packed.nbytes
         self._commit.publish(number)
 
@@ -83,14 +84,14 @@ class StateLayout:
         self._begin = round_up(_LENGTHS_BYTES + len(self._head))
         self._end = self._begin + regions.nbytes
         # L-BFGS keeps more from step to step. In powers of two, what it has grown out of is less than what it uses.
-        self.nbytes = 1 << (self._end + len(_told(state))).bit_length()
+        self.nbytes = 1 << (self._end + len(_encode_rest(state))).bit_length()
 
     def is_of(self, state: State, beside: Any) -> bool:
         """Return whether a state has this layout, too. What is beside it is compared by its identity."""
-        fits = self._end + len(_told(state)) <= self.nbytes
+        fits = self._end + len(_encode_rest(state)) <= self.nbytes
         return fits and beside is self._beside and self._kinds == _kinds(state)
 
-    def begin(self, memory: memoryview) -> list[Tensor]:
+    def write_head(self, memory: memoryview) -> list[Tensor]:
         """Write what all states of this layout have in common into memory of ``nbytes`` bytes; returns views of the
         places where their tensors go."""
         _lengths(memory)[0] = len(self._head)
@@ -99,7 +100,7 @@ class StateLayout:
 
     def write(self, memory: memoryview, views: Sequence[Tensor], state: State) -> None:
         """Write the rest of a state: its tensors, its step and its settings."""
-        rest_bytes = _told(state)
+        rest_bytes = _encode_rest(state)
         _lengths(memory)[1] = len(rest_bytes)
         memory[self._end : self._end + len(rest_bytes)] = rest_bytes
         for view, tensor in zip(views, (t for part in _PARTS for t in getattr(state, part).values()), strict=True):
@@ -128,5 +129,5 @@ def _kinds(state: State) -> list[tuple[str, str, torch.dtype, torch.Size]]:
     return [(part, name, t.dtype, t.shape) for part in _PARTS for name, t in getattr(state, part).items()]
 
 
-def _told(state: State) -> bytes:
+def _encode_rest(state: State) -> bytes:
     return json.dumps({"step": state.step, "settings": state.settings}).encode()

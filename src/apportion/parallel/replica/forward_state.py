@@ -42,7 +42,7 @@ class ForwardTensor:
         self.moves = False
         """True once the tensor has been seen to differ from the one that was built."""
         self.built = digest(self.tensor) if self.watched else None
-        self.note()
+        self.mark_unchanged()
 
     @property
     def tensor(self) -> Tensor:
@@ -56,14 +56,14 @@ class ForwardTensor:
         case."""
         return self.parameter or not self.persistent
 
-    def note(self) -> None:
+    def mark_unchanged(self) -> None:
         """Note that the tensor which is there is as it should be."""
         self.at = self.tensor
         self.pointer, self.version = self.at.data_ptr(), _version(self.at)
 
     @property
-    def noted(self) -> bool:
-        """True if nothing has been changed since ``note``, as far as torch counts it."""
+    def is_unchanged(self) -> bool:
+        """True if nothing has been changed since ``mark_unchanged``, as far as torch counts it."""
         now = self.owner[self.key]
         return now is self.at and now.data_ptr() == self.pointer and _version(now) == self.version
 
@@ -80,7 +80,7 @@ class ForwardTensor:
             now.copy_(value)
         else:
             self.owner[self.key] = value.to(now.device, copy=True)
-        self.note()
+        self.mark_unchanged()
 
 
 def digest(tensor: Tensor) -> tuple[int, ...] | None:
@@ -119,9 +119,9 @@ def places(model: nn.Module, trained: Iterable[Tensor] = ()) -> tuple[list[Forwa
     return sorted(known.values(), key=lambda place: place.parameter), named
 
 
-def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) -> list[ForwardTensor]:
+def moved_tensors(model: nn.Module, trained: Iterable[Tensor], run_pass: Callable[[], Any]) -> list[ForwardTensor]:
     """The places that are not in every strategy's account of buffers, and that a training pass changes: parameters
-    without gradient, as a teacher's, and buffers that ``state_dict()`` leaves out. ``look`` makes a pass, of which
+    without gradient, as a teacher's, and buffers that ``state_dict()`` leaves out. ``run_pass`` makes a pass, of which
     nothing stays. It serves strategies that have to know before the first step: what is moved only later is not
     seen."""
     asked = [place for place in places(model, trained)[0] if place.watched and not place.tensor.requires_grad]
@@ -131,7 +131,7 @@ def moved(model: nn.Module, trained: Iterable[Tensor], look: Callable[[], Any]) 
 
     try:
         with undisturbed(model) as changed:
-            look()
+            run_pass()
             names = set(changed())
     except Exception:  # with update= a model need not have a forward; any other mistake is raised by the first step
         return []
@@ -156,7 +156,7 @@ class ForwardState:
     def _clones(self) -> list[Tensor]:
         return [p.tensor.detach().clone() for p in self._copied]
 
-    def begin(self, *, first: bool = False) -> None:
+    def begin_batch(self, *, first: bool = False) -> None:
         """Begin a pass over a batch in parts, each of which begins with what is there now. ``first``: no pass has been
         made, so that it is not known what moves."""
         self._began = None if first else self._clones()
@@ -167,38 +167,40 @@ class ForwardState:
     def _clones_of_still(self) -> dict[ForwardTensor, Tensor]:
         return {p: p.tensor.detach().clone() for p in self._still if p.parameter}
 
-    def note(self) -> None:
+    def mark_unchanged(self) -> None:
         """Note that what was done to the model so far was not done by a step."""
         for place in self.places:
-            place.note()
+            place.mark_unchanged()
 
     # After a step
 
-    def look(self) -> None:
+    def find_moved(self) -> None:
         """Find the places that have never moved before and that this step has moved."""
         self._looked = True
         if self._still:
             self._steps += 1
+            # Digests of all tensors take time, and are made after steps 1, 2, 4, 8 and so on; in between torch's own
+            # counts of writes are compared.
             self._find(thorough=self._steps & (self._steps - 1) == 0)
 
     def _find(self, *, thorough: bool) -> None:
         found = []
         for place in self._still:
-            noted = place.noted
-            if noted and not thorough:
+            is_unchanged = place.is_unchanged
+            if is_unchanged and not thorough:
                 continue
             # A parameter that was written to moves, whatever was written: a teacher begins as a copy of its pupil.
-            if (place.parameter and not noted) or digest(place.tensor) != place.built:
+            if (place.parameter and not is_unchanged) or digest(place.tensor) != place.built:
                 found.append(place)
-            elif not noted:
-                place.note()
+            elif not is_unchanged:
+                place.mark_unchanged()
         for place in found:
             self._still.remove(place)
             place.moves = True
             if place.parameter:
                 self._copied.append(place)
                 self._committed.append(place.tensor.detach().clone())
-                place.note()
+                place.mark_unchanged()
 
     def commit(self) -> None:
         """Commit what is there now."""
@@ -208,12 +210,12 @@ class ForwardState:
     @torch.no_grad()
     def _commit(self) -> None:
         if not self._looked:
-            self.look()
+            self.find_moved()
         self._looked, self._began, self._first = False, None, {}
         now = [p.owner[p.key] for p in self._copied]
         for i, place in enumerate(self._copied):
             if now[i] is not place.at or (place.parameter and now[i].data_ptr() != place.pointer):
-                place.note()
+                place.mark_unchanged()
                 if now[i].shape != self._committed[i].shape or now[i].dtype != self._committed[i].dtype:
                     self._committed[i] = now[i].detach().clone()
         if now:
@@ -247,7 +249,7 @@ class ForwardState:
         """Prepare another part of the same pass, which begins with what the pass began with."""
         for place, value in self._first.items():
             place.put(value)
-        moved = [p.name for p in self._still if p.parameter and not self._first and not p.noted]
+        moved = [p.name for p in self._still if p.parameter and not self._first and not p.is_unchanged]
         if moved:
             raise ValueError(
                 f"{moved[0]}, which no optimizer has, is first moved by the forward of a later step, once for each "
@@ -262,7 +264,7 @@ class ForwardState:
         kept = dict(zip(self._copied, self._committed, strict=True))
         return {name: kept[place] for name, place in self._named.items() if place in kept}
 
-    def beside(self) -> dict[str, Tensor]:
+    def extra_buffers(self) -> dict[str, Tensor]:
         """The copies of those buffers that have moved, and that ``state_dict()`` does not have."""
         return {n: t for n, t in self.copies().items() if not self._named[n].persistent and self._named[n].moves}
 
@@ -273,7 +275,7 @@ class ForwardState:
     @property
     def strayed(self) -> bool:
         """True if a forward is moving a parameter that never moved before."""
-        return any(p.parameter and not p.noted for p in self._still)
+        return any(p.parameter and not p.is_unchanged for p in self._still)
 
     @torch.no_grad()
     def make_room(self, coming: Mapping[str, Tensor]) -> None:
@@ -291,7 +293,7 @@ class ForwardState:
         for name, value in beside.items():
             if name in self._named:
                 self._named[name].put(value)
-        self.note()
+        self.mark_unchanged()
         self._find(thorough=True)
         self._committed = self._clones()
         self._looked, self._began = False, None
@@ -302,7 +304,7 @@ class ForwardState:
     def write(self, into: list[Tensor], codes: Any) -> None:
         """Write what is there now. ``codes`` says for each place whether it was written: a tensor that is as it was
         built is not, nor is one that has another shape by now."""
-        self.look()
+        self.find_moved()
         now = [p.owner[p.key] for p in self.places]
         for i, place in enumerate(self.places):
             if place.parameter and not place.moves:

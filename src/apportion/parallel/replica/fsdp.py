@@ -93,6 +93,8 @@ class Sharded:
                 module.register_forward_hook(self._refuse_moved)
             unit = fully_shard(module, mesh=mesh, ignored_params=kept)
             self._units.append(unit)
+            # The loss is weighted by this rank's share of the batch already, so that gradients are added up as they
+            # are.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             # A rank that did not use a parameter sends zeros, so that every rank sends the same parameters.
@@ -155,7 +157,7 @@ class Sharded:
         self._group.all_reduce(tail).wait()
         calls, used, _ = tail.split([len(self._calls), len(self._used), 1])
         if calls.tolist() != [self._group.size * own for own in self._calls]:
-            raise _apart(self._group, "at the end of its step")
+            raise _mismatch_error(self._group, "at the end of its step")
         for p, ranks in zip(self._parameters, used.tolist(), strict=True):
             if not ranks:
                 p.grad = None
@@ -258,7 +260,7 @@ class _Messages:
         own."""
         own = torch.tensor([kind, self._number, numel])
         if bool((self._group.all_gather(own) != own).any()):
-            raise _apart(self._group, f"at layer {self._name!r}")
+            raise _mismatch_error(self._group, f"at layer {self._name!r}")
 
 
 class _AllGather(_Messages):
@@ -279,7 +281,7 @@ class _ReduceScatter(_Messages):
         self._group.reduce_scatter(input_tensor.view(self._group.size, into.numel()), into)
 
 
-def _apart(group: Group, where: str) -> ApportionError:
+def _mismatch_error(group: Group, where: str) -> ApportionError:
     return ApportionError(
         f"rank {group.rank} is {where} and another rank is not: fully_sharded needs every rank to compute the same "
         "layers; make min_num_params= larger than a layer that only some examples use, or use data_parallel"

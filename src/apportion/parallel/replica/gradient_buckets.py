@@ -93,9 +93,9 @@ class _Packed:
 class GradientSum:
     """Sums ``p.grad`` of these parameters over a group, in a fixed order.
 
-    ``early``: where the group can sum while its ranks compute, it does from ``begin`` on, with a connection of its
-    own: the ranks may call other collectives of the group in their backward passes. ``compress``: what travels between
-    hosts is compressed, except sparse gradients.
+    ``early``: where the group can sum while its ranks compute, it does from ``begin_backward`` on, with a connection of
+    its own: the ranks may call other collectives of the group in their backward passes. ``compress``: what travels
+    between hosts is compressed, except sparse gradients.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class GradientSum:
         self._sends = self._observes = False
         self._lay_out(group)
 
-    def begin(self) -> None:
+    def begin_backward(self) -> None:
         """Begin the backward pass that makes the gradients whole: the buffers that it has filled may leave."""
         self._sent = []
         for packed in self._early:
@@ -192,6 +192,8 @@ class GradientSum:
                 self._arrived_again(p, packed)
             packed.missing.discard(p)
             if self._sends:
+                # In the order of the buffers, whichever is full first: every rank has to begin the same sums in the
+                # same order.
                 while len(self._sent) < len(self._early) and not self._early[len(self._sent)].missing:
                     self._sent.append(self._start_packed(self._early[len(self._sent)]))
 

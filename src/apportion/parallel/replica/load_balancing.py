@@ -51,19 +51,19 @@ class MeasuredShares:
         self.shard = DataShard(rank, size, shares=self._shares)
 
     def computed(self, rows: int, waited: float) -> None:
-        """Note that this rank has computed ``rows`` rows since ``begin``, of which time it waited ``waited`` seconds
-        for others."""
+        """Record that this rank has computed ``rows`` rows since ``start_clock``, of which time it waited ``waited``
+        seconds for others."""
         if self._since is not None:
             self._rows += rows
             self._seconds += time.perf_counter() - self._since - waited
             self._steps += 1
 
-    def begin(self) -> None:
+    def start_clock(self) -> None:
         """Start the clock, as rows begin to be computed."""
         self._since = time.perf_counter()
 
     @collective
-    def look(self, group: Group) -> None:
+    def update_shares(self, group: Group) -> None:
         """Exchange every rank's speed now and then, and take the shares that follow. Called by all ranks after every
         step."""
         if self._steps < EVERY_STEPS:

@@ -119,7 +119,7 @@ class Replica:
 
     def start_schedules(self, total_steps: int) -> None:
         """Make the learning-rate schedules, now that the number of updates is known; before the first step."""
-        self.forward.note()
+        self.forward.mark_unchanged()
         self.optimizers.start_schedules(total_steps)
         for name, optimizer in self.optimizers.items():
             self.python.watch(**{f"optimizer {name}".rstrip(): optimizer})
@@ -130,7 +130,7 @@ class Replica:
 
     def trainable(self, optimizer: str | None = None) -> list[nn.Parameter]:
         """The parameters that updates change, of one optimizer or of all, in the model's order."""
-        return self.trained.of(optimizer)
+        return self.trained.trainable(optimizer)
 
     # Forward
 
@@ -138,7 +138,7 @@ class Replica:
         """The model's outputs for a training batch."""
         if self.carry is None:
             return tree.call(self.model, batch.inputs)
-        outputs, state = tree.call(self.model, batch.inputs, self.carry.take(batch))
+        outputs, state = tree.call(self.model, batch.inputs, self.carry.initial_state(batch))
         self.carry.put(state)
         return outputs
 
@@ -200,7 +200,7 @@ class Replica:
         with self.autocast():
             if self._seen is None:
                 return tree.call(self.model, batch.inputs)
-            outputs, state = tree.call(self.model, batch.inputs, self._seen.take(batch))
+            outputs, state = tree.call(self.model, batch.inputs, self._seen.initial_state(batch))
             self._seen.put(state)
             self._seen.commit()
             return outputs
@@ -211,7 +211,7 @@ class Replica:
         """Make one update by this optimizer with the gradients in ``p.grad``, and then remove them."""
         self.optimizers.refuse_searching(optimizer)
         began = time.perf_counter()
-        optimizers, parameters = self.optimizers, self.trained.of(optimizer)
+        optimizers, parameters = self.optimizers, self.trained.trainable(optimizer)
         optimizers.unscale_and_clip(optimizer, parameters)
         with self.settled:
             self.updating = True
@@ -230,7 +230,7 @@ class Replica:
         self.optimizers[optimizer].step(evaluate)  # type: ignore[arg-type] # a tensor is a float to it
         if self.optimizers.schedules:
             self.optimizers.schedules[optimizer].step()
-        for p in self.trained.of(optimizer):
+        for p in self.trained.trainable(optimizer):
             p.grad = None
 
     def commit(self) -> None:
@@ -275,9 +275,9 @@ class Replica:
         self.forward.put_back()
         self.python.put_back()
 
-    def begin(self, *, first: bool = False) -> None:
+    def begin_batch(self, *, first: bool = False) -> None:
         """Begin a pass over a batch in parts. ``first``: no pass has been made yet."""
-        self.forward.begin(first=first)
+        self.forward.begin_batch(first=first)
         if not first:
             self.python.begin()
 
@@ -325,7 +325,7 @@ class Replica:
             carry=carry,
             python=tensors,
             settings={**self.optimizers.settings(), "python": python},
-            buffers={k: v.clone() for k, v in self.forward.beside().items()},
+            buffers={k: v.clone() for k, v in self.forward.extra_buffers().items()},
         )
 
     def _committed_model(self) -> dict[str, Tensor]:

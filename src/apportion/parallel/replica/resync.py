@@ -38,6 +38,7 @@ def agree(replica: Replica, world: World) -> None:
     source = furthest(steps)
     if source is None:  # all that are left are replacements, or nothing had been done
         raise StateLost("the state died with the last rank that had it")
+    # Every update is the same on all ranks, so that as many updates are the same state.
     if min(steps) == max(steps):
         return
     state = replica.state() if world.rank == source else None

@@ -1,4 +1,8 @@
-"""The step of a rank that holds a whole replica of the network: the order of its calls, for strategies to build on."""
+"""The steps of a rank that holds a whole replica of the network, and the specification that they are held to.
+
+``ReplicaStep`` fixes the order of the calls in one update, for strategies to build on. ``OneDeviceStep`` is the whole
+update in one process, and ``reference`` yields its states: what every exact strategy must compute.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ class ReplicaStep(Step):
         self.rank, self.device, self._group = world.rank, world.device, world.group()
         self._workload = workload
         dtype = torch.float64 if workload.precision == "float64" else None
-        self.data_shard = self._deal(world)
+        self.data_shard = self._make_data_shard(world)
         parts = None if self.data_shard.parts is None else workload.parted_data()
         if parts is not None:
             learn_lengths(parts, self.data_shard, world)
@@ -123,7 +127,7 @@ class ReplicaStep(Step):
     def looked(self) -> None:
         self._replica.put_back()
 
-    def _deal(self, world: World) -> DataShard:
+    def _make_data_shard(self, world: World) -> DataShard:
         """This rank's share of every batch."""
         if self._workload.parts is None or not self.deals_parts:
             return DataShard(self._group.rank, self._group.size)
@@ -159,12 +163,12 @@ class ReplicaStep(Step):
     def spent(self) -> Mapping[str, float]:
         return {"loading": self.source.seconds, "waiting": self._group.waited, "updating": self._replica.seconds}
 
-    def _sit(self, world: World) -> None:
+    def _join_world(self, world: World) -> None:
         """Take this process's place among the ranks of another world."""
         self.rank, self._group = world.rank, world.group()
         self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
-        self.data_shard = self._deal(world)
+        self.data_shard = self._make_data_shard(world)
         self._replica.set_rank(world.rank)
         self.source.set_rank(world.rank)
 

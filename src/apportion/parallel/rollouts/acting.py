@@ -120,6 +120,7 @@ class NumpyActing:
         """Look where the weights are, and what is known of the observations; called before each rollout."""
         layers = [self._network.get_submodule(str(node.target)) for node in self._order]
         at = tuple(p.data_ptr() for layer in layers for p in layer.parameters())
+        # The calls read the memory of the weights: an update in place needs no new ones, weights that were moved do.
         if at != self._weights:
             self._weights = at
             self._calls = [

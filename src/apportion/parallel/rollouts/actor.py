@@ -84,6 +84,8 @@ class Actor:
         if self._observations is None:
             seed = mix(self._seed, self._key, number, 0xE27) & 0x7FFFFFFF
             self._observations = self._environments.reset(seed)
+        # The draws are a function of the seed, the actor and the rollout: whichever process plays it, they are the
+        # same.
         generator = np.random.Generator(np.random.Philox(key=mix(self._seed, self._key, number, 0xAC7)))
         noise = self.policy.noise(generator, (steps, self._environments.width))
         found = self._empty(steps)
@@ -92,6 +94,8 @@ class Actor:
             found.last = np.stack(last)
         over = found.ended | found.cut
         if over.any():
+            # An environment may report both. What has ended has no value to be estimated after it, so that the end
+            # counts.
             found.cut &= ~found.ended
         self._count(found, over)
         return found

@@ -160,8 +160,8 @@ def actor_critic(  # noqa: PLR0913 (the settings of the papers)
     """A workload that trains a policy and its value on what they do themselves.
 
     An example is a rollout: ``steps`` steps (the papers' t_max) of ``environments`` environments that an actor plays
-    with the network as it is; a batch is one rollout of each of ``actors`` actors. ``data_parallel`` deals the actors
-    to its workers (A2C); each worker of ``parameter_server`` and ``hogwild`` has actors of its own (A3C).
+    with the network as it is; a batch is one rollout of each of ``actors`` actors. ``data_parallel`` divides the actors
+    among its workers (A2C); each worker of ``parameter_server`` and ``hogwild`` has actors of its own (A3C).
 
     ``environment``: the id of one of gymnasium's, with ``package:`` before it where a package registers it; or a
     function that makes one environment, or one that is given their number and makes a vector of them. ``model()`` is

@@ -1,4 +1,10 @@
-"""Which environments a workload names: K of them at once, by the vector there is of them, or one by one."""
+"""The environments that a workload names, opened as K environments that an actor steps at once.
+
+``open_environments`` chooses: a vector of environments, where gymnasium or the user's function makes one
+(``VectorOfEnvironments``), or single environments that are stepped one after the other (``EnvironmentLoop``). Both
+check what they are given against gymnasium's contract (``environment_contract.py``), and hide from the actor in which
+of gymnasium's ways an episode begins again. ``one_that_is_seen`` opens one environment that renders pictures.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +93,9 @@ class VectorOfEnvironments:
 
     def reset(self, seed: int) -> Array:
         """The observations may be the vector's own memory until the next step."""
-        return self._begun(self._vector.reset(seed=seed))
+        return self._first_observations(self._vector.reset(seed=seed))
 
-    def _begun(self, returned: Any) -> Array:
+    def _first_observations(self, returned: Any) -> Array:
         return self.observed.batched(first_of(self.name, returned, self._vector.observation_space), self.width)
 
     def step(self, actions: Array) -> Transition:
@@ -124,7 +130,7 @@ class VectorOfEnvironments:
                 self._last_ones(infos, over, last)
             else:  # the reset may write into the memory of what the step returned
                 rewards, ended, cut = rewards.copy(), ended.copy(), cut.copy()
-                observations = self._begun(self._vector.reset(options={"reset_mask": over.copy()}))
+                observations = self._first_observations(self._vector.reset(options={"reset_mask": over.copy()}))
         return Transition(observations, rewards, ended, cut, last, None)
 
     def _last_ones(self, infos: Any, over: Array, last: Array) -> None:
@@ -176,9 +182,9 @@ class EnvironmentLoop:
 
     def reset(self, seed: int) -> Array:
         self._seed, self._episodes = seed, [0] * self.width
-        return self.observed.gathered([self._begin(k) for k in range(self.width)])
+        return self.observed.gathered([self._reset_one(k) for k in range(self.width)])
 
-    def _begin(self, k: int) -> Any:
+    def _reset_one(self, k: int) -> Any:
         seed = np.random.SeedSequence((self._seed, k, self._episodes[k])).generate_state(1)[0]
         self._episodes[k] += 1
         return first_of(self.name, self._all[k].reset(seed=int(seed)), self.observed.space)
@@ -200,7 +206,7 @@ class EnvironmentLoop:
         if finished.any():
             last = observations.copy()
             for k in np.flatnonzero(finished):
-                observations[k] = self.observed.gathered([self._begin(int(k))])[0]
+                observations[k] = self.observed.gathered([self._reset_one(int(k))])[0]
         return Transition(observations, rewards, ended, cut, last, None)
 
     def render(self) -> Array:

@@ -100,7 +100,7 @@ class Episodes(ActedDataset):
         longest: int = LONGEST_EPISODE,
     ) -> None:
         self.width = max(n for n in range(1, MOST_AT_ONCE + 1) if episodes % n == 0)
-        self._environment, self._many, self._state = environment, episodes // self.width, state
+        self._environment, self._count, self._state = environment, episodes // self.width, state
         self._longest = longest
         self._acting = Acting()
         self._opened: Environments | None = None
@@ -108,7 +108,7 @@ class Episodes(ActedDataset):
         self._was_cut = False
 
     def __len__(self) -> int:
-        return self._many
+        return self._count
 
     @property
     def frames(self) -> int:
@@ -117,10 +117,10 @@ class Episodes(ActedDataset):
 
     def __getitem__(self, number: int) -> tuple[Any, Any]:
         """An example as it may be, made without the network."""
-        inputs = tree.map_tensors(lambda t: t[0], self._first())
+        inputs = tree.map_tensors(lambda t: t[0], self._example_observation())
         return inputs, {"score": torch.tensor(0.0), "length": torch.tensor(0.0)}
 
-    def _first(self) -> Any:
+    def _example_observation(self) -> Any:
         """An observation (1, ...) as the inputs of the network, in memory of its own; a dict or a tuple is one
         argument."""
         environments = self._environments()
@@ -133,7 +133,7 @@ class Episodes(ActedDataset):
         return self._opened
 
     def act(self, index: Index, step: int) -> tuple[Any, Any]:
-        seen = self._first()
+        seen = self._example_observation()
         found = [{"score": 0.0, "length": 0.0} if self.network is None else self._played(n) for n in index.tolist()]
         targets = {name: torch.tensor([one[name] for one in found]) for name in found[0]}
         return tree.map_tensors(lambda t: t.expand(len(index), *t.shape[1:]), seen), targets

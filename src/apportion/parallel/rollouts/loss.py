@@ -87,9 +87,9 @@ class ActorCriticLoss:
 
 
 def _normalised(gain: Tensor, counts: Tensor) -> Tensor:
-    many = counts.sum((1, 2), keepdim=True).clamp_min(1.0)
-    centred = (gain - (gain * counts).sum((1, 2), keepdim=True) / many) * counts
-    return centred / ((centred.square().sum((1, 2), keepdim=True) / many).sqrt() + 1e-8)
+    total = counts.sum((1, 2), keepdim=True).clamp_min(1.0)
+    centred = (gain - (gain * counts).sum((1, 2), keepdim=True) / total) * counts
+    return centred / ((centred.square().sum((1, 2), keepdim=True) / total).sqrt() + 1e-8)
 
 
 def terms(targets: Any) -> float:

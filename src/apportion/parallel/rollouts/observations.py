@@ -119,8 +119,8 @@ class ObservationFormat:
         """Return observations of single environments, in their order, as one array (K, ...). Raises ValueError for
         those that the space cannot have."""
         if not self.structured:
-            return _converted(self._joined(observations, self.leaves[0]), self.leaves[0], self._wrong)
-        return self._filled(len(observations), lambda leaf: self._joined(self._parts(observations, leaf), leaf))
+            return _converted(self._stack(observations, self.leaves[0]), self.leaves[0], self._wrong)
+        return self._filled(len(observations), lambda leaf: self._stack(self._parts(observations, leaf), leaf))
 
     def batched(self, observations: Any, count: int) -> Array:
         """Return what a vector of ``count`` environments gave as one array (K, ...); it may be the vector's own
@@ -130,12 +130,12 @@ class ObservationFormat:
             self._check_count(found, count)
             return _converted(found, self.leaves[0], self._wrong)
 
-        def part(leaf: ObservationPart) -> Array:
+        def read_part(leaf: ObservationPart) -> Array:
             found = np.asarray(self._parts([observations], leaf)[0])
             self._check_count(found, count)
             return found
 
-        return self._filled(count, part)
+        return self._filled(count, read_part)
 
     def _filled(self, count: int, part: Callable[[ObservationPart], Array]) -> Array:
         """A structured array whose fields are these parts."""
@@ -152,7 +152,7 @@ class ObservationFormat:
                 self._wrong(f"one without {_place(leaf)} ({type(error).__name__}: {error})", leaf)
             ) from error
 
-    def _joined(self, values: Sequence[Any], leaf: ObservationPart) -> Array:
+    def _stack(self, values: Sequence[Any], leaf: ObservationPart) -> Array:
         try:
             return np.array(values)
         except ValueError as error:  # they have different shapes

@@ -1,4 +1,5 @@
-"""Rollouts as a data set: example i is what actor i has seen and done next."""
+"""Rollouts as a data set: example i is what actor i has seen and done next. ``check_finite`` refuses rollouts with
+rewards or observations from which nothing can be learnt."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class Rollouts(ActedDataset):
         state = () if self._state is None else self._state(width)
         return Actor(environments, policy, seed=self.seed, key=key, gamma=self._gamma, state=state)
 
-    def _sample(self, many: int) -> tuple[Any, Any]:
+    def _sample(self, count: int) -> tuple[Any, Any]:
         """Examples that one environment has made: some take seconds to open all of theirs."""
         if self._example is None:
             actor = self._new_actor(0, 1)
@@ -91,7 +92,7 @@ class Rollouts(ActedDataset):
             finally:
                 actor.close()
         example = _widened(self._example, self.environments)
-        return _inputs([example] * many), _targets([example] * many)
+        return _inputs([example] * count), _targets([example] * count)
 
     def shaped(self, environments: int, steps: int) -> tuple[Any, Any]:
         """Return the inputs and targets of one example of other sizes, as it may be: what one environment has done is
@@ -130,7 +131,7 @@ class Rollouts(ActedDataset):
                 rollout = actor.play(act, self.steps, step)
                 check_finite(rollout, actor.name, self.network, act)
                 self._made[key] = step, rollout
-                self._tally.take(rollout)
+                self._tally.add(rollout)
             played.append(self._made[key][1])
         return _inputs(played), _targets(played)
 
@@ -149,14 +150,14 @@ class _Tally:
 
     def __init__(self) -> None:
         self._frames, self._since = 0, time.perf_counter()
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._new, self._rollouts, self._acting, self._moving = 0, 0, 0.0, 0.0
         self._scores: list[float] = []
         self._lengths: list[int] = []
 
-    def take(self, rollout: Rollout) -> None:
+    def add(self, rollout: Rollout) -> None:
         self._new += int(rollout.counts.sum())
         self._rollouts += 1
         self._acting += rollout.acting
@@ -177,7 +178,7 @@ class _Tally:
             "length": float(np.mean(self._lengths)) if self._lengths else None,
         }
         self._since = now
-        self._begin()
+        self._reset()
         return facts
 
 
@@ -194,8 +195,8 @@ def _lengthened(rollout: Rollout, steps: int) -> Rollout:
     found: dict[str, Any] = {}
     for name in (*_TARGETS, "last_at", "returns", "observations", "begins"):
         array = getattr(rollout, name)
-        many = steps + len(array) - len(rollout.rewards)  # of observations there is one more
-        found[name] = array[np.arange(many) % len(array)]
+        length = steps + len(array) - len(rollout.rewards)  # of observations there is one more
+        found[name] = array[np.arange(length) % len(array)]
     return replace(rollout, **found)
 
 

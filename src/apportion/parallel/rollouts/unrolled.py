@@ -83,7 +83,7 @@ class Unrolled(nn.Module):
             return _normalised(observations, mean, deviation, dtype)
         parts, begin = iter(self._parts), 0
 
-        def one(t: Tensor) -> Tensor:
+        def normalise_leaf(t: Tensor) -> Tensor:
             nonlocal begin
             if not next(parts):
                 return t.to(dtype) if t.is_floating_point() else t
@@ -91,7 +91,7 @@ class Unrolled(nn.Module):
             begin = at.stop
             return _normalised(t, mean[at], deviation[at], dtype)
 
-        return tree.map_tensors(one, observations)
+        return tree.map_tensors(normalise_leaf, observations)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -119,22 +119,22 @@ class Unrolled(nn.Module):
     def _observed(self, observations: Any, state: Any) -> Any:
         if self.begin is None:
             return self.network(self.normalised(observations))
-        many = tree.length(observations)
-        return self.network(self.normalised(observations), self.begin(many) if state is None else state)
+        count = tree.length(observations)
+        return self.network(self.normalised(observations), self.begin(count) if state is None else state)
 
     def _at_once(self, played: Played) -> Judged:
         """All steps by one call."""
-        many, steps, width = played.begins.shape
+        count, steps, width = played.begins.shape
         cut = iter(tree.tensors(played.last))
         flat = tree.map_tensors(lambda t: torch.cat([t.flatten(0, 2), next(cut).flatten(0, 1)]), played.observations)
         flat = self.normalised(flat)
         policy, value = self.network(flat)
-        value, steps_in_all = value.flatten(), many * steps * width
-        policies = policy[:steps_in_all].unflatten(0, (many, steps, width))[:, :-1]
-        values = value[:steps_in_all].unflatten(0, (many, steps, width))
+        value, steps_in_all = value.flatten(), count * steps * width
+        policies = policy[:steps_in_all].unflatten(0, (count, steps, width))[:, :-1]
+        values = value[:steps_in_all].unflatten(0, (count, steps, width))
         after = values[:, 1:]
         if len(value) > steps_in_all:
-            found = value[steps_in_all:].unflatten(0, (many, -1))
+            found = value[steps_in_all:].unflatten(0, (count, -1))
             there = found.gather(1, played.last_at.clamp_min(0).flatten(1)).view_as(after)
             after = torch.where(played.last_at >= 0, there, after)
         return Judged(policies, values, after, self._scale(values))
@@ -142,15 +142,15 @@ class Unrolled(nn.Module):
     def _step_by_step(self, played: Played) -> Judged:
         """One step after the other, each with the state that the one before it has left."""
         observations, last, last_at = played.observations, played.last, played.last_at
-        many, steps, width = played.begins.shape
+        count, steps, width = played.begins.shape
         any_cut = tree.tensors(last)[0].shape[1] > 0
         state = tree.map_tensors(lambda t: t.flatten(0, 1), played.state)
         policies, values, last_values = [], [], {}
         for t in range(steps):
             state = self.begun_again(state, played.begins[:, t].flatten())
             policy, value, state = self.network(self._at(observations, t), state)
-            policies.append(policy.unflatten(0, (many, width)))
-            values.append(value.view(many, width))
+            policies.append(policy.unflatten(0, (count, width)))
+            values.append(value.view(count, width))
             if t < steps - 1 and any_cut and (last_at[:, t] >= 0).any():
                 last_values[t] = self._last_values(last, last_at[:, t], state)
         found = torch.stack(values, 1)
@@ -193,9 +193,9 @@ class Unrolled(nn.Module):
 
     def _take_in(self, played: Played) -> None:
         if self.observation_statistics is not None:
-            self.observation_statistics.take(self._numbers(played.observations))
+            self.observation_statistics.accumulate(self._numbers(played.observations))
         if self.return_statistics is not None:
-            self.return_statistics.take(played.returns.reshape(-1, 1))
+            self.return_statistics.accumulate(played.returns.reshape(-1, 1))
 
 
 def _normalised(observations: Tensor, mean: Tensor, deviation: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,13 +46,13 @@ class GradientSlots:
         self._own: list[Tensor] = []
         self._rank = 0
         self._written = [False] * len(memory.parameters)
-        self._many = 0
+        self._written_count = 0
         self._batch: Batch | None = None
         self._cursor = [0] * len(layout.layers)
         for i, p in enumerate(memory.parameters):
-            p.register_post_accumulate_grad_hook(lambda p, i=i: self._take(i, p))
+            p.register_post_accumulate_grad_hook(lambda p, i=i: self._collect(i, p))
         for i, module in layers:
-            redirect(module, lambda x, dy, i=i: self._take_product(i, x, dy))
+            redirect(module, lambda x, dy, i=i: self._collect_product(i, x, dy))
 
     def attach(self, rank: int) -> None:
         """Write the gradients of this rank from now on."""
@@ -64,52 +64,54 @@ class GradientSlots:
     @property
     def used(self) -> list[bool] | None:
         """Flags that say which parameters this step has a gradient of; None: all."""
-        return None if self._many == len(self._written) else self._written
+        return None if self._written_count == len(self._written) else self._written
 
-    def begin(self, batch: Batch) -> None:
+    def begin_batch(self, batch: Batch) -> None:
         """Prepare for a backward pass of these rows."""
         self._batch = batch
         self._written = [False] * len(self._written)
-        self._many = 0
+        self._written_count = 0
         self._cursor = [0] * len(self._cursor)
         if len(self._cursor):
             own = self.rows[self._rank]
             own[:, _START] = batch.rows.start
             own[:, _ROWS:] = 0
 
-    def _first(self, i: int) -> bool:
+    def _mark_written(self, i: int) -> bool:
         """Return whether this is the first contribution to this parameter's gradient in this step."""
         if self._written[i]:
             return False
         self._written[i] = True
-        self._many += 1
+        self._written_count += 1
         return True
 
-    def _take(self, i: int, p: nn.Parameter) -> None:
+    def _collect(self, i: int, p: nn.Parameter) -> None:
         if p.grad is None:  # it went another way
             return
         if p.grad.layout is not torch.strided:
             p.grad = dense(p, self._optimizer, self._replica.names[p])
         layer = self._layer_of.get(i)
         if layer is None:
-            fresh = self._first(i)
+            fresh = self._mark_written(i)
         else:
             fresh = not self.rows[self._rank, layer, DENSE]
             self.rows[self._rank, layer, DENSE] = 1
-            self._first(i)
+            self._mark_written(i)
         if fresh:
             self._own[i].copy_(p.grad)
         else:
             self._own[i].add_(p.grad)
+        # The gradient is in shared memory now. Were it left here, autograd would add the next one to it, and it would
+        # count twice.
         p.grad = None
 
-    def _take_product(self, i: int, x: Tensor, dy: Tensor) -> None:
+    def _collect_product(self, i: int, x: Tensor, dy: Tensor) -> None:
         layer = self._layer_of.get(i)
         if layer is None:
-            self._add_product(i, x, dy, fresh=self._first(i))
+            self._add_product(i, x, dy, fresh=self._mark_written(i))
         else:
             assert self._batch is not None
-            self._first(i)
+            self._mark_written(i)
             done, own = self._cursor[layer], self.rows[self._rank, layer]
             if done + len(x) <= len(self._batch):
                 at = slice(self._batch.rows.start + done, self._batch.rows.start + done + len(x))

@@ -82,8 +82,8 @@ class SharedLayout:
 
     def __post_init__(self) -> None:
         self.versions = VERSIONS
-        self._add_kept()
-        self.kept = self.nbytes
+        self._add_versions()
+        self.versions_bytes = self.nbytes
         """The bytes of both versions; the rest is where a step's gradients pass through."""
         for version in range(self.versions):
             for k, (shape, dtype) in enumerate(self.frozen):
@@ -95,7 +95,7 @@ class SharedLayout:
             self._add(f"inputs/{k}", layer.dtype, self.rows * layer.inputs)
             self._add(f"outputs/{k}", layer.dtype, self.rows * layer.outputs)
 
-    def _add_kept(self) -> None:
+    def _add_versions(self) -> None:
         self._add("head", torch.int64, 8)
         self._add("line", torch.float64, 8 * self.workers)
         self._add("used", torch.uint8, self.parameters * self.workers)

@@ -94,6 +94,7 @@ class RankSlice:
                     return int(ends[r]) + start + self._memory.parameters[i].numel()
                 width = self._memory.parameters[i].shape[1]
                 return int(ends[r]) + start + (element - start + width // 2) // width * width
+            # At the edge of a cache line: two ranks that wrote to the same one would slow each other.
             step = 64 // region.dtype.itemsize
             return int(ends[r]) + element // step * step
         return int(ends[-1])
@@ -113,10 +114,10 @@ class RankSlice:
             for a in range(first, last, step):
                 b = min(a + step, last)
                 rows = slice((a - start) // width, (b - start) // width)
-                parts.append(self._part(r, slice(a, b), layer, rows))
+                parts.append(self._slice_part(r, slice(a, b), layer, rows))
         return parts
 
-    def _part(self, r: int, at: slice, layer: int, rows: slice) -> SlicePart:
+    def _slice_part(self, r: int, at: slice, layer: int, rows: slice) -> SlicePart:
         region = self._memory.layout.regions[r]
         versions = tuple(
             FlatPiece(flat[r].weights[at], tuple(slot[at] for slot in flat[r].slots)) for flat in self._memory.flat

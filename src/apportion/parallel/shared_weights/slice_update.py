@@ -38,6 +38,8 @@ class SliceUpdate:
         number (None: all)."""
         by = self._used_by = self._lines.used_by()
         used: Any = None if by is None else by.any(0)
+        # Adam's correction depends on the number of updates: once it differs between parameters, each is updated by
+        # itself.
         self.uniform = self.uniform and used is None
         parts = self.slice.parts if self.uniform else self.slice.each_parameter()
         live = parts if used is None else [part for part in parts if used[part.first]]
@@ -99,7 +101,8 @@ class SliceUpdate:
         """Return the factor that torch's clip_grad_norm_ scales by; each element's square is counted by the rank that
         owns it."""
         norms = [float(g.norm(dtype=torch.float64)) for g in gradients]
-        self._lines.tell_squares(sum(norm * norm for norm in norms))
+        self._lines.report_squares(sum(norm * norm for norm in norms))
+        # Every rank has written its squares before any rank adds them up.
         self._group.barrier()
         norm = math.sqrt(self._lines.squares())
         scale = most / (norm + 1e-6)

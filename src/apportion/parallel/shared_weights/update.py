@@ -61,9 +61,9 @@ class OptimizerView:
         for i, p in enumerate(memory.parameters):
             weights[i].copy_(p.detach())
             for slot in memory.rule(i).slots:
-                kept = self._optimizer.state.get(p, {}).get(slot, self._initial.get((i, slot)))
+                value = self._optimizer.state.get(p, {}).get(slot, self._initial.get((i, slot)))
                 view = memory.view(slot, version, i)
-                view.zero_() if kept is None else view.copy_(kept)
+                view.zero_() if value is None else view.copy_(value)
             memory.counts[version][i] = self._updates_of(p)
 
     def _updates_of(self, p: nn.Parameter) -> int:
@@ -152,15 +152,16 @@ class SharedUpdate(GradientUpdate):
             self._forward.read(memory.moved[live], memory.reported[live])
         self.slice_update.uniform = memory.is_uniform(live)
 
-    def begin(self, batch: Batch) -> None:
-        self._slots.begin(batch)
+    def begin_batch(self, batch: Batch) -> None:
+        self._slots.begin_batch(batch)
 
     def __call__(self, loss: Tensor | None, weight: float) -> Tensor:
         replica, memory = self._replica, self._memory
-        self._lines.tell(0.0 if loss is None else float(loss) * weight, self._slots.used)
+        self._lines.report(0.0 if loss is None else float(loss) * weight, self._slots.used)
         reached("arriving")
-        # The supervisor may be copying the live version. A rank that has arrived lets others write over it in their
-        # next step, so the copy has to be complete before this rank arrives.
+        # Another thread of this process may be copying the state (Replica.committed), under this lock. Once all ranks
+        # have arrived, they write over the version that was live before this one: a copy of that one has to be complete
+        # by then.
         with replica.settled:
             self._arrive()
         reached("arrived")
@@ -205,8 +206,8 @@ class SharedUpdate(GradientUpdate):
         self.restore()
 
     @property
-    def kept(self) -> memoryview:
-        return self._memory.bytes[: self._memory.layout.kept]
+    def shared_memory(self) -> memoryview:
+        return self._memory.bytes[: self._memory.layout.versions_bytes]
 
 
 def _linear_layers(replica: Replica) -> list[tuple[int, nn.Linear]]:

@@ -102,7 +102,7 @@ class RankLines:
         """Take this process's line; the first ``size`` lines are read."""
         self._rank, self._size = rank, size
 
-    def tell(self, loss: float, used: Sequence[bool] | None) -> None:
+    def report(self, loss: float, used: Sequence[bool] | None) -> None:
         """Write this rank's part of the loss, and which parameters it has a gradient of; None: of all."""
         line = self._lines[self._rank]
         line[_LOSS] = loss
@@ -120,7 +120,7 @@ class RankLines:
             return None
         return np.stack([self._used[rank] | bool(self._lines[rank, _ALL_USED]) for rank in range(self._size)])
 
-    def tell_squares(self, squares: float) -> None:
+    def report_squares(self, squares: float) -> None:
         """Write the sum of squares of this rank's slice of the gradient."""
         self._lines[self._rank, _SQUARES] = squares
 

@@ -23,7 +23,7 @@ from apportion.parallel.spatial.placements import SpatialPlan
 from apportion.parallel.spatial.strip import SpatialShard
 
 Call = Callable[[SpatialPlan, Any, tuple[Any, ...], Mapping[str, Any]], Any]
-"""A function that computes a call on strips, called with (holding, the function as it stands in the model, its
+"""A function that computes a call on strips, called with (plan, the function as it stands in the model, its
 arguments), strips among the arguments; it gives what comes out."""
 
 _NUMPYS = {"axis": "dim", "keepdims": "keepdim", "x": "input"}
@@ -72,7 +72,7 @@ def in_place(call: Any) -> bool:
 def unflat(x: SpatialShard) -> SpatialShard:
     """The image itself; ValueError where it was flattened."""
     if x.flat:
-        raise ValueError(f"{x.held()} was flattened, and is used as an image")
+        raise ValueError(f"{x.describe()} was flattened, and is used as an image")
     return x
 
 

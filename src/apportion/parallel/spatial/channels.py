@@ -24,22 +24,22 @@ from apportion.core.torch_private import BatchNormBase
 from apportion.parallel.spatial.conv import Conv, pad_across, plain_conv
 from apportion.parallel.spatial.geometry import Bounds, equal, sizes, strip
 from apportion.parallel.spatial.placements import SpatialPlan, positions
-from apportion.parallel.spatial.strip import SpatialShard, moved, shared, summed
+from apportion.parallel.spatial.strip import SpatialShard, redistributed, shared, summed
 
-Take = Callable[[str, int, Sequence[int] | None], Tensor]
+SliceOf = Callable[[str, int, Sequence[int] | None], Tensor]
 """A function that gives this rank's slice of a layer's "weight" or "bias", called with (which of the two, which
 dimension, which positions). None: all positions, as on every rank."""
 
 
 def conv(
-    holding: SpatialPlan, x: Tensor | SpatialShard, shape: torch.Size, bias: bool, settings: Conv, take: Take
+    plan: SpatialPlan, x: Tensor | SpatialShard, shape: torch.Size, bias: bool, settings: Conv, slice_of: SliceOf
 ) -> Tensor | SpatialShard | None:
     """Compute a convolution with weights of this shape; None where it has too few channels for the ranks."""
-    group, outputs, inputs = holding.group, shape[0], shape[1] * settings.groups
+    group, outputs, inputs = plan.group, shape[0], shape[1] * settings.groups
     if settings.groups > 1:
-        holding.grouped = True
+        plan.grouped = True
         if settings.groups < group.size:
-            if holding.split == "group":
+            if plan.split == "group":
                 raise ValueError(
                     f"groups={settings.groups} cannot be shared by {group.size} workers: "
                     f'use workers<={settings.groups}, or split="channel"'
@@ -50,14 +50,14 @@ def conv(
         made: Bounds = tuple(n * (outputs // settings.groups) for n in groups)
     else:
         seen, made = (0, *[inputs] * group.size), equal(outputs, group.size)
-        if holding.split == "channel" and isinstance(x, SpatialShard):
-            return _row(x, bias, settings, take, group)
+        if plan.split == "channel" and isinstance(x, SpatialShard):
+            return _row(x, bias, settings, slice_of, group)
         if outputs < group.size:
             return None
     rows, mine = strip(made, group.rank), positions(strip(made, group.rank))
     own = _seen(x, seen, settings.groups > 1, group)
     local = settings if settings.groups == 1 else settings.with_groups(own.shape[1] // shape[1])
-    y = convolved(own, take("weight", 0, mine), take("bias", 0, mine) if bias else None, local)
+    y = convolved(own, slice_of("weight", 0, mine), slice_of("bias", 0, mine) if bias else None, local)
     assert y.shape[1] == rows.n
     return SpatialShard(y, 1, made)
 
@@ -71,16 +71,16 @@ def _seen(x: Tensor | SpatialShard, bounds: Bounds, grouped: bool, group: Group)
             else shared(x, group)
         )
     if isinstance(x, SpatialShard):
-        return moved(x, bounds, group).own
+        return redistributed(x, bounds, group).own
     rows = strip(bounds, group.rank)
     return shared(x, group).narrow(1, rows.start, rows.n)
 
 
-def _row(x: SpatialShard, bias: bool, settings: Conv, take: Take, group: Group) -> Tensor:
-    weight = take("weight", 1, positions(strip(x.bounds, group.rank)))
+def _row(x: SpatialShard, bias: bool, settings: Conv, slice_of: SliceOf, group: Group) -> Tensor:
+    weight = slice_of("weight", 1, positions(strip(x.bounds, group.rank)))
     y = summed(convolved(x.own, weight, None, settings), group)
     if bias:
-        y = y + take("bias", 0, None).to(y.dtype).view(-1, *[1] * (y.dim() - 2))
+        y = y + slice_of("bias", 0, None).to(y.dtype).view(-1, *[1] * (y.dim() - 2))
     return y
 
 
@@ -96,37 +96,37 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Conv) ->
     return plain_conv(x, weight, bias, settings, padding)
 
 
-def batch_norm(holding: SpatialPlan, layer: BatchNormBase, x: SpatialShard) -> SpatialShard:
+def batch_norm(plan: SpatialPlan, layer: BatchNormBase, x: SpatialShard) -> SpatialShard:
     """Compute a batch normalisation: every channel has statistics of its own, which the rank that has the channel
     has."""
-    mine = positions(strip(x.bounds, holding.group.rank))
-    held = {
-        name: holding.part(layer, name, 0, mine)
+    mine = positions(strip(x.bounds, plan.group.rank))
+    slices = {
+        name: plan.parameter_slice(layer, name, 0, mine)
         for name in ("weight", "bias", "running_mean", "running_var")
         if getattr(layer, name) is not None
     }
-    if not holding.planning:
+    if not plan.planning:
         y: Tensor = layer(x.own)
         return x.like(y)
-    mean, variance = held.get("running_mean"), held.get("running_var")
-    own = functional.batch_norm(x.own, mean, variance, held.get("weight"), held.get("bias"), mean is None)
+    mean, variance = slices.get("running_mean"), slices.get("running_var")
+    own = functional.batch_norm(x.own, mean, variance, slices.get("weight"), slices.get("bias"), mean is None)
     return x.like(own)
 
 
-def group_norm(holding: SpatialPlan, layer: nn.GroupNorm, x: SpatialShard) -> SpatialShard | None:
+def group_norm(plan: SpatialPlan, layer: nn.GroupNorm, x: SpatialShard) -> SpatialShard | None:
     """Compute a GroupNorm layer where whole groups of channels lie on a rank; None elsewhere."""
     each = layer.num_channels // layer.num_groups
     if any(at % each for at in x.bounds):
         return None
-    mine = positions(strip(x.bounds, holding.group.rank))
-    weight = holding.part(layer, "weight", 0, mine) if layer.weight is not None else None
-    bias = holding.part(layer, "bias", 0, mine) if layer.bias is not None else None
+    mine = positions(strip(x.bounds, plan.group.rank))
+    weight = plan.parameter_slice(layer, "weight", 0, mine) if layer.weight is not None else None
+    bias = plan.parameter_slice(layer, "bias", 0, mine) if layer.bias is not None else None
     return x.like(functional.group_norm(x.own, len(mine) // each, weight, bias, layer.eps))
 
 
-def prelu(holding: SpatialPlan, layer: nn.PReLU, x: SpatialShard) -> SpatialShard:
+def prelu(plan: SpatialPlan, layer: nn.PReLU, x: SpatialShard) -> SpatialShard:
     """Compute a PReLU layer with one slope for all channels, or with one for each."""
     if layer.weight.numel() == 1 or x.dim != 1:
-        return x.like(functional.prelu(x.own, holding.use(layer.weight)))
-    weight = holding.part(layer, "weight", 0, positions(strip(x.bounds, holding.group.rank)))
+        return x.like(functional.prelu(x.own, plan.used_on_strips(layer.weight)))
+    weight = plan.parameter_slice(layer, "weight", 0, positions(strip(x.bounds, plan.group.rank)))
     return x.like(functional.prelu(x.own, weight))

@@ -108,6 +108,8 @@ class _Convolve(Function):
         group: Group,
     ) -> Tensor:
         rank, mine = group.rank, inside[group.rank]
+        # All sends are begun before anything is waited for: neighbours that waited for each other first would never
+        # end.
         sends = []
         for side, step in _BOTH:
             theirs = _edge(inside, rank + step, "below" if step < 0 else "above")
@@ -125,9 +127,10 @@ class _Convolve(Function):
         at_edge, around = geometry.without_padding(dim - 2), []
         for rows, work, edge in halos.values():
             work.wait()
-            around.append(_among(rows, edge, dim))
+            around.append(_zero_padded(rows, edge, dim))
             part = at_edge.forward(around[-1], weight, None)
             y.narrow(dim, edge.outputs.start, edge.outputs.n).add_(part)
+        # Waited for last. Until then ``sends`` keeps the rows alive, which may be copies.
         for _, sent in sends:
             sent.wait()
         ctx.save_for_backward(x, weight, *around)
@@ -180,7 +183,7 @@ def _send(rows: Tensor, to: int, group: Group) -> tuple[Tensor, Work]:
     return rows, group.send(rows, to)
 
 
-def _among(rows: Tensor, edge: Edge, dim: int) -> Tensor:
+def _zero_padded(rows: Tensor, edge: Edge, dim: int) -> Tensor:
     """All rows that the outputs at an edge read, of which only the neighbour's are not zero."""
     return pad_dim(rows, dim, edge.offset, edge.length - edge.offset - edge.rows)
 
@@ -206,7 +209,9 @@ class Conv:
     mode: str = "zeros"
 
     @classmethod
-    def of(cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mode: str = "zeros") -> Conv:
+    def from_arguments(
+        cls, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int, mode: str = "zeros"
+    ) -> Conv:
         dims = weight.dim() - 2
         dilations = each(dilation, dims)
         if padding == "same":
@@ -232,6 +237,8 @@ def conv(x: SpatialShard, weight: Tensor, bias: Tensor | None, settings: Conv, g
     made = outputs_of(window, x.bounds, possible(window.outputs(x.length, after), x))
     symmetric = all(settings.before[d] == settings.after[d] for d in range(dims) if d != at)
     geometry = Geometry(settings.stride, settings.before, settings.dilation, settings.groups)
+    # The edges are computed apart only where rows travel at all. _Convolve calls aten below autocast, and with one
+    # padding for both ends of a dimension.
     if x.source is None and symmetric and not torch.is_autocast_enabled(x.own.device.type):
         inside = insides(window, x.bounds, made)
         if inside is not None:

@@ -57,7 +57,7 @@ class StripForward:
 
     def __init__(self, model: nn.Module, sample: Any, group: Group, split: str) -> None:
         self._model, self._group = model, group
-        self._holding = SpatialPlan(model, group, split)
+        self._plan = SpatialPlan(model, group, split)
         self._trained = _traced(model, sample)
         with evaluating(model.modules()):
             self._evaluated = _traced(model, sample)
@@ -75,11 +75,11 @@ class StripForward:
             tree.call(lambda *a, **k: self._run(self._trained, a, k), example)
         if not self._divided:
             raise ValueError(nothing_to_divide(type(self._model).__name__))
-        if self._holding.split == "group" and not self._holding.grouped:
+        if self._plan.split == "group" and not self._plan.grouped:
             raise ValueError('the network has no convolution with groups: use split="channel", or data_parallel')
-        pieces = self._holding.cut()
-        for layer in dict.fromkeys(self._holding.norms):
-            ask_all_ranks(layer, self._holding.attendance)
+        pieces = self._plan.cut()
+        for layer in dict.fromkeys(self._plan.norms):
+            ask_all_ranks(layer, self._plan.attendance)
         return pieces
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class StripForward:
         uncut: set[Node] = set()
         for node in graph.nodes:
             if node.op == "placeholder":
-                values[node] = _given(node, given, kwargs)
+                values[node] = _argument(node, given, kwargs)
             elif node.op == "get_attr":
                 values[node] = attribute(self._model, node.target)
             elif node.op == "output":
@@ -118,31 +118,31 @@ class StripForward:
 
         args, kwargs = map_arg(node.args, load), map_arg(node.kwargs, load)
         target: Any = self._layers[str(node.target)] if node.op == "call_module" else node.target
-        begins = divides(target, spatial=self._holding.spatial) and (
-            not self._holding.spatial or uncut.issuperset(node.all_input_nodes)
+        begins = divides(target, spatial=self._plan.spatial) and (
+            not self._plan.spatial or uncut.issuperset(node.all_input_nodes)
         )
         if not strips and not begins:
             return self._alike(node, target, args, kwargs)
         self._divided = self._divided or begins
         try:
-            if self._holding.planning:
+            if self._plan.planning:
                 refuse_shared_writes(node, self._layers)
             if node.op == "call_module":
-                return self._known_layer(str(node.target), target)(self._holding, target, *args, **kwargs)
+                return self._known_layer(str(node.target), target)(self._plan, target, *args, **kwargs)
             if target not in _CALLS:
                 raise ValueError(
                     "it is not known to be right where each rank has a part of the image; "
                     f"use {OTHERS}, or call it once the image is flat"
                 )
-            return _CALLS[target](self._holding, target, args, kwargs)
+            return _CALLS[target](self._plan, target, args, kwargs)
         except ApportionError:
             raise
         except Exception as error:  # torch's own, too: what it would not take is not to be met in the middle of a run
-            if not self._holding.planning:
+            if not self._plan.planning:
                 raise
             why = str(error) if said_here(error) else "torch does not compute it on a part of what it is given"
             cure = "" if "use " in why else f"; use {OTHERS}"
-            raise ValueError(f'{_place(node)} cannot be cut (split="{self._holding.split}"): {why}{cure}') from error
+            raise ValueError(f'{_place(node)} cannot be cut (split="{self._plan.split}"): {why}{cure}') from error
 
     def _known_layer(self, name: str, layer: nn.Module) -> Layer:
         """The function that is run instead of the layer, where this is one of torch's as it was made; else
@@ -152,17 +152,17 @@ class StripForward:
             raise ValueError(
                 f"{type(layer).__name__} is not known to be right where each rank has a part of the image; use {OTHERS}"
             )
-        if self._holding.planning and torch_private.hooked(layer):
+        if self._plan.planning and torch_private.hooked(layer):
             raise ValueError(f"it has a hook, which would see a part of the image; use {OTHERS}")
         return known
 
     def _alike(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the plain operation on what every rank has."""
-        if self._holding.planning:
+        if self._plan.planning:
             if node.op == "call_module":
-                self._holding.used_alike(target)
+                self._plan.used_alike(target)
             for value in tree.tensors((args, kwargs)):
-                self._holding.used_alike(value)
+                self._plan.used_alike(value)
         return (target if node.op == "call_module" else function_of(target))(*args, **kwargs)
 
 
@@ -182,7 +182,7 @@ def _has_strips(value: Any) -> bool:
     return type(value) in (list, tuple) and any(type(v) is SpatialShard for v in value)
 
 
-def _given(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
+def _argument(node: Node, given: Any, kwargs: Mapping[str, Any]) -> Any:
     """The value of an argument of the model's, as the model was called."""
     name = str(node.target)
     if name.startswith("*"):

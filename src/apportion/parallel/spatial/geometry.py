@@ -71,10 +71,10 @@ class Window:
         """The number of output rows of ``length`` rows, with ``after`` rows of padding behind the last. ``ceil``: a
         window that begins in the image, or in the padding before it, may end beyond all of it (``ceil_mode``)."""
         span = length + self.before + after - self.extent
-        many = -(-span // self.stride) + 1 if ceil else span // self.stride + 1
-        if ceil and (many - 1) * self.stride >= length + self.before:
-            many -= 1
-        return max(many, 0)
+        count = -(-span // self.stride) + 1 if ceil else span // self.stride + 1
+        if ceil and (count - 1) * self.stride >= length + self.before:
+            count -= 1
+        return max(count, 0)
 
     def reads(self, rows: RowRange) -> RowRange:
         """The rows, padding among them, that these outputs are made of; an empty range for no outputs."""
@@ -211,8 +211,8 @@ def _inside(window: Window, bounds: Bounds, made: Bounds, rank: int) -> Inside |
         return None
     if below > (bounds[rank + 2] - own.stop if rank + 2 < len(bounds) else 0):
         return None
-    many = min(-(-padding // step), outputs.n)
-    top = Edge(above, padding - above, (many - 1) * step + window.extent, RowRange(0, many)) if above else None
+    count = min(-(-padding // step), outputs.n)
+    top = Edge(above, padding - above, (count - 1) * step + window.extent, RowRange(0, count)) if above else None
     first = max(-(-(own.n + padding - window.extent + 1) // step), 0)
     start = first * step - padding
     spans = (outputs.n - 1 - first) * step + window.extent

@@ -1,7 +1,17 @@
-"""The computation of each layer of torch on a strip, by the layer's exact class; another class may do anything, and is
-refused.
+"""The computation on strips of torch's layers, and of the functions and methods that a model's own code calls.
 
-``torch.nn.functional`` has functions that do what some of these layers do.
+Three groups of computations, and the two tables that list them:
+
+- normalisations over an image whose strips lie on the ranks: every statistic is that of the whole image;
+- functions and methods of a forward's own code: element by element, over a dimension, or as a change of shape
+  (``shapes.py``); ``known_calls`` lists them;
+- the other layers, such as Linear, PReLU, Dropout and the paddings (convolutions and pooling are in ``windows.py``).
+
+``LAYERS`` has what computes each layer, by its exact class, and ``LAYER_CALLS`` the functions of torch.nn.functional
+that do the same.
+
+Everything that is not listed is refused: a subclass of a layer, or an unknown function, may look at rows that another
+rank has.
 """
 
 from __future__ import annotations
@@ -33,24 +43,25 @@ from apportion.parallel.spatial.windows import WINDOW_CALLS, WINDOWS, Layer, int
 # the rows of a matrix whose columns lie on the ranks, and that is what ``sync_batch_norm.py`` does with its channels.
 
 
-def over_image(holding: SpatialPlan, x: SpatialShard) -> bool:
+def over_image(plan: SpatialPlan, x: SpatialShard) -> bool:
     """Return whether an image is cut as a normalisation takes it: behind its channels, or along them."""
-    return not x.flat and (x.dim > 1 if holding.spatial else x.dim == 1)
+    return not x.flat and (x.dim > 1 if plan.spatial else x.dim == 1)
 
 
-def batch_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+def batch_norm(plan: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """Compute BatchNorm1d, BatchNorm2d or BatchNorm3d; where the image is cut, the layer asks all ranks for its
     statistics."""
-    if not over_image(holding, x):
-        return holding.on_all(layer, x)
-    if not holding.spatial:
-        return channels.batch_norm(holding, layer, x)
+    if not over_image(plan, x):
+        return plan.on_all(layer, x)
+    if not plan.spatial:
+        return channels.batch_norm(plan, layer, x)
     for p in (layer.weight, layer.bias):
-        holding.use(p)
-    if holding.planning:
-        holding.norms.append(layer)
+        plan.used_on_strips(p)
+    if plan.planning:
+        plan.norms.append(layer)
         return x  # its statistics would be of this rank's rows
-    holding.attendance.present = x.own.numel() > 0
+    # A rank without rows takes part in the exchange of the statistics, with nothing.
+    plan.attendance.present = x.own.numel() > 0
     return x.like(layer(x.own))
 
 
@@ -59,42 +70,42 @@ def ask_all_ranks(layer: BatchNormBase, attendance: NonEmptyRanks) -> None:
     use_whole_batch(layer, attendance)
 
 
-def group_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+def group_norm(plan: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """Compute a GroupNorm layer: on the parts of the image or of its channels where that is possible, else on the
     whole."""
-    if holding.spatial and over_image(holding, x):
-        return _by_groups(holding, layer, x, layer.num_groups)
-    found = channels.group_norm(holding, layer, x) if not holding.spatial and over_image(holding, x) else None
-    return found if found is not None else holding.on_all(layer, x)
+    if plan.spatial and over_image(plan, x):
+        return _by_groups(plan, layer, x, layer.num_groups)
+    found = channels.group_norm(plan, layer, x) if not plan.spatial and over_image(plan, x) else None
+    return found if found is not None else plan.on_all(layer, x)
 
 
-def instance_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+def instance_norm(plan: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """Compute InstanceNorm1d, InstanceNorm2d or InstanceNorm3d, with a group for each channel."""
     if layer.track_running_stats:
         raise ValueError("its running statistics are means over examples: use track_running_stats=False")
-    if holding.spatial and over_image(holding, x):
-        return _by_groups(holding, layer, x, x.own.shape[1])
-    return holding.on_all(layer, x)
+    if plan.spatial and over_image(plan, x):
+        return _by_groups(plan, layer, x, x.own.shape[1])
+    return plan.on_all(layer, x)
 
 
-def _by_groups(holding: SpatialPlan, layer: Any, x: SpatialShard, groups: int) -> SpatialShard:
-    y = _normalised(x, x.own.shape[0] * groups, layer.eps, holding.group)
+def _by_groups(plan: SpatialPlan, layer: Any, x: SpatialShard, groups: int) -> SpatialShard:
+    y = _normalised(x, x.own.shape[0] * groups, layer.eps, plan.group)
     for p, combine in ((layer.weight, torch.mul), (layer.bias, torch.add)):
         if p is not None:
-            y = combine(y, holding.use(p).view(-1, *[1] * (y.dim() - 2)))
+            y = combine(y, plan.used_on_strips(p).view(-1, *[1] * (y.dim() - 2)))
     return x.like(y)
 
 
-def layer_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+def layer_norm(plan: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """Compute a LayerNorm over the last dimensions; where one of them is cut, the rows of its weights are cut, too."""
     if x.flat:
-        return holding.on_all(layer, x)
+        return plan.on_all(layer, x)
     before = x.own.dim() - len(layer.normalized_shape)
-    weight, bias = holding.use(layer.weight), holding.use(layer.bias)
+    weight, bias = plan.used_on_strips(layer.weight), plan.used_on_strips(layer.bias)
     if x.dim < before:  # it looks at what this rank has
         return x.like(functional.layer_norm(x.own, layer.normalized_shape, weight, bias, layer.eps))
-    y = _normalised(x, x.own.shape[:before].numel(), layer.eps, holding.group)
-    start, n = x.bounds[holding.group.rank], x.own.shape[x.dim]
+    y = _normalised(x, x.own.shape[:before].numel(), layer.eps, plan.group)
+    start, n = x.bounds[plan.group.rank], x.own.shape[x.dim]
     for p, combine in ((weight, torch.mul), (bias, torch.add)):
         if p is not None:
             y = combine(y, p.narrow(x.dim - before, start, n))
@@ -140,7 +151,7 @@ def _elementwise_calls() -> set[Any]:
     return calls | {*names, *(f"{name}_" for name in names), *_METHODS.split()}
 
 
-def elementwise(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+def elementwise(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """Apply the function to this rank's rows of every tensor."""
     everything = (*args, *kwargs.values())
     first = next((a for a in everything if isinstance(a, SpatialShard)), None)
@@ -148,22 +159,22 @@ def elementwise(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
         raise ValueError("it is known of tensors one by one, not of several together, nor with out=")
     if isinstance(everything[0], Tensor) and in_place(call):
         raise ValueError("it would write a strip into a tensor that every rank has: write it as a new tensor")
-    own = {name: aligned(holding, a, first) for name, a in kwargs.items()}
-    y: Tensor = function_of(call)(*(aligned(holding, a, first) for a in args), **own)
+    own = {name: aligned(plan, a, first) for name, a in kwargs.items()}
+    y: Tensor = function_of(call)(*(aligned(plan, a, first) for a in args), **own)
     return SpatialShard(y, y.dim() + first.dim - first.own.dim(), first.bounds, flat=first.flat)
 
 
-def softmax(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+def softmax(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """Compute a softmax or log-softmax along a dimension that is not cut."""
     names = "input dim _stacklevel dtype" if call in _SOFTMAX else "input dim dtype"
     given = arguments(names, args, kwargs, dim=None, dtype=None)
     x, dim = image_of(given), given["dim"]
     if dim is None or x.flat or dim % x.own.dim() == x.dim:
-        raise ValueError(f"it looks along the dimension of {x.held()}")
+        raise ValueError(f"it looks along the dimension of {x.describe()}")
     return x.like(function_of(call)(x.own, dim=dim, dtype=given["dtype"]))
 
 
-def mean(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def mean(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Compute ``mean`` or ``sum``: over the dimension that is cut it is a sum over the ranks, which all of them have
     then."""
     given = arguments("input dim keepdim dtype", args, kwargs, dim=None, keepdim=False)
@@ -174,19 +185,19 @@ def mean(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping
     asked = range(dims) if given["dim"] in (None, (), []) else given["dim"]
     if x.flat:
         if asked not in (1, -1, (1,), [1], (-1,), [-1]):
-            raise ValueError(f"{x.held()} was flattened: only the mean over all of it is known")
-        y = mean(holding, call, (SpatialShard(x.own, x.dim, x.bounds), range(1, dims)), {})
+            raise ValueError(f"{x.describe()} was flattened: only the mean over all of it is known")
+        y = mean(plan, call, (SpatialShard(x.own, x.dim, x.bounds), range(1, dims)), {})
         return y.unsqueeze(1) if keep else y
     over = sorted({d % dims for d in (asked if not isinstance(asked, int) else (asked,))})
     if x.dim not in over:
         y = function_of(call)(x.own, over, keepdim=keep)
         return SpatialShard(y, x.dim if keep else x.dim - sum(d < x.dim for d in over), x.bounds)
-    many = torch.Size([x.shape[d] for d in over]).numel()
-    total = summed(x.own.sum(over, keepdim=keep), holding.group)
-    return total / many if averaged else total
+    count = torch.Size([x.shape[d] for d in over]).numel()
+    total = summed(x.own.sum(over, keepdim=keep), plan.group)
+    return total / count if averaged else total
 
 
-def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+def dropout(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """Drop elements or channels by the draws for the whole image, which are those of one device; each rank takes those
     of its rows.
 
@@ -197,7 +208,7 @@ def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapp
     x, p = image_of(given), given["p"]
     by_channel = name_of(call) in ("dropout1d", "dropout2d", "dropout3d")
     if by_channel and x.flat:
-        raise ValueError(f"{x.held()} was flattened, and has no channels to drop")
+        raise ValueError(f"{x.describe()} was flattened, and has no channels to drop")
     if not given["training"] or p == 0.0:
         return x
     whole = list(SpatialShard(x.own, x.dim, x.bounds).shape)
@@ -209,7 +220,7 @@ def dropout(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapp
     ones = torch.ones([whole[d] for d in order], dtype=x.own.dtype, device=x.own.device)
     mask = call(ones.permute([order.index(d) for d in range(len(whole))]), p, True)
     if mask.shape[x.dim] == x.length:
-        rows = strip(x.bounds, holding.group.rank)
+        rows = strip(x.bounds, plan.group.rank)
         mask = mask.narrow(x.dim, rows.start, rows.n)
     return SpatialShard(x.own.mul_(mask) if given["inplace"] else x.own * mask, x.dim, x.bounds, flat=x.flat)
 
@@ -255,29 +266,27 @@ _PADS = {
 }
 
 
-def _local_response_norm(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+def _local_response_norm(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     unflat(x)
     settings = (layer.size, layer.alpha, layer.beta, layer.k)
-    return pooling.local_response_norm(x, settings, holding.group)
+    return pooling.local_response_norm(x, settings, plan.group)
 
 
-def _linear(holding: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
+def _linear(plan: SpatialPlan, layer: Any, x: SpatialShard) -> Any:
     """Apply a Linear layer. Of a flattened image each rank keeps the columns for the features it has, and the outputs
     are terms of a sum."""
     if x.flat:
         own = x.own.flatten(1)
-        y = summed(functional.linear(own, holding.part(layer, "weight", 1, _features(x, holding))), holding.group)
-        return y if layer.bias is None else y + holding.part(layer, "bias", 0, None).to(y.dtype)
+        y = summed(functional.linear(own, plan.parameter_slice(layer, "weight", 1, _features(x, plan))), plan.group)
+        return y if layer.bias is None else y + plan.parameter_slice(layer, "bias", 0, None).to(y.dtype)
     if x.dim == x.own.dim() - 1:
-        return holding.on_all(layer, x)
-    return x.like(functional.linear(x.own, holding.use(layer.weight), holding.use(layer.bias)))
+        return plan.on_all(layer, x)
+    return x.like(functional.linear(x.own, plan.used_on_strips(layer.weight), plan.used_on_strips(layer.bias)))
 
 
-def _features(x: SpatialShard, holding: SpatialPlan) -> Sequence[int]:
+def _features(x: SpatialShard, plan: SpatialPlan) -> Sequence[int]:
     """The positions of this rank's part of an image among the features, once the image is flat."""
-    return _places(
-        tuple(SpatialShard(x.own, x.dim, x.bounds).shape[1:]), x.dim - 1, strip(x.bounds, holding.group.rank)
-    )
+    return _places(tuple(SpatialShard(x.own, x.dim, x.bounds).shape[1:]), x.dim - 1, strip(x.bounds, plan.group.rank))
 
 
 @lru_cache(64)
@@ -289,49 +298,49 @@ def _places(shape: tuple[int, ...], dim: int, rows: RowRange) -> Sequence[int]:
     return tuple(places.flatten().tolist())
 
 
-def _prelu(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+def _prelu(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     if layer.weight.numel() > 1 and x.flat:
-        raise ValueError(f"{x.held()} was flattened, and has a slope for each feature: flatten it later")
-    return channels.prelu(holding, layer, x)
+        raise ValueError(f"{x.describe()} was flattened, and has a slope for each feature: flatten it later")
+    return channels.prelu(plan, layer, x)
 
 
-def prelu_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+def prelu_call(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """Compute ``functional.prelu`` with one weight, or with one for each channel."""
     given = arguments("input weight", args, kwargs)
     x, weight = image_of(given), given["weight"]
     if isinstance(weight, SpatialShard) or (x.flat and weight.numel() > 1):
-        raise ValueError(f"{x.held()} has no channels that go with these slopes")
-    weight = holding.use(weight)
+        raise ValueError(f"{x.describe()} has no channels that go with these slopes")
+    weight = plan.used_on_strips(weight)
     if x.dim == 1 and weight.numel() > 1:
-        weight = rows_of(weight, 0, positions(strip(x.bounds, holding.group.rank)))
+        weight = rows_of(weight, 0, positions(strip(x.bounds, plan.group.rank)))
     return x.like(functional.prelu(x.own, weight))
 
 
-def _elementwise(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+def _elementwise(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     return x.like(layer(x.own))
 
 
-def _dropout(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+def _dropout(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     call = getattr(functional, type(layer).__name__.lower())
-    return dropout(holding, call, (x, layer.p, layer.training, layer.inplace), {})
+    return dropout(plan, call, (x, layer.p, layer.training, layer.inplace), {})
 
 
-def _flatten(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
-    return flatten(holding, "flatten", (x, layer.start_dim, layer.end_dim), {})
+def _flatten(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+    return flatten(plan, "flatten", (x, layer.start_dim, layer.end_dim), {})
 
 
-def _softmax(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+def _softmax(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     call = functional.log_softmax if isinstance(layer, nn.LogSoftmax) else functional.softmax
-    return softmax(holding, call, (x, layer.dim), {})
+    return softmax(plan, call, (x, layer.dim), {})
 
 
-def _softmax_2d(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
-    return softmax(holding, functional.softmax, (x, -3), {})
+def _softmax_2d(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+    return softmax(plan, functional.softmax, (x, -3), {})
 
 
 def _pad(mode: str) -> Layer:
-    def padded(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
-        return padded_by(holding, x, list(layer.padding), mode, float(getattr(layer, "value", 0.0)))
+    def padded(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+        return padded_by(plan, x, list(layer.padding), mode, float(getattr(layer, "value", 0.0)))
 
     return padded
 
@@ -352,7 +361,7 @@ LAYERS: Mapping[type[nn.Module], Layer] = {
     nn.Softmax: _softmax,
     nn.LogSoftmax: _softmax,
     nn.Softmax2d: _softmax_2d,
-    nn.Identity: lambda holding, layer, x: x,
+    nn.Identity: lambda plan, layer, x: x,
     nn.Upsample: resize,
     nn.UpsamplingNearest2d: resize,
     nn.PixelShuffle: pixel_shuffle,

@@ -65,7 +65,7 @@ class SpatialPlan:
         dimension has only that one."""
         return dims + 1 if self.split == "width" or dims == 1 else dims
 
-    def use(self, t: Any) -> Any:
+    def used_on_strips(self, t: Any) -> Any:
         """Note that a tensor which all ranks have is used on strips, and return it."""
         if not isinstance(t, Tensor):
             return t
@@ -87,7 +87,7 @@ class SpatialPlan:
         self.used_alike(layer)
         return layer(gathered(x, self.group) if isinstance(x, SpatialShard) else x)
 
-    def part(self, owner: nn.Module, attribute: str, dim: int, positions: Sequence[int] | None) -> Tensor:
+    def parameter_slice(self, owner: nn.Module, attribute: str, dim: int, positions: Sequence[int] | None) -> Tensor:
         """The slice that this rank has of a layer's parameter or buffer; after the first run the layer has that slice
         alone. None: all positions, used on the same values by all ranks."""
         tensor: Tensor = getattr(owner, attribute)

@@ -35,7 +35,7 @@ class Pool:
     ceil: bool = False
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, dims: int, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil: bool = False
     ) -> Pool:
         kernels = each(kernel, dims)
@@ -110,11 +110,11 @@ def adaptive_pool(x: SpatialShard, output_size: Any, kind: str, group: Group) ->
     given = output_size if isinstance(output_size, Sequence) else [output_size] * dims
     target = [x.own.shape[d + 2] if n is None else int(n) for d, n in enumerate(given)]
     function: Any = _ADAPTIVE[kind][dims - 1]
-    many = target[at] = length if given[at] is None else target[at]
-    if many == 1:
+    count = target[at] = length if given[at] is None else target[at]
+    if count == 1:
         return _to_one(x, target, kind, group)
-    made = equal(many, group.size)
-    reads = [RowRange(o * length // many, -(-(o + 1) * length // many)) for o in range(many)]
+    made = equal(count, group.size)
+    reads = [RowRange(o * length // count, -(-(o + 1) * length // count)) for o in range(count)]
     owned = [reads[made[rank] : made[rank + 1]] for rank in range(group.size)]
     wanted = tuple(RowRange(of[0].start, of[-1].stop) if of else RowRange(0, 0) for of in owned)
     rows, mine = fetched(x, wanted, group), strip(made, group.rank)

@@ -54,7 +54,7 @@ class SpatialShard:
         """A shard that has ``own`` as this rank's rows, with the dimension and the bounds of this one."""
         return replace(self, own=own, source=None)
 
-    def held(self) -> str:
+    def describe(self) -> str:
         """A description for messages: the shape, and the dimension that is cut."""
         return f"{'x'.join(map(str, self.shape))}, cut along dimension {self.dim}"
 
@@ -104,7 +104,7 @@ def fetched(x: SpatialShard, wanted: tuple[RowRange, ...], group: Group) -> Tens
     return own.narrow(x.dim, rows.start - start, rows.n)
 
 
-def moved(x: SpatialShard, bounds: Bounds, group: Group) -> SpatialShard:
+def redistributed(x: SpatialShard, bounds: Bounds, group: Group) -> SpatialShard:
     """The tensor in other strips."""
     if bounds == x.bounds:
         return x

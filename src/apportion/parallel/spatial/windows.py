@@ -18,7 +18,7 @@ from apportion.parallel.spatial.pooling import Pool
 from apportion.parallel.spatial.strip import SpatialShard, cut, nothing
 
 Layer = Callable[[SpatialPlan, Any, Any], Any]
-"""The function of a layer on strips, called with (holding, the layer, its input): the input is a strip, or for a layer
+"""The function of a layer on strips, called with (plan, the layer, its input): the input is a strip, or for a layer
 that ``divides`` accepts a whole tensor."""
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -34,19 +34,19 @@ POOL_ARGUMENTS = {
 }
 
 
-def image(holding: SpatialPlan, x: Any, dims: int) -> SpatialShard:
+def image(plan: SpatialPlan, x: Any, dims: int) -> SpatialShard:
     """An image of ``dims`` dimensions, cut along the dimension that the plan cuts; ValueError for a strip that is cut
     along another one."""
     if isinstance(x, Tensor):
         if x.dim() != dims + 2:
             raise ValueError(f"its input has {x.dim()} dimensions, and an image of {dims} has {dims + 2}")
-        return cut(x, holding.image_dim(dims), holding.group)
+        return cut(x, plan.image_dim(dims), plan.group)
     if x.flat or x.own.dim() != dims + 2:
-        raise ValueError(f"its input is {x.held()}: no image of {dims} dimensions")
+        raise ValueError(f"its input is {x.describe()}: no image of {dims} dimensions")
     if x.dim == 0:
-        raise ValueError(f"its input is {x.held()}, which is along the batch")
-    if (x.dim == 1) == holding.spatial:
-        raise ValueError(f"its input is {x.held()}, and dimension {x.dim} is not what split={holding.split!r} cuts")
+        raise ValueError(f"its input is {x.describe()}, which is along the batch")
+    if (x.dim == 1) == plan.spatial:
+        raise ValueError(f"its input is {x.describe()}, and dimension {x.dim} is not what split={plan.split!r} cuts")
     return cast(SpatialShard, x)
 
 
@@ -62,32 +62,34 @@ def _by_channel(layer: Callable[[Tensor], Tensor], x: SpatialShard) -> SpatialSh
     return x.like(nothing([*y.shape[: x.dim], 0, *y.shape[x.dim + 1 :]], own, dtype=y.dtype))
 
 
-def conv_layer(holding: SpatialPlan, layer: Any, x: Any) -> Any:
-    settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode)
+def conv_layer(plan: SpatialPlan, layer: Any, x: Any) -> Any:
+    settings = Conv.from_arguments(
+        layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups, layer.padding_mode
+    )
     dims = layer.weight.dim() - 2
-    if holding.spatial:
-        x = image(holding, x, dims)
-        return conv.conv(x, holding.use(layer.weight), holding.use(layer.bias), settings, holding.group)
+    if plan.spatial:
+        x = image(plan, x, dims)
+        return conv.conv(x, plan.used_on_strips(layer.weight), plan.used_on_strips(layer.bias), settings, plan.group)
     shape = torch.Size([layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size])
     made = channels.conv(
-        holding,
-        _of_channels(holding, x, dims),
+        plan,
+        _of_channels(plan, x, dims),
         shape,
         layer.bias is not None,
         settings,
-        lambda name, d, p: holding.part(layer, name, d, p),
+        lambda name, d, p: plan.parameter_slice(layer, name, d, p),
     )
-    return made if made is not None else holding.on_all(layer, x)
+    return made if made is not None else plan.on_all(layer, x)
 
 
-def _of_channels(holding: SpatialPlan, x: Any, dims: int) -> Any:
+def _of_channels(plan: SpatialPlan, x: Any, dims: int) -> Any:
     """An image that is whole, or whose channels are cut."""
     if isinstance(x, SpatialShard) or x.dim() != dims + 2:
-        return image(holding, x, dims)
+        return image(plan, x, dims)
     return x
 
 
-def conv_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def conv_call(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Compute a convolution such as ``functional.conv2d`` whose weights belong to no layer: every rank has all of
     them."""
     names = "input weight bias stride padding dilation groups"
@@ -95,75 +97,75 @@ def conv_call(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Ma
     x, weight, bias = given["input"], given["weight"], given["bias"]
     if isinstance(weight, SpatialShard) or isinstance(bias, SpatialShard):
         raise ValueError("its weights are a part of an image")
-    settings = Conv.of(weight, given["stride"], given["padding"], given["dilation"], given["groups"])
-    if holding.spatial:
-        x = image(holding, x, weight.dim() - 2)
-        return conv.conv(x, holding.use(weight), holding.use(bias), settings, holding.group)
+    settings = Conv.from_arguments(weight, given["stride"], given["padding"], given["dilation"], given["groups"])
+    if plan.spatial:
+        x = image(plan, x, weight.dim() - 2)
+        return conv.conv(x, plan.used_on_strips(weight), plan.used_on_strips(bias), settings, plan.group)
 
-    def take(name: str, dim: int, positions: Sequence[int] | None) -> Tensor:
+    def slice_of(name: str, dim: int, positions: Sequence[int] | None) -> Tensor:
         if positions is None:
-            holding.used_alike(given[name])
+            plan.used_alike(given[name])
             return cast(Tensor, given[name])
-        return rows_of(holding.use(given[name]), dim, positions)
+        return rows_of(plan.used_on_strips(given[name]), dim, positions)
 
-    x = _of_channels(holding, x, weight.dim() - 2)
-    made = channels.conv(holding, x, weight.shape, bias is not None, settings, take)
+    x = _of_channels(plan, x, weight.dim() - 2)
+    made = channels.conv(plan, x, weight.shape, bias is not None, settings, slice_of)
     if made is None:
-        raise ValueError(f"{weight.shape[0]} channels are too few for {holding.group.size} workers")
+        raise ValueError(f"{weight.shape[0]} channels are too few for {plan.group.size} workers")
     return made
 
 
-def conv_transpose_layer(holding: SpatialPlan, layer: Any, x: Any) -> Any:
-    if not holding.spatial:
-        return holding.on_all(layer, x)
-    settings = Conv.of(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups)
-    x = image(holding, x, layer.weight.dim() - 2)
-    weight, bias = holding.use(layer.weight), holding.use(layer.bias)
-    return conv.conv_transpose(x, weight, bias, settings, layer.output_padding, holding.group)
+def conv_transpose_layer(plan: SpatialPlan, layer: Any, x: Any) -> Any:
+    if not plan.spatial:
+        return plan.on_all(layer, x)
+    settings = Conv.from_arguments(layer.weight, layer.stride, layer.padding, layer.dilation, layer.groups)
+    x = image(plan, x, layer.weight.dim() - 2)
+    weight, bias = plan.used_on_strips(layer.weight), plan.used_on_strips(layer.bias)
+    return conv.conv_transpose(x, weight, bias, settings, layer.output_padding, plan.group)
 
 
-def max_pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
+def max_pool(plan: SpatialPlan, layer: Any, x: Any) -> Any:
     dims = MAX.index(type(layer)) + 1
     if layer.return_indices:
         raise ValueError("return_indices=True numbers the pixels of the whole image")
-    x = image(holding, x, dims)
-    if not holding.spatial:
+    x = image(plan, x, dims)
+    if not plan.spatial:
         return _by_channel(layer, x)
-    pool = Pool.of(dims, layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode)
-    return pooling.max_pool(x, pool, holding.group)
+    pool = Pool.from_arguments(dims, layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.ceil_mode)
+    return pooling.max_pool(x, pool, plan.group)
 
 
-def average_pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
+def average_pool(plan: SpatialPlan, layer: Any, x: Any) -> Any:
     dims = AVERAGE.index(type(layer)) + 1
-    x = image(holding, x, dims)
-    if not holding.spatial:
+    x = image(plan, x, dims)
+    if not plan.spatial:
         return _by_channel(layer, x)
-    pool = Pool.of(dims, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
+    pool = Pool.from_arguments(dims, layer.kernel_size, layer.stride, layer.padding, 1, layer.ceil_mode)
     divisor = getattr(layer, "divisor_override", None)
-    return pooling.average_pool(x, pool, holding.group, padded=layer.count_include_pad, divisor=divisor)
+    return pooling.average_pool(x, pool, plan.group, padded=layer.count_include_pad, divisor=divisor)
 
 
 def adaptive(kind: str) -> Layer:
     kinds = {"avg": ADAPTIVE_AVERAGE, "max": ADAPTIVE_MAX}[kind]
 
-    def pool(holding: SpatialPlan, layer: Any, x: Any) -> Any:
+    def pool(plan: SpatialPlan, layer: Any, x: Any) -> Any:
         if getattr(layer, "return_indices", False):
             raise ValueError("return_indices=True numbers the pixels of the whole image")
-        x = image(holding, x, kinds.index(type(layer)) + 1)
-        if not holding.spatial:
+        x = image(plan, x, kinds.index(type(layer)) + 1)
+        if not plan.spatial:
             return _by_channel(layer, x)
-        return pooling.adaptive_pool(x, layer.output_size, kind, holding.group)
+        return pooling.adaptive_pool(x, layer.output_size, kind, plan.group)
 
     return pool
 
 
-def resize(holding: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
+def resize(plan: SpatialPlan, layer: Any, x: SpatialShard) -> SpatialShard:
     """Run an upsampling layer as ``functional.interpolate``."""
     given = (x, layer.size, layer.scale_factor, layer.mode, layer.align_corners, layer.recompute_scale_factor)
-    return interpolate(holding, functional.interpolate, given, {})
+    return interpolate(plan, functional.interpolate, given, {})
 
 
-def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
+def interpolate(plan: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SpatialShard:
     """Compute ``functional.interpolate`` to a multiple of the rows."""
     names = "input size scale_factor mode align_corners recompute_scale_factor antialias"
     given = arguments(names, args, kwargs, size=None, scale_factor=None, mode="nearest", align_corners=None)
@@ -189,13 +191,13 @@ def interpolate(holding: SpatialPlan, call: Any, args: tuple[Any, ...], kwargs: 
         raise ValueError("align_corners=True and antialias=True give every row a weight of its own")
     if target[x.dim - 2] % x.length:
         raise ValueError(f"{x.length} rows become {target[x.dim - 2]}, which is not a multiple of them")
-    return pooling.upsample(x, target, factors, mode, holding.group)
+    return pooling.upsample(x, target, factors, mode, plan.group)
 
 
-def pixel_shuffle(holding: SpatialPlan, layer: Any, x: Any) -> SpatialShard:
-    if not holding.spatial:
+def pixel_shuffle(plan: SpatialPlan, layer: Any, x: Any) -> SpatialShard:
+    if not plan.spatial:
         raise ValueError("it makes rows of channels, which lie on several ranks")
-    return pooling.pixel_shuffle(image(holding, x, 2), layer.upscale_factor)
+    return pooling.pixel_shuffle(image(plan, x, 2), layer.upscale_factor)
 
 
 WINDOWS: Mapping[type[nn.Module], Layer] = {
@@ -213,10 +215,10 @@ def _pool_call(kind: type[nn.Module], names: str) -> Call:
     """A pooling function, computed as the layer that does the same."""
     layer = WINDOWS[kind]
 
-    def call(holding: SpatialPlan, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(plan: SpatialPlan, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = arguments(names, args, kwargs)
         x = given.pop("input")
-        return layer(holding, kind(**given), x)
+        return layer(plan, kind(**given), x)
 
     return call
 

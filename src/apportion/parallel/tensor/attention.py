@@ -29,7 +29,7 @@ def slice_heads(layer: nn.MultiheadAttention, slicer: Slicer, number: int) -> No
     """Cut an attention so that each rank computes some of the heads. ``number``: which of the model's layers it is. In
     place, by class."""
     width, embed = layer.head_dim, layer.embed_dim
-    heads = slicer.own(layer.num_heads)
+    heads = slicer.own_units(layer.num_heads)
     own = range(heads.start * width, heads.stop * width)
     every_third = [i + part * embed for part in range(3) for i in own]
     sliced: Any = layer
@@ -83,7 +83,7 @@ class HeadsSlice(nn.MultiheadAttention):
         bias = self.out_proj.bias if self.group.rank == 0 else None
         out = sum_terms(functional.linear(found.flatten(2), self.out_proj.weight, bias), self.group)
         out = out if batched else out.squeeze(0 if self.batch_first else 1)
-        return out, None if weights is None else self._told(weights, average_attn_weights, batched)
+        return out, None if weights is None else self._returned_weights(weights, average_attn_weights, batched)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Project queries, keys and values by the weights of this rank's heads; where several are one tensor, its
@@ -106,7 +106,7 @@ class HeadsSlice(nn.MultiheadAttention):
         split: Tensor = t.unflatten(-1, (len(self.heads[self.group.rank]), self.head_dim))
         return split.permute(0, 2, 1, 3) if self.batch_first else split.permute(1, 2, 0, 3)
 
-    def _told(self, weights: Tensor, average: bool, batched: bool) -> Tensor:
+    def _returned_weights(self, weights: Tensor, average: bool, batched: bool) -> Tensor:
         if average:
             gathered = sum_terms(weights.sum(1) / self.num_heads, self.group)
         else:

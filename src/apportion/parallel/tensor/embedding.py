@@ -24,7 +24,7 @@ def can_be_sliced(layer: nn.Module) -> bool:
 
 def slice_vocabulary(layer: nn.Embedding, slicer: Slicer) -> None:
     """Cut an embedding so that each rank holds the rows of some words. In place, by class."""
-    own = slicer.own(layer.num_embeddings)
+    own = slicer.own_units(layer.num_embeddings)
     sliced: Any = layer
     sliced.__class__, sliced.group, sliced.own = VocabularySlice, slicer.group, own
     slicer.cut(layer, "weight", own, None)

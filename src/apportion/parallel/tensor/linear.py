@@ -55,7 +55,7 @@ def sum_terms(term: Tensor, group: Group) -> Tensor:
 def slice_columns(layer: nn.Linear, slicer: Slicer, *, gathers: bool) -> None:
     """Cut a Linear layer so that each rank computes some of the outputs; ``gathers``: all ranks then get all of
     them."""
-    own = slicer.own(layer.out_features)
+    own = slicer.own_units(layer.out_features)
     column: Any = layer
     column.__class__, column.group, column.gathers = ColumnSlice, slicer.group, gathers
     column.linear = linear_form()
@@ -69,8 +69,8 @@ def slice_rows(layer: nn.Linear, slicer: Slicer) -> None:
     The bias is in rank 0's term."""
     row: Any = layer
     row.__class__, row.group, row.linear = RowSlice, slicer.group, linear_form()
-    row.width = len(slicer.own(layer.in_features))
-    slicer.cut(layer, "weight", None, slicer.own(layer.in_features))
+    row.width = len(slicer.own_units(layer.in_features))
+    slicer.cut(layer, "weight", None, slicer.own_units(layer.in_features))
     slicer.first_only(layer, "bias")
 
 
@@ -181,9 +181,9 @@ def slice_transposed(layer: nn.Module, slicer: Slicer) -> None:
     width = sliced.weight.shape[1]
     sliced.__class__, sliced.group = TransposedSlice, slicer.group
     sliced.sizes = [len(share) for share in shares(width, slicer.group.size)]
-    slicer.cut(layer, "weight", None, slicer.own(width))
+    slicer.cut(layer, "weight", None, slicer.own_units(width))
     if "bias" in parameters_of(layer):
-        slicer.cut(layer, "bias", slicer.own(width))
+        slicer.cut(layer, "bias", slicer.own_units(width))
 
 
 class TransposedSlice(nn.Module):

@@ -30,7 +30,7 @@ from apportion.parallel.tracing.tracer import Tracer, Unfollowed, not_given, of_
 
 
 @dataclass
-class Look:
+class ForwardRecord:
     """The record of what one forward pass did."""
 
     outside: set[int] = field(default_factory=set)
@@ -43,24 +43,24 @@ class Look:
     """The layers inside of which a layer was called, each time."""
 
 
-def look(model: nn.Module, inputs: Any, *state: Any) -> Look:
+def record_forward(model: nn.Module, inputs: Any, *state: Any) -> ForwardRecord:
     """Run one forward pass, of which nothing remains, and record how layers and weights are used."""
-    found, running = Look(), [model]
+    found, running = ForwardRecord(), [model]
     names = {module: name for name, module in model.named_modules()}
 
-    def begin(module: nn.Module, given: tuple[Any, ...]) -> None:
+    def enter(module: nn.Module, given: tuple[Any, ...]) -> None:
         inside = {names[outer] for outer in running}
         found.within[names[module]] = found.within.get(names[module], inside) & inside
         running.append(module)
         if any(isinstance(x, PackedSequence) for x in given):
             found.packed.add(names[module])
 
-    def end(module: nn.Module, given: Any, output: Any) -> None:
+    def leave(module: nn.Module, given: Any, output: Any) -> None:
         running.pop()
         if isinstance(output, Tensor):
             found.dims[names[module]] = output.dim()
 
-    hooks = [h for m in model.modules() for h in (m.register_forward_pre_hook(begin), m.register_forward_hook(end))]
+    hooks = [h for m in model.modules() for h in (m.register_forward_pre_hook(enter), m.register_forward_hook(leave))]
     try:
         with undisturbed(model), _Uses(running, found.outside):
             tree.call(model, inputs, *state)
@@ -92,10 +92,10 @@ class _Uses(TorchFunctionMode):
         if func not in _LOOKS and getattr(func, "__name__", "") not in _ASKS:
             used = {id(p) for p in pytree.tree_leaves((args, kwargs)) if isinstance(p, nn.Parameter)}
             if used:
-                self._outside |= used - self._own()
+                self._outside |= used - self._own_parameters()
         return func(*args, **(kwargs or {}))
 
-    def _own(self) -> set[int]:
+    def _own_parameters(self) -> set[int]:
         module = self._running[-1]
         # A layer of torch's uses its children's weights as it likes; it is sliced as one, or not at all.
         recurse = type(module).__module__.startswith("torch.nn.")
@@ -157,7 +157,7 @@ def trace(model: nn.Module, inputs: Any = None, name: str = "") -> list[Traced]:
     return [found for child, module in inside if not of_torch(child, module) for found in trace(module, name=child)]
 
 
-def pairs(traced: Sequence[Traced], candidates: set[str], seen: Look) -> list[Pair]:
+def pairs(traced: Sequence[Traced], candidates: set[str], seen: ForwardRecord) -> list[Pair]:
     """The pairs among these Linear layers, in order of execution; each layer is in one pair at most."""
     found: list[Pair] = []
     taken: set[str] = set()
@@ -225,7 +225,7 @@ def _elementwise(part: Traced, node: fx.Node) -> bool:
     )
 
 
-def output(traced: Sequence[Traced], candidates: set[str], seen: Look, *, carried: bool) -> str | None:
+def output(traced: Sequence[Traced], candidates: set[str], seen: ForwardRecord, *, carried: bool) -> str | None:
     """The Linear layer whose outputs are the network's, its classes in dimension 1 as cross-entropy has them."""
     whole = [part for part in traced if not part.name]
     found = {_output(part, graph, candidates, seen.dims, carried=carried) for part in whole for graph in part.graphs}
@@ -246,15 +246,15 @@ def _output(part: Traced, graph: fx.Graph, candidates: set[str], dims: dict[str,
     if len(node.users) != 1 or len(_calls(part, graph, name)) != 1 or name not in dims:
         return None
     place: int | None = dims[name] - 1
-    many = dims[name]
+    ndim = dims[name]
     for move in reversed(moves):
-        place, many = _moved(move, place, many)
+        place, ndim = _moved_to(move, place, ndim)
         if place is None:
             return None
     return name if place == 1 else None
 
 
-def _moved(node: fx.Node, place: int | None, dims: int) -> tuple[int | None, int]:
+def _moved_to(node: fx.Node, place: int | None, dims: int) -> tuple[int | None, int]:
     """The place to which a call moves a dimension, and the number of dimensions; None where that is not known."""
     given = [a for a in node.args[1:] if isinstance(a, int)]
     if place is None or node.kwargs or len(given) != len(node.args) - 1:

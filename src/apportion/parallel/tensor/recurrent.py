@@ -31,7 +31,7 @@ def can_be_sliced(layer: nn.Module) -> bool:
 
 def slice_units(layer: nn.RNNBase, slicer: Slicer) -> None:
     """Cut a recurrent layer so that each rank holds some units of every layer and direction. In place, by class."""
-    own, size = slicer.own(layer.hidden_size), layer.hidden_size
+    own, size = slicer.own_units(layer.hidden_size), layer.hidden_size
     rows = [gate * size + unit for gate in range(_GATES[layer.mode]) for unit in own]
     for suffix in _suffixes(layer):
         slicer.cut(layer, f"weight_ih{suffix}", rows, None)
@@ -87,8 +87,8 @@ class _UnitsSlice(nn.RNNBase, ABC):
     def _states(self, hx: Any, x: Tensor, batched: bool) -> list[Tensor]:
         """The states to begin with, whole: (layers * directions, batch, hidden) each."""
         if hx is None:
-            many = self.num_layers * (2 if self.bidirectional else 1)
-            zeros = x.new_zeros((many, x.shape[1], self.hidden_size))
+            layers = self.num_layers * (2 if self.bidirectional else 1)
+            zeros = x.new_zeros((layers, x.shape[1], self.hidden_size))
             return [zeros] * (2 if self.mode == "LSTM" else 1)
         given = list(hx) if self.mode == "LSTM" else [hx]
         return given if batched else [s.unsqueeze(1) for s in given]

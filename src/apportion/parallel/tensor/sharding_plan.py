@@ -33,7 +33,7 @@ from apportion.parallel.tensor.attention import slice_heads
 from apportion.parallel.tensor.cross_entropy import cross_entropy_of, sliced_cross_entropy
 from apportion.parallel.tensor.embedding import slice_vocabulary
 from apportion.parallel.tensor.linear import is_transposed, slice_columns, slice_dropout, slice_rows, slice_transposed
-from apportion.parallel.tensor.patterns import Look, Pair, look
+from apportion.parallel.tensor.patterns import ForwardRecord, Pair, record_forward
 from apportion.parallel.tensor.recurrent import slice_units
 from apportion.parallel.tensor.slicing import Slicer
 
@@ -67,7 +67,7 @@ def plan(
     """The plan of what can be sliced of a workload's network, of the layers under these names. A Linear or an embedding
     that stands alone is sliced where both its sides are ``min_width`` or more."""
     state = _state(workload, inputs)
-    seen = look(model, inputs, *state)
+    seen = record_forward(model, inputs, *state)
     layers = {name: m for name, m in model.named_modules() if any(_under(name, prefix) for prefix in within)}
     whole = _must_stay_whole(model, layers, seen)
     layers = {name: m for name, m in layers.items() if name not in whole}
@@ -138,7 +138,7 @@ def _owners(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[str, str]]]
     return list(held.values())
 
 
-def _must_stay_whole(model: nn.Module, layers: Mapping[str, nn.Module], seen: Look) -> set[str]:
+def _must_stay_whole(model: nn.Module, layers: Mapping[str, nn.Module], seen: ForwardRecord) -> set[str]:
     """The layers whose weights something else uses, or that share one with a layer which is not cut the same way."""
     owners, whole, before = _owners(model), set[str](), -1
     while len(whole) > before:

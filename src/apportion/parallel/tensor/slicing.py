@@ -32,8 +32,8 @@ class Slicer:
         for name, p in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(p), []).append(name)
 
-    def own(self, width: int) -> range:
-        """The units that this rank has of ``width``."""
+    def own_units(self, width: int) -> range:
+        """The units that this rank has of ``width`` units."""
         return shares(width, self.group.size)[self.group.rank]
 
     def cut(self, layer: nn.Module, name: str, *index: Sequence[int] | None) -> None:
@@ -47,7 +47,7 @@ class Slicer:
             piece = TensorShard(tuple(whole.shape), positions)
             for plain in self._names[id(whole)]:
                 self.pieces[plain] = piece
-            kept = piece.of(whole.detach()).clone(memory_format=torch.contiguous_format)
+            kept = piece.slice_of(whole.detach()).clone(memory_format=torch.contiguous_format)
             self._cut[id(whole)] = nn.Parameter(kept, requires_grad=whole.requires_grad), whole
         setattr(layer, name, self._cut[id(whole)][0])
 

@@ -198,8 +198,8 @@ class _Counter:
         self._handles = []
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
-                self._handles.append(module.register_forward_pre_hook(self._begin))
-                self._handles.append(module.register_forward_hook(self._end))
+                self._handles.append(module.register_forward_pre_hook(self._count_before))
+                self._handles.append(module.register_forward_hook(self._add_recurrent))
 
     def __enter__(self) -> _Counter:
         self._counter.__enter__()
@@ -214,10 +214,10 @@ class _Counter:
     def flops(self) -> int:
         return self._counter.get_total_flops() + self._extra
 
-    def _begin(self, *_: Any) -> None:
+    def _count_before(self, *_: Any) -> None:
         self._before = self._counter.get_total_flops()
 
-    def _end(self, module: Any, inputs: Any, _: Any) -> None:
+    def _add_recurrent(self, module: Any, inputs: Any, _: Any) -> None:
         self._extra += recurrent_flops(module, inputs[0]) - (self._counter.get_total_flops() - self._before)
 
 
@@ -340,14 +340,14 @@ def _hooked(model: nn.Module, sample: Any) -> Iterator[Layer]:
         if any(True for _ in module.children()):
             continue
 
-        def begin(*_: Any, path: str = path) -> None:
+        def before_call(*_: Any, path: str = path) -> None:
             before[path] = counter.flops
 
-        def end(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
+        def after_call(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
             hook(path, module, args, kwargs, result)
 
-        handles.append(module.register_forward_pre_hook(begin))
-        handles.append(module.register_forward_hook(end, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(before_call))
+        handles.append(module.register_forward_hook(after_call, with_kwargs=True))
     try:
         with counter:
             tree.call(model, sample)

@@ -4,6 +4,11 @@ One tracer serves all that plans, cuts or exports a network. These uses differ i
 in how they treat a forward that does more than its graph shows: that changes itself, draws numbers once, turns
 gradients off. Code that runs the graph (stages, strips, wavefronts) takes the module whole in which that happens; code
 that runs the network's own forward, and looks at the graph alone (slices), ``goes_on`` and reads it.
+
+Besides ``follow`` and its ``Tracer``, this module has the reasons why a forward cannot be followed, as sentences that
+name the user's line (``reason``, ``unregistered``); the tensors that a forward makes in a size of its arguments, as
+nodes (``factories_traced``); the writes in place of a graph (``written``, ``in_place``); and the arguments with which a
+graph is called, by the names of the network's own forward (``not_given``, ``names``, ``arguments``).
 """
 
 from __future__ import annotations

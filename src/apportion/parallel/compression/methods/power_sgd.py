@@ -69,7 +69,7 @@ class _FactorSum(HostSum):
         """Q' of each matrix, after the last step."""
         self._errors: list[Tensor] = []
         """What has been left out of each matrix so far."""
-        self._begin()
+        self._reset()
 
     def __call__(self, flat: Tensor, hosts: HostExchange) -> None:
         parts = flat.split(self._sizes)
@@ -90,21 +90,21 @@ class _FactorSum(HostSum):
         self._factors = rows
         # A gradient that is not finite shows in the sum, and is over with it.
         if not all(math.isfinite(tensor.sum().item()) for tensor in (*rows, *self._errors)):
-            self._begin()
+            self._reset()
 
-    def kept(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         names = ("factors", self._factors), ("errors", self._errors)
         none = torch.empty(0, dtype=self._dtype)
         return {name: torch.cat([none, *(tensor.reshape(-1) for tensor in tensors)]) for name, tensors in names}
 
-    def keep(self, kept: Mapping[str, Tensor]) -> None:
-        self._begin()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._reset()
         for name, tensors in (("factors", self._factors), ("errors", self._errors)):
-            parts = kept[name].split([tensor.numel() for tensor in tensors]) if name in kept else tensors
+            parts = state[name].split([tensor.numel() for tensor in tensors]) if name in state else tensors
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Draws the first factors, and has nothing left out yet."""
         generator = torch.Generator().manual_seed(SEED)
         shapes = [shape for shape in self._shapes if shape is not None]

@@ -53,9 +53,9 @@ class _Largest(Codec):
         self._fraction = fraction
 
     def nbytes(self, numel: int, itemsize: int) -> int:
-        return 2 * itemsize * self._kept(numel)
+        return 2 * itemsize * self._count(numel)
 
-    def _kept(self, numel: int) -> int:
+    def _count(self, numel: int) -> int:
         return max(1, round(numel * self._fraction))
 
     def encode(self, numbers: Tensor, code: Tensor) -> None:
@@ -69,6 +69,6 @@ class _Largest(Codec):
         numbers.index_add_(0, places, values, alpha=times)
 
     def _parts(self, numbers: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-        half = numbers.element_size() * self._kept(numbers.numel())
+        half = numbers.element_size() * self._count(numbers.numel())
         places = code[:half].view(torch.int32 if numbers.element_size() == 4 else torch.int64)
         return places, code[half : 2 * half].view(numbers.dtype)

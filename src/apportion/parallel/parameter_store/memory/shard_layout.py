@@ -50,7 +50,7 @@ class StoreLayout:
         self.dtype = kinds.pop()
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"parameters of type {self.dtype}: a parameter store's are float32 or float64")
-        self.many_groups = len(groups)
+        self.group_count = len(groups)
         self.hyper = self.rule.numbers(groups[0])
         """The number of hyperparameters of a group."""
         align = CACHE_LINE // self.dtype.itemsize

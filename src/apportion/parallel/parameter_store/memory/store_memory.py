@@ -115,7 +115,7 @@ class StoreMemory:
     def open_locks(self) -> None:
         """Open every lock, once they are made."""
         places = [self._locks_at + LOCK_BYTES * i for i in range(self.extent.shards + 1)]
-        *self.locks, self.deal = [Lock(self._bytes, at) for at in places]
+        *self.locks, self.queue_lock = [Lock(self._bytes, at) for at in places]
 
     def make_locks(self) -> None:
         """Make the locks, in one process, before any other looks at them."""

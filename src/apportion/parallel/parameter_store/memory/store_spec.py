@@ -1,4 +1,4 @@
-"""The size of a store, and where each array lies in its shared memory."""
+"""The size of a store, the records that it consists of, and the place of each array in its shared memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StoreRecord(ctypes.Structure):
     """The number of words from one record to the next."""
 
     @classmethod
-    def rows(cls, memory: memoryview, offset: int, many: int) -> list[Self]:
+    def rows(cls, memory: memoryview, offset: int, count: int) -> list[Self]:
         """Return this number of consecutive records in memory."""
-        return [cls.from_buffer(memory, offset + 8 * cls.words * n) for n in range(many)]
+        return [cls.from_buffer(memory, offset + 8 * cls.words * n) for n in range(count)]
 
     def word(self, name: str) -> CommitWord:
         """Return a field as a commit word, which is written after what it describes."""
@@ -40,13 +40,13 @@ class StoreHead(StoreRecord):
     words = 8
     ready: int
     """Tells whether everything else is filled in."""
-    dealt: int
+    handed_out: int
     """The number of batches handed out."""
     returned: int
     """The number of batches that came back."""
     base: int
     """The number of updates before the first."""
-    _fields_ = (("ready", _I64), ("dealt", _I64), ("returned", _I64), ("base", _I64))
+    _fields_ = (("ready", _I64), ("handed_out", _I64), ("returned", _I64), ("base", _I64))
 
 
 class WorkerRecord(StoreRecord):
@@ -187,7 +187,7 @@ class StoreRegions:
             "versions": regions.add(i64, shards, 8),
             "lines": regions.add(i64, workers, WorkerRecord.words),
             "drafts": regions.add(i64, appliers, DraftRecord.words),
-            "hyper": regions.add(f64, workers, layout.many_groups, layout.hyper),
+            "hyper": regions.add(f64, workers, layout.group_count, layout.hyper),
             "reports": regions.add(f64, workers, ReportRecord.words),
             "used": regions.add(flags, workers, len(layout.parameters)),
             "touched": regions.add(flags, len(layout.parameters)),

@@ -20,7 +20,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Say(IntEnum):
+class StoreMessage(IntEnum):
     """The kind of a message."""
 
     HELLO = 1

@@ -1,4 +1,10 @@
-"""A worker of Downpour SGD, and a server, whose ranks run on several hosts."""
+"""The steps of Downpour SGD whose ranks run on several hosts, and the choice of the ranks that are servers.
+
+``NetworkPlaces`` says which ranks hold shards and which compute. ``NetworkDownpourStep`` is a worker that takes batches
+from the queue, ``NetworkServerStep`` a rank that holds shards and takes no batches, and ``OrderedNetworkStep`` either
+of them in ordered mode, where every rank takes part in every batch. ``build_servers`` and ``serve`` make and run the
+servers of a rank.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +75,7 @@ class NetworkPlaces:
     """The rank that has the copy of each range; none where there are none."""
 
     @classmethod
-    def of(cls, hosts: list[int], *, servers: int, copies: int) -> NetworkPlaces:
+    def choose(cls, hosts: list[int], *, servers: int, copies: int) -> NetworkPlaces:
         """Choose the ranks that are servers, and those that keep copies."""
         ranks = server_ranks(hosts, servers)
         return cls(tuple(hosts), tuple(ranks), tuple(copy_ranks(ranks, hosts)) if copies else ())
@@ -99,20 +105,22 @@ def doors_of(world: World) -> RankDoors:
     return doors
 
 
-def served(doors: RankDoors, spec: StoreSpec, places: NetworkPlaces, contents: Callable[[], Contents]) -> ShardServers:
+def build_servers(
+    doors: RankDoors, spec: StoreSpec, places: NetworkPlaces, contents: Callable[[], Contents]
+) -> ShardServers:
     """Return the servers of this rank, which has not begun to answer yet."""
 
     def state(number: int) -> RangeState:
         return RangeState(spec, number, contents())
 
-    def dealer(servers: ShardServers) -> WorkerRegistry:
+    def registry(servers: ShardServers) -> WorkerRegistry:
         def others() -> list[RangeSession]:
             numbers = range(1, len(places.servers))
             return [RangeSession(Range(spec, n), n, doors, servers.views, CONTROL) for n in numbers]
 
         return WorkerRegistry(lambda: servers.ranges.get(0), others, servers.closed)
 
-    return ShardServers(doors, places.servers, places.copies, state, dealer)
+    return ShardServers(doors, places.servers, places.copies, state, registry)
 
 
 class NetworkWorkerStep(PushPullStep):
@@ -134,7 +142,7 @@ class NetworkWorkerStep(PushPullStep):
 
     def _enter(self) -> None:
         if not self._entered:
-            self.store.begin()
+            self.store.join()
             self._forget()
             self._entered = True
 
@@ -195,18 +203,18 @@ class NetworkDownpourStep(NetworkWorkerStep):
                 self._entered = False
 
     def _next(self) -> Batch | None:
-        batch = self._dealt(waits=False)
+        batch = self._ask_for_batch(waits=False)
         if batch is None:
             self._cycle.push_rest()
-            batch = self._dealt(waits=True)  # another worker's may come back until it has pushed
+            batch = self._ask_for_batch(waits=True)  # another worker's may come back until it has pushed
         return None if batch is None else self.source.at(batch, WHOLE)
 
-    def _dealt(self, *, waits: bool) -> int | None:
+    def _ask_for_batch(self, *, waits: bool) -> int | None:
         """Ask for a batch. The time counts as waiting for others, since a worker that is too far ahead waits here."""
         clock = self._world.group().all_waits
         clock.begin()
         try:
-            return self.store.take(self.source.total, waits=waits, most=self._max_staleness)
+            return self.store.take_batch(self.source.total, waits=waits, most=self._max_staleness)
         finally:
             clock.end()
 
@@ -231,7 +239,7 @@ class NetworkDownpourStep(NetworkWorkerStep):
 
     def leave(self) -> None:
         if self._entered:
-            self.store.leave(stops=self.rank == 0)
+            self.store.stop_taking(stops=self.rank == 0)
 
 
 @final
@@ -249,7 +257,7 @@ class NetworkServerStep(Step):
         self._doors = doors_of(world)
         contents = worker.initial()
         self._spec = spec_of(worker, places)
-        self._servers = served(self._doors, self._spec, places, lambda: contents)
+        self._servers = build_servers(self._doors, self._spec, places, lambda: contents)
         self._servers.start()
         self._reader = NetworkStore(self._spec, worker.weights, self._doors, ViewSource(self._doors), CONTROL)
 
@@ -317,7 +325,7 @@ class OrderedNetworkStep(OrderedRounds, NetworkWorkerStep):
         self._servers = None
         if world.rank in places.servers:
             contents = self._worker.initial()
-            self._servers = served(self._doors, spec_of(self._worker, places), places, lambda: contents)
+            self._servers = build_servers(self._doors, spec_of(self._worker, places), places, lambda: contents)
             self._servers.start()
 
     def _enter(self) -> None:

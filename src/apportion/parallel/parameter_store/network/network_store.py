@@ -14,7 +14,7 @@ from torch import Tensor
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
 from apportion.parallel.parameter_store.memory.store_spec import PUSH, TICKET, VERSIONS, StoreSpec
-from apportion.parallel.parameter_store.network.messages import Say
+from apportion.parallel.parameter_store.network.messages import StoreMessage
 from apportion.parallel.parameter_store.network.range_session import IncarnationOver, RangeSession
 from apportion.parallel.parameter_store.network.range_state import (
     RUN_BYTES,
@@ -46,7 +46,8 @@ class NetworkStore(PushStore):
         self.extent, self.worker, self._views = extent, worker, views
         ranges = [Range(extent, number, chunk_bytes=RUN_BYTES) for number in range(extent.servers)]
         self._sessions = [
-            RangeSession(of, number, doors, views, worker, self._said_since) for number, of in enumerate(ranges)
+            RangeSession(shard_range, number, doors, views, worker, self._describe_loss)
+            for number, shard_range in enumerate(ranges)
         ]
         self._threads = ThreadPoolExecutor(max(1, len(ranges) - 1), "servers")
         self.weights = weights
@@ -58,7 +59,7 @@ class NetworkStore(PushStore):
         """The change of each buffer that the next push brings: flat, filled by the caller."""
         self.pulled: Sequence[int] = [0] * extent.shards
         """The version of each shard in ``weights``."""
-        self.deal: NetworkStore = self
+        self.queue: NetworkStore = self
         """The queue: what is written down of each batch goes to the servers with the push that it is in."""
         self._waited = 0.0
         self._saved: int | None = None
@@ -76,7 +77,7 @@ class NetworkStore(PushStore):
         """The number of batches in the weights, as the servers have said last."""
         return max(session.done for session in self._sessions)
 
-    def _said_since(self) -> str:
+    def _describe_loss(self) -> str:
         if self._saved is None:
             return "the updates since the last checkpoint are lost"
         return f"{self.done - self._saved} updates are lost, those after update {self._saved}, whose state was the last"
@@ -86,15 +87,15 @@ class NetworkStore(PushStore):
         """The bytes of weights and of what is pushed of them, in this process."""
         return self.weights.nbytes + self.gradient.nbytes + self.buffers.nbytes
 
-    def begin(self) -> None:
+    def join(self) -> None:
         """Begin as this worker: whatever another process of it had begun is ended before this returns. Where this one
         is given up meanwhile, or a server is lost, it begins again. Raises PeerLost where that takes too long."""
         end = time.monotonic() + BEGIN_SECONDS
-        while not self._try_to_begin():
+        while not self._try_to_join():
             if time.monotonic() > end:
                 raise PeerLost(f"worker {self.worker} could not begin within {BEGIN_SECONDS:.0f} s: servers are lost")
 
-    def _try_to_begin(self) -> bool:
+    def _try_to_join(self) -> bool:
         """Try to begin as this worker, and return whether all servers agree on how far it is."""
         first, *others = self._sessions
         for session in self._sessions:
@@ -119,31 +120,31 @@ class NetworkStore(PushStore):
 
     # The queue
 
-    def take(self, total: int, *, waits: bool, most: int | None) -> int | None:
+    def take_batch(self, total: int, *, waits: bool, most: int | None) -> int | None:
         """Take the next batch; None: there is none. ``waits``: where others have batches that may come back; ``most``:
         by how many pushes this worker may be ahead of the slowest."""
         began = time.perf_counter()
-        batch = self._sessions[0].take(total, waits=waits, most=-1 if most is None else most)
+        batch = self._sessions[0].take_batch(total, waits=waits, most=-1 if most is None else most)
         self._waited += time.perf_counter() - began
         if batch is not None:
             self._entries.append((batch, None))
         return batch
 
-    def open(self, batch: int) -> None:
+    def record_taken(self, batch: int) -> None:
         """Note a batch that follows from the round, without asking the server."""
         self._entries.append((batch, None))
 
-    def note(self, pulled: Sequence[int] | None) -> None:
+    def record_versions(self, pulled: Sequence[int] | None) -> None:
         """Write down the versions that the gradient of the batch taken last is computed on; None: on the weights that
         the batch before it left."""
         self._entries[-1] = self._entries[-1][0], None if pulled is None else list(pulled)
 
-    def tell(self) -> None:
+    def wake_all(self) -> None:
         """Do nothing: the server of the queue wakes who waits for it."""
 
-    def leave(self, *, stops: bool) -> None:
+    def stop_taking(self, *, stops: bool) -> None:
         """Take no more batches for now; ``stops``: no worker is given any."""
-        self._sessions[0].leave(stops=stops)
+        self._sessions[0].stop_taking(stops=stops)
 
     # Pushes and pulls
 
@@ -165,23 +166,27 @@ class NetworkStore(PushStore):
         # The entries are forgotten only after every range has applied the push: a session that connects again in the
         # middle sends the same push, with the same number, and a range that has it does not apply it twice.
         self._entries.clear()
-        many = [session.range.last - session.range.first for session in self._sessions]
-        made = sum(count * size for (count, _), size in zip(found, many, strict=True))
+        sizes = [session.range.last - session.range.first for session in self._sessions]
+        made = sum(count * size for (count, _), size in zip(found, sizes, strict=True))
         stale = made - sum(self.pulled) - self.extent.shards
         if pull:
             self.pulled = torch.cat([versions for _, versions in found if versions is not None]).tolist()
         return stale / self.extent.shards
 
-    def _staged(self, of: Range, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None) -> StagedGradient:
+    def _staged(
+        self, shard_range: Range, hyper: Sequence[Sequence[float]], used: Sequence[bool] | None
+    ) -> StagedGradient:
         """Return what a range gets of the push."""
         number = self._number + 1
-        staged = StagedGradient.blank(self.extent, of, number, len(self._entries), of.of(self.gradient))
+        staged = StagedGradient.allocate(
+            self.extent, shard_range, number, len(self._entries), shard_range.part_of(self.gradient)
+        )
         for row, (batch, pulled) in zip(staged.entries, self._entries, strict=True):
             row[TICKET], row[PUSH] = batch, number
-            row[VERSIONS:] = torch.tensor(pulled[of.first : of.last]) if pulled is not None else -1
+            row[VERSIONS:] = torch.tensor(pulled[shard_range.first : shard_range.last]) if pulled is not None else -1
         staged.hyper.copy_(torch.tensor(hyper, dtype=torch.float64).view_as(staged.hyper))
         staged.used.copy_(torch.tensor(used)) if used is not None else staged.used.fill_(1)
-        if of.buffers:
+        if shard_range.buffers:
             staged.change.copy_(self.change)
         return staged
 
@@ -203,13 +208,13 @@ class NetworkStore(PushStore):
 
     def snapshot(self) -> Collected:
         """Read the store as it is at one moment: every batch is in the weights whole, or listed as unpushed."""
-        found = self._at_once(lambda: collect(self.extent, self._fetch(Say.READ)))
+        found = self._at_once(lambda: collect(self.extent, self._fetch(StoreMessage.READ)))
         self._saved = found.done
         return found
 
     def log(self) -> PushLog:
         """Read the log of all pushes. ValueError where its beginning was overwritten."""
-        return self._at_once(lambda: self._joined(self._fetch(Say.LOG)))
+        return self._at_once(lambda: self._join_logs(self._fetch(StoreMessage.LOG)))
 
     def _fetch(self, kind: int) -> list[dict[str, Tensor]]:
         layout, spec = self.extent.layout, self.extent
@@ -222,14 +227,14 @@ class NetworkStore(PushStore):
         for left in range(TRIES, 0, -1):
             try:
                 applied = [session.freeze(self.extent.workers) for session in self._sessions]
-                newest = [max(of) for of in zip(*applied, strict=True)]
+                newest = [max(numbers) for numbers in zip(*applied, strict=True)]
                 for session, found in zip(self._sessions, applied, strict=True):
                     for worker, number in enumerate(newest):
                         if found[worker] < number:
-                            session.ask(Say.CATCH_UP, worker, number)
+                            session.ask(StoreMessage.CATCH_UP, worker, number)
                 found_all = read()
                 for session in self._sessions:
-                    session.ask(Say.THAW)
+                    session.ask(StoreMessage.THAW)
                 return found_all
             except PeerLost:
                 for session in self._sessions:  # what is cut off changes again
@@ -238,22 +243,26 @@ class NetworkStore(PushStore):
                     raise
         raise AssertionError("the last try has returned or raised")
 
-    def _joined(self, parts: Sequence[dict[str, Tensor]]) -> PushLog:
+    def _join_logs(self, parts: Sequence[dict[str, Tensor]]) -> PushLog:
         if any("log" not in part for part in parts):
             raise ValueError(f"the log has room for {self.extent.capacity} pushes of a worker, and there were more")
         entries: list[list[Tensor]] = [[] for _ in range(self.extent.workers)]
         made: list[list[Tensor]] = [[] for _ in range(self.extent.workers)]
         ranges = [self._rows(part) for part in parts]
         for key in sorted(ranges[0]):
-            rows = [of[key] for of in ranges]
+            rows = [pushes[key] for pushes in ranges]
             first = rows[0][1]
-            entries[key[0]].append(torch.cat([first[:, :VERSIONS], *(of[:, VERSIONS:] for _, of in rows)], 1))
-            made[key[0]].append(torch.cat([torch.full((of.shape[1] - VERSIONS,), many) for many, of in rows]))
+            entries[key[0]].append(torch.cat([first[:, :VERSIONS], *(batches[:, VERSIONS:] for _, batches in rows)], 1))
+            made[key[0]].append(
+                torch.cat([torch.full((batches.shape[1] - VERSIONS,), version) for version, batches in rows])
+            )
         width = self.extent.shards
         return PushLog(
             state_json_of(parts[0])["base"],
-            tuple(torch.cat([torch.zeros(0, VERSIONS + width, dtype=torch.int64), *of]).numpy() for of in entries),
-            tuple(torch.stack(of).numpy() if of else torch.zeros(0, width, dtype=torch.int64).numpy() for of in made),
+            tuple(torch.cat([torch.zeros(0, VERSIONS + width, dtype=torch.int64), *each]).numpy() for each in entries),
+            tuple(
+                torch.stack(each).numpy() if each else torch.zeros(0, width, dtype=torch.int64).numpy() for each in made
+            ),
         )
 
     @staticmethod
@@ -261,12 +270,14 @@ class NetworkStore(PushStore):
         """Return what the log of a range has of each push, by worker and number: the version made, and the batches."""
         log = part["log"].tolist()
         entries = part["entries"].split([row[3] for row in log]) if log else ()
-        return {(worker, number): (made, of) for (worker, number, made, _), of in zip(log, entries, strict=True)}
+        return {
+            (worker, number): (made, batches) for (worker, number, made, _), batches in zip(log, entries, strict=True)
+        }
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
         """Have all servers begin with these contents, while no worker pushes."""
         found = {f"data/{at}": flat for at, flat in enumerate(contents.data)}
-        counts = [torch.from_numpy(of.astype("float64")) for of in contents.counts]
+        counts = [torch.from_numpy(each.astype("float64")) for each in contents.counts]
         found["counts"] = torch.cat(counts) if counts else torch.zeros(0, dtype=torch.float64)
         found["touched"] = torch.from_numpy(contents.touched.astype("uint8"))
         found["buffers"] = contents.buffers

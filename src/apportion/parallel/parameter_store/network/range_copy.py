@@ -1,4 +1,8 @@
-"""The copy of a range on another host, which learns of every change from its server before a worker does."""
+"""The copy of a range on another host: its server sends it each change before any worker learns of the change.
+
+``RangeCopy`` is the copy as the server sees it. ``receive_gradient`` receives a worker's push, at the server and at the
+copy, and hands it on as it arrives. ``follow_order`` applies, at the copy, what the server has done.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import MOST_BATCHES, PIECE_BYTES, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.messages import MOST_BATCHES, PIECE_BYTES, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_state import RangeState, StagedGradient
 from apportion.parallel.parameter_store.network.shard_link import Message, ShardLink
 
@@ -27,34 +31,34 @@ class RangeCopy:
         self._stages: dict[int, ShardLink] = {}
         self._lock = threading.Lock()
 
-    def begin(self, kind: int, *numbers: int) -> None:
+    def send_order(self, kind: int, *numbers: int) -> None:
         """Begin to tell the copy what is being done."""
-        self._orders.say(kind, *numbers)
+        self._orders.send_message(kind, *numbers)
 
-    def finish(self) -> None:
+    def wait_for_ack(self) -> None:
         """Wait until the copy knows it. Raises PeerLost where it is gone."""
-        self._orders.expect(Say.ACK, REPLY_SECONDS)
+        self._orders.expect(StoreMessage.ACK, REPLY_SECONDS)
 
     def put(self, blob: Tensor, done: int) -> None:
         """Have the copy begin with these contents."""
-        self._orders.say_blob(Say.ORDER_PUT, blob, done)
-        self.finish()
+        self._orders.send_blob(StoreMessage.ORDER_PUT, blob, done)
+        self.wait_for_ack()
 
-    def stage(self, worker: int) -> ShardLink:
+    def staging_link(self, worker: int) -> ShardLink:
         """Return the conversation for a worker's gradients. Raises PeerLost where the copy is gone."""
         with self._lock:
             link = self._stages.get(worker)
         if link is None:
             link = ShardLink(self._doors.dial(self.rank, DIAL_SECONDS), self._doors.describe(self.rank))
-            link.say(Say.COPY_STAGE, self._number, worker)
+            link.send_message(StoreMessage.COPY_STAGE, self._number, worker)
             with self._lock:
                 self._stages[worker] = link
         return link
 
-    def end(self) -> None:
+    def announce_end(self) -> None:
         """Tell the copy that the run is over, and that it has nothing to take over."""
         try:
-            self._orders.say(Say.ORDER_END)
+            self._orders.send_message(StoreMessage.ORDER_END)
             self._orders.flush(DIAL_SECONDS)
         except PeerLost:
             pass
@@ -88,12 +92,12 @@ def receive_gradient(
     if not 0 < batches <= MOST_BATCHES or worker not in state.workers:
         raise PeerLost(f"{link.name} pushes {batches} batches for worker {worker}, which cannot be")
     state.workers[worker].staged = None  # what is there is about to be written over
-    staged = StagedGradient.blank(state.extent, state.range, number, batches, state.room(worker))
+    staged = StagedGradient.allocate(state.extent, state.range, number, batches, state.gradient_memory(worker))
     *small, gradient = staged.tensors
     pieces = gradient_pieces(gradient)
-    link.take(small, REPLY_SECONDS)
+    link.receive_tensors(small, REPLY_SECONDS)
     if on is None:
-        link.take(pieces, REPLY_SECONDS)
+        link.receive_tensors(pieces, REPLY_SECONDS)
         return staged
     lost: list[PeerLost] = []
 
@@ -105,14 +109,15 @@ def receive_gradient(
             lost.append(error)
 
     try:
-        on.say(Say.STAGE, number, batches, tensors=small)
+        on.send_message(StoreMessage.STAGE, number, batches, tensors=small)
     except PeerLost as error:
         lost.append(error)
-    link.take(pieces, REPLY_SECONDS, arrived=lambda at: hand_on(pieces[at]))
+    link.receive_tensors(pieces, REPLY_SECONDS, arrived=lambda at: hand_on(pieces[at]))
     if lost:
         raise CopyLost(staged) from lost[0]
     try:
-        on.expect(Say.STAGED, REPLY_SECONDS)
+        # The copy has all of the gradient before the worker is answered: only then can a push no longer be lost.
+        on.expect(StoreMessage.STAGED, REPLY_SECONDS)
     except PeerLost as error:
         raise CopyLost(staged) from error
     return staged
@@ -130,23 +135,23 @@ def follow_order(state: RangeState, link: ShardLink, message: Message) -> None:
     """Do, as a copy, what the server has done."""
     kind, worker, number = message[:3]
     queue = state.queue
-    if kind == Say.ORDER_APPLY:
+    if kind == StoreMessage.ORDER_APPLY:
         staged = state.workers[worker].staged
         if state.workers[worker].applied < number:
             if staged is None or staged.number != number:
                 raise PeerLost(f"{link.name} applies push {number} of worker {worker}, which is not here")
             state.apply(worker)
-    elif kind == Say.ORDER_INCARNATION:
+    elif kind == StoreMessage.ORDER_INCARNATION:
         state.workers[worker].incarnation = number
-    elif kind == Say.ORDER_OPEN:
+    elif kind == StoreMessage.ORDER_OPEN:
         queue.hand_out(worker, number)
-    elif kind == Say.ORDER_BACK:
+    elif kind == StoreMessage.ORDER_BACK:
         queue.give_back(worker)
-    elif kind == Say.ORDER_ENDED:
+    elif kind == StoreMessage.ORDER_ENDED:
         queue.ended.add(worker)
-    elif kind == Say.ORDER_DISCARD:
+    elif kind == StoreMessage.ORDER_DISCARD:
         state.workers[worker].staged = None
-    elif kind == Say.ORDER_PUT:
-        state.restore(link.take_blob(worker, state.most_bytes))
+    elif kind == StoreMessage.ORDER_PUT:
+        state.restore(link.receive_blob(worker, state.most_bytes))
     else:
         raise PeerLost(f"{link.name} sent message {kind}, which is not a valid order")

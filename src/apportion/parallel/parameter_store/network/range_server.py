@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.messages import CONTROL, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_copy import CopyLost, RangeCopy, gradient_pieces, receive_gradient
 from apportion.parallel.parameter_store.network.range_state import (
     NO_TICKET,
@@ -54,24 +54,24 @@ class RangeServer:
         self._frozen: ShardLink | None = None
         self._outs: dict[ShardLink, tuple[Tensor, Tensor]] = {}
         self._handlers: dict[int, Handler] = {
-            Say.STAGE: self._stage,
-            Say.APPLY: self._apply,
-            Say.PULL: self._pull,
-            Say.TAKE: self._take,
-            Say.LEAVE: self._leave,
-            Say.FREEZE: self._freeze,
-            Say.THAW: self._thaw,
-            Say.CATCH_UP: self._catch_up,
-            Say.READ: self._read,
-            Say.LOG: self._log,
-            Say.PUT: self._put,
-            Say.FENCE: self._fence,
-            Say.DISCARD: self._discard,
+            StoreMessage.STAGE: self._stage,
+            StoreMessage.APPLY: self._apply,
+            StoreMessage.PULL: self._pull,
+            StoreMessage.TAKE: self._hand_out_batch,
+            StoreMessage.LEAVE: self._stop_taking,
+            StoreMessage.FREEZE: self._freeze,
+            StoreMessage.THAW: self._thaw,
+            StoreMessage.CATCH_UP: self._catch_up,
+            StoreMessage.READ: self._read,
+            StoreMessage.LOG: self._log,
+            StoreMessage.PUT: self._put,
+            StoreMessage.FENCE: self._fence,
+            StoreMessage.DISCARD: self._discard,
         }
 
     # Conversations
 
-    def converse(self, link: ShardLink, worker: int, incarnation: int) -> bool:
+    def serve_connection(self, link: ShardLink, worker: int, incarnation: int) -> bool:
         """Answer a worker, or a process of the control, until it says that it ends, and return True; or until it is
         gone."""
         torch.set_num_threads(1)  # each thread has its own number, and there is one for each worker already
@@ -79,8 +79,8 @@ class RangeServer:
             if not self._welcome(link, worker, incarnation):
                 return True
             while True:
-                kind, *numbers = link.hear()
-                if kind == Say.BYE:
+                kind, *numbers = link.receive_message()
+                if kind == StoreMessage.BYE:
                     with self.order:
                         self.byes.add(worker)
                         self.order.notify_all()
@@ -102,24 +102,24 @@ class RangeServer:
 
     def _welcome(self, link: ShardLink, worker: int, incarnation: int) -> bool:
         if worker == CONTROL:
-            link.say(Say.WELCOME)
+            link.send_message(StoreMessage.WELCOME)
             return True
         with self.order:
             state = self.state.workers[worker]
             if incarnation < state.incarnation:
-                link.say(Say.INCARNATION_OVER)
+                link.send_message(StoreMessage.INCARNATION_OVER)
                 link.flush(REPLY_SECONDS)
                 return False
             # The copy learns of the incarnation first: were this server lost after it had answered, the copy would
             # still answer the process that is refused here.
             if incarnation > state.incarnation:
-                self._change(Say.ORDER_INCARNATION, worker, incarnation)
+                self._change(StoreMessage.ORDER_INCARNATION, worker, incarnation)
                 state.incarnation = incarnation
             self.links[worker] = link
             self.byes.discard(worker)
             self.gone.discard(worker)
             staged = state.staged.number if state.staged is not None else 0
-            link.say(Say.WELCOME, incarnation, state.applied, staged, self.state.done)
+            link.send_message(StoreMessage.WELCOME, incarnation, state.applied, staged, self.state.done)
             return True
 
     def _must_live(self, link: ShardLink, worker: int, incarnation: int) -> None:
@@ -135,16 +135,16 @@ class RangeServer:
 
     def _begin_change(self, kind: int, *numbers: int) -> None:
         if self.copy is not None:
-            self._with_copy(lambda copy: copy.begin(kind, *numbers))
+            self._with_copy(lambda copy: copy.send_order(kind, *numbers))
 
     def _finish_change(self) -> None:
         if self.copy is not None:
-            self._with_copy(lambda copy: copy.finish())
+            self._with_copy(lambda copy: copy.wait_for_ack())
 
-    def _with_copy(self, tell: Callable[[RangeCopy], Any]) -> None:
+    def _with_copy(self, send: Callable[[RangeCopy], Any]) -> None:
         assert self.copy is not None
         try:
-            tell(self.copy)
+            send(self.copy)
         except PeerLost:
             self.lose_copy()
 
@@ -175,13 +175,13 @@ class RangeServer:
             if self.copy is not copy and self.copy is not None:  # it came while the gradient did
                 self._with_copy(lambda own: _hand_on_whole(own, worker, staged.number, staged.tensors))
             self.state.stage(worker, staged)
-        link.say(Say.STAGED, staged.number)
+        link.send_message(StoreMessage.STAGED, staged.number)
 
     def _handing_on(self, copy: RangeCopy | None, worker: int) -> ShardLink | None:
         if copy is None:
             return None
         try:
-            return copy.stage(worker)
+            return copy.staging_link(worker)
         except PeerLost:
             with self.order:
                 if self.copy is copy:
@@ -199,8 +199,9 @@ class RangeServer:
                     raise PeerLost(f"{link.name} applies push {number}, which is not here")
                 versions = self._apply_now(link, worker, out)
             else:
+                # The worker asks again, since the answer was lost with a connection: the push is applied once.
                 made = next(p.made for p in reversed(self.state.log) if (p.worker, p.number) == (worker, number))
-                link.say(Say.APPLIED, made, self.state.done)
+                link.send_message(StoreMessage.APPLIED, made, self.state.done)
         if pulls and versions is None:
             assert out is not None
             versions = self._send_copy(link, out)
@@ -211,9 +212,9 @@ class RangeServer:
     def _apply_now(self, link: ShardLink, worker: int, out: tuple[Tensor, Tensor] | None) -> Tensor | None:
         """Apply a push. Without a copy the new weights leave run by run, while the next run is updated; with one they
         leave once the copy knows of the push."""
-        of, staged = self.state, self.state.workers[worker].staged
+        state, staged = self.state, self.state.workers[worker].staged
         assert staged is not None
-        self._begin_change(Say.ORDER_APPLY, worker, staged.number)
+        self._begin_change(StoreMessage.ORDER_APPLY, worker, staged.number)
         # With a copy the weights leave only after it knows of the push: a worker must never see a version that is lost
         # with this server. Without a copy there is nothing to wait for, and sending overlaps with the update.
         at_once = self.copy is None
@@ -228,27 +229,27 @@ class RangeServer:
             except PeerLost as error:  # the push gets into every shard all the same
                 lost.append(error)
 
-        answer = (Say.APPLIED, of.pushes + 1, of.done + len(staged.entries))
+        answer = (StoreMessage.APPLIED, state.pushes + 1, state.done + len(staged.entries))
         if at_once:
             try:
-                link.say(*answer)
+                link.send_message(*answer)
             except PeerLost as error:
                 lost.append(error)
         copied = None if out is None else send if at_once else lambda first, last: waiting.append((first, last))
-        of.apply(worker, copied, out)
+        state.apply(worker, copied, out)
         self._finish_change()
         self.order.notify_all()
         if not at_once:
-            link.say(*answer)
+            link.send_message(*answer)
         for at in waiting:
             send(*at)
         if lost:
             raise lost[0]
-        return of.versions.clone() if out is not None else None
+        return state.versions.clone() if out is not None else None
 
     def _pull(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         out = self._out(link)
-        link.say(Say.PULLED, self.state.done)
+        link.send_message(StoreMessage.PULLED, self.state.done)
         link.send(self._send_copy(link, out))
         link.flush(REPLY_SECONDS)
 
@@ -284,41 +285,41 @@ class RangeServer:
 
     # The queue
 
-    def _take(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
+    def _hand_out_batch(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         total, waits, most, last = numbers[0], bool(numbers[1]), numbers[2], numbers[3]
         while True:
             with self._changing(link, worker, incarnation):
                 queue = self.state.queue
                 # A worker whose connection broke asks again. If the answer was lost, it already has a batch that it
                 # does not know of, and gets this one: a second one would leave the first without a gradient for ever.
-                if (batch := queue.unheard(worker, last)) is not None:
+                if (batch := queue.unacknowledged(worker, last)) is not None:
                     break
                 batch = queue.next_batch(total)
                 if batch is None and not (waits and not queue.is_through(total)):
-                    self._change(Say.ORDER_ENDED, worker)
+                    self._change(StoreMessage.ORDER_ENDED, worker)
                     queue.ended.add(worker)
                     self.order.notify_all()
                     break
-                if batch is not None and (most < 0 or self._ahead(worker) <= most):
-                    self._change(Say.ORDER_OPEN, worker, batch)
+                if batch is not None and (most < 0 or self._pushes_ahead(worker) <= most):
+                    self._change(StoreMessage.ORDER_OPEN, worker, batch)
                     queue.hand_out(worker, batch)
                     self.order.notify_all()
                     break
                 self.order.wait(LOOK_SECONDS)
             if link.has_ended():
                 raise PeerLost(f"{link.name} is gone")
-        link.say(Say.TICKET, NO_TICKET if batch is None else batch, self.state.done)
+        link.send_message(StoreMessage.TICKET, NO_TICKET if batch is None else batch, self.state.done)
 
-    def _leave(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
+    def _stop_taking(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             self._must_live(link, worker, incarnation)
-            self._change(Say.ORDER_ENDED, worker)
+            self._change(StoreMessage.ORDER_ENDED, worker)
             self.state.queue.ended.add(worker)
             self.state.queue.stopped |= bool(numbers[0])
             self.order.notify_all()
-        link.say(Say.DONE)
+        link.send_message(StoreMessage.DONE)
 
-    def _ahead(self, worker: int) -> int:
+    def _pushes_ahead(self, worker: int) -> int:
         """Return by how many pushes a worker is ahead of the slowest of those that still take batches."""
         workers, ended = self.state.workers, self.state.queue.ended
         going = [state.applied for other, state in workers.items() if other not in ended or other == worker]
@@ -334,7 +335,7 @@ class RangeServer:
                     raise PeerLost(f"{link.name} is gone")
             self._frozen = link
             applied = torch.tensor([self.state.workers[at].applied for at in sorted(self.state.workers)])
-        link.say(Say.FROZEN, tensors=[applied])
+        link.send_message(StoreMessage.FROZEN, tensors=[applied])
         link.flush(REPLY_SECONDS)
 
     def _thaw(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
@@ -342,7 +343,7 @@ class RangeServer:
             if self._frozen is link:
                 self._frozen = None
             self.order.notify_all()
-        link.say(Say.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def _catch_up(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         whom, number = numbers[:2]
@@ -351,16 +352,16 @@ class RangeServer:
             if state.applied < number:
                 if state.staged is None or state.staged.number != number:
                     raise PeerLost(f"push {number} of worker {whom} is not here")
-                self._begin_change(Say.ORDER_APPLY, whom, number)
+                self._begin_change(StoreMessage.ORDER_APPLY, whom, number)
                 self.state.apply(whom)
                 self._finish_change()
             self.order.notify_all()
-        link.say(Say.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def _read(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
             blob = packed(self.state.contents())
-        link.say_blob(Say.BLOB, blob)
+        link.send_blob(StoreMessage.BLOB, blob)
 
     def _log(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         with self.order:
@@ -369,14 +370,14 @@ class RangeServer:
             except ValueError:
                 found = {}
             blob = packed({"json": self.state.contents()["json"], **found})
-        link.say_blob(Say.BLOB, blob)
+        link.send_blob(StoreMessage.BLOB, blob)
 
     def _put(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
-        blob = link.take_blob(numbers[0], self.state.most_bytes * max(2, self.state.extent.servers))
+        blob = link.receive_blob(numbers[0], self.state.most_bytes * max(2, self.state.extent.servers))
         with self.order:
             self.begin_with(unpacked(blob), numbers[1])
             self.order.notify_all()
-        link.say(Say.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def begin_with(self, given: dict[str, Tensor], done: int) -> None:
         """Begin with contents that a worker has sent; the incarnations of the workers stay. The caller holds
@@ -385,7 +386,7 @@ class RangeServer:
         sizes = [len(pieces) for pieces in state.extent.layout.pieces]
         counts = [part.numpy() for part in given["counts"].split(sizes)]
         data = [given[f"data/{at}"] for at in range(len(state.flats))]
-        incarnations = {worker: of.incarnation for worker, of in state.workers.items()}
+        incarnations = {worker: each.incarnation for worker, each in state.workers.items()}
         contents = Contents(data, counts, given["touched"].numpy(), given["buffers"])
         state.put(contents, done=done, unpushed=state_json_of(given)["unpushed"])
         for worker, incarnation in incarnations.items():
@@ -396,7 +397,7 @@ class RangeServer:
     # Workers that are given up
 
     def _fence(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
-        link.say(Say.FENCED, *self.fence(numbers[0], numbers[1], given_up=bool(numbers[2])))
+        link.send_message(StoreMessage.FENCED, *self.fence(numbers[0], numbers[1], given_up=bool(numbers[2])))
 
     def fence(self, worker: int, incarnation: int, *, given_up: bool) -> tuple[int, int]:
         """Refuse a worker's processes before this incarnation from now on; returns the numbers of its last push that is
@@ -404,7 +405,7 @@ class RangeServer:
         with self.order:
             state = self.state.workers[worker]
             if state.incarnation < incarnation:
-                self._change(Say.ORDER_INCARNATION, worker, incarnation)
+                self._change(StoreMessage.ORDER_INCARNATION, worker, incarnation)
                 state.incarnation = incarnation
             if (spoke := self.links.pop(worker, None)) is not None:
                 spoke.close()
@@ -415,19 +416,19 @@ class RangeServer:
 
     def _discard(self, link: ShardLink, worker: int, incarnation: int, numbers: Sequence[int]) -> None:
         self.discard(numbers[0])
-        link.say(Say.DONE)
+        link.send_message(StoreMessage.DONE)
 
     def discard(self, worker: int) -> None:
         """Drop the push of a worker that is staged and will not be applied."""
         with self.order:
-            self._change(Say.ORDER_DISCARD, worker)
+            self._change(StoreMessage.ORDER_DISCARD, worker)
             self.state.workers[worker].staged = None
 
     def catch_up(self, worker: int, number: int) -> None:
         """Apply the push of a worker that is staged, where the range does not have it."""
         with self.order:
             if self.state.workers[worker].applied < number:
-                self._begin_change(Say.ORDER_APPLY, worker, number)
+                self._begin_change(StoreMessage.ORDER_APPLY, worker, number)
                 self.state.apply(worker)
                 self._finish_change()
             self.order.notify_all()
@@ -435,7 +436,7 @@ class RangeServer:
     def give_back(self, worker: int) -> None:
         """Have the batches of a worker that it has not pushed handed out again."""
         with self.order:
-            self._change(Say.ORDER_BACK, worker)
+            self._change(StoreMessage.ORDER_BACK, worker)
             self.state.queue.give_back(worker)
             self.order.notify_all()
 
@@ -453,6 +454,6 @@ class RangeServer:
 def _hand_on_whole(copy: RangeCopy, worker: int, number: int, tensors: Sequence[Tensor]) -> None:
     """Give the copy a push that arrived before it was there."""
     *small, gradient = tensors
-    link = copy.stage(worker)
-    link.say(Say.STAGE, number, len(tensors[0]), tensors=[*small, *gradient_pieces(gradient)])
-    link.expect(Say.STAGED, REPLY_SECONDS)
+    link = copy.staging_link(worker)
+    link.send_message(StoreMessage.STAGE, number, len(tensors[0]), tensors=[*small, *gradient_pieces(gradient)])
+    link.expect(StoreMessage.STAGED, REPLY_SECONDS)

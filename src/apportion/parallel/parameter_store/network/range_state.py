@@ -1,4 +1,8 @@
-"""What a server keeps of its range of shards: weights and slots, versions, the log, and how far each worker is.
+"""The state of one range of shards, as its server and the server's copy each hold it, and its forms in messages.
+
+``RangeState`` has the weights and slots, the versions and the log, the queue of batches (``QueueState``), and how far
+each worker is (``WorkerState``), with the push that it has sent (``StagedGradient``). ``dump`` and ``restore`` move all
+of it to a copy on another host; ``collect`` puts together what all ranges hold.
 
 Pushes are applied one after the other, so that all shards of a range have them in one order, and its copy on another
 host, which applies them in the same order, has the same bits. A pull may come in between: it finds some shards as one
@@ -29,10 +33,10 @@ NO_TICKET = -1
 
 @dataclass
 class QueueState:
-    """The batches that were handed out. ``dealt``: the first that never was; ``returned``: those that came back;
+    """The batches that were handed out. ``handed_out``: the first that never was; ``returned``: those that came back;
     ``opened``: by worker, those that it has and has not pushed; ``ended``: the workers that take no more for now."""
 
-    dealt: int = 0
+    handed_out: int = 0
     returned: list[int] = field(default_factory=list)
     opened: dict[int, list[int]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
@@ -45,9 +49,9 @@ class QueueState:
             return None
         if self.returned:
             return self.returned[-1]
-        return self.dealt if self.dealt < total else None
+        return self.handed_out if self.handed_out < total else None
 
-    def unheard(self, worker: int, last: int) -> int | None:
+    def unacknowledged(self, worker: int, last: int) -> int | None:
         """Return the batch that a worker has and does not know of, since the answer was lost with a server or a
         connection; None where there is none. ``last``: the last batch that it knows of (NO_TICKET: none)."""
         opened = self.opened.get(worker)
@@ -58,11 +62,11 @@ class QueueState:
         if self.returned and self.returned[-1] == batch:
             self.returned.pop()
         else:
-            self.dealt = max(self.dealt, batch + 1)
+            self.handed_out = max(self.handed_out, batch + 1)
         self.opened.setdefault(worker, []).append(batch)
         self.ended.discard(worker)
 
-    def pushed(self, worker: int, batches: Iterable[int]) -> None:
+    def mark_pushed(self, worker: int, batches: Iterable[int]) -> None:
         """Note that these batches of a worker are in the weights."""
         done = set(batches)
         self.opened[worker] = [batch for batch in self.opened.get(worker, []) if batch not in done]
@@ -74,29 +78,29 @@ class QueueState:
 
     def is_through(self, total: int) -> bool:
         """Tell whether every batch is in the weights."""
-        return self.stopped or (self.dealt >= total and not self.returned and not any(self.opened.values()))
+        return self.stopped or (self.handed_out >= total and not self.returned and not any(self.opened.values()))
 
     def unpushed(self) -> list[int]:
         """Return the batches that were handed out and are not in the weights."""
-        return sorted({*self.returned, *(batch for of in self.opened.values() for batch in of)})
+        return sorted({*self.returned, *(batch for batches in self.opened.values() for batch in batches)})
 
     def resume(self, done: int, unpushed: Iterable[int]) -> None:
         """Begin again after ``done`` updates, with batches that were handed out in an earlier run and are not among
         them: they come first."""
         self.returned = sorted(unpushed, reverse=True)
-        self.dealt = done + len(self.returned)
+        self.handed_out = done + len(self.returned)
         self.opened.clear()
         self.ended.clear()
         self.stopped = False
 
-    def plain(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the queue as plain JSON."""
         opened = {str(worker): batches for worker, batches in self.opened.items()}
-        return {"dealt": self.dealt, "returned": self.returned, "opened": opened, "ended": sorted(self.ended)}
+        return {"dealt": self.handed_out, "returned": self.returned, "opened": opened, "ended": sorted(self.ended)}
 
     @classmethod
-    def of_plain(cls, given: dict[str, Any]) -> QueueState:
-        """Make the queue that ``plain`` has written."""
+    def from_json(cls, given: dict[str, Any]) -> QueueState:
+        """Make the queue that ``to_json`` has written."""
         opened = {int(worker): list(batches) for worker, batches in given["opened"].items()}
         return cls(int(given["dealt"]), list(given["returned"]), opened, set(given["ended"]))
 
@@ -123,15 +127,17 @@ class StagedGradient:
     gradient: Tensor
 
     @classmethod
-    def blank(cls, extent: StoreSpec, of: Range, number: int, batches: int, gradient: Tensor) -> StagedGradient:
+    def allocate(
+        cls, extent: StoreSpec, shard_range: Range, number: int, batches: int, gradient: Tensor
+    ) -> StagedGradient:
         """Make room for a push of ``batches`` batches; the gradient goes into ``gradient``."""
         layout = extent.layout
         return cls(
             number,
-            torch.zeros(batches, VERSIONS + of.last - of.first, dtype=torch.int64),
-            torch.zeros(layout.many_groups, layout.hyper, dtype=torch.float64),
+            torch.zeros(batches, VERSIONS + shard_range.last - shard_range.first, dtype=torch.int64),
+            torch.zeros(layout.group_count, layout.hyper, dtype=torch.float64),
             torch.zeros(len(layout.parameters), dtype=torch.uint8),
-            torch.zeros(extent.buffers if of.buffers else 0, dtype=torch.float64),
+            torch.zeros(extent.buffers if shard_range.buffers else 0, dtype=torch.float64),
             gradient,
         )
 
@@ -174,7 +180,7 @@ class RangeState:
     def __init__(self, extent: StoreSpec, number: int, contents: Contents, *, done: int = 0) -> None:
         self.extent, self.number = extent, number
         self.range = Range(extent, number, chunk_bytes=RUN_BYTES)
-        self.many = self.range.last - self.range.first
+        self.shard_count = self.range.last - self.range.first
         self.lock = threading.Lock()
         """Held while a few shards change, or are copied."""
         self._rooms: dict[int, Tensor] = {}
@@ -182,13 +188,13 @@ class RangeState:
 
     def put(self, contents: Contents, *, done: int, unpushed: Sequence[int] = ()) -> None:
         """Begin with these contents of the whole store, which have ``done`` updates behind them."""
-        layout, of = self.extent.layout, self.range
-        self.flats = [of.of(flat).clone() for flat in contents.data]
-        last = min(of.last, layout.shards)
-        self.counts = [np.array(contents.counts[shard], dtype=np.float64) for shard in range(of.first, last)]
+        layout, shard_range = self.extent.layout, self.range
+        self.flats = [shard_range.part_of(flat).clone() for flat in contents.data]
+        last = min(shard_range.last, layout.shards)
+        self.counts = [np.array(contents.counts[shard], dtype=np.float64) for shard in range(shard_range.first, last)]
         self.touched = torch.from_numpy(np.array(contents.touched, dtype=np.uint8))
-        self.buffers = contents.buffers.clone() if of.buffers else torch.zeros(0, dtype=torch.float64)
-        self.versions = torch.zeros(self.many, dtype=torch.int64)
+        self.buffers = contents.buffers.clone() if shard_range.buffers else torch.zeros(0, dtype=torch.float64)
+        self.versions = torch.zeros(self.shard_count, dtype=torch.int64)
         self.workers = {worker: WorkerState() for worker in range(self.extent.workers)}
         self.log: list[LoggedPush] = []
         self.base, self.pushes, self.pushed_batches = done, 0, 0
@@ -202,7 +208,7 @@ class RangeState:
 
     # Pushes
 
-    def room(self, worker: int) -> Tensor:
+    def gradient_memory(self, worker: int) -> Tensor:
         """Return the memory that this worker's gradients arrive in."""
         if worker not in self._rooms:
             self._rooms[worker] = torch.zeros_like(self.flats[0])
@@ -231,7 +237,7 @@ class RangeState:
         self.pushes += 1
         self.pushed_batches += len(staged.entries)
         self.log.append(LoggedPush(worker, staged.number, self.pushes, staged.entries))
-        self.queue.pushed(worker, staged.batches)
+        self.queue.mark_pushed(worker, staged.batches)
         if len(self.log) > self.extent.capacity * self.extent.workers:
             del self.log[0]
 
@@ -242,7 +248,7 @@ class RangeState:
             return
         begin = layout.bounds[self.range.first]
         every = self.counts[first - self.range.first : last - self.range.first]
-        count = updates_alike(rule, every) if layout.many_groups == 1 and bool(staged.used.all()) else None
+        count = updates_alike(rule, every) if layout.group_count == 1 and bool(staged.used.all()) else None
         if count is not None:
             parts, gradient = self._parts(staged, layout.bounds[first] - begin, layout.bounds[last] - begin)
             rule.apply(parts, parts, gradient, staged.hyper[0].tolist(), count)
@@ -290,7 +296,7 @@ class RangeState:
         found["counts"] = torch.from_numpy(np.concatenate([np.zeros(0), *self.counts]))
         found |= {"touched": self.touched, "buffers": self.buffers, "versions": self.versions}
         state_json: dict[str, Any] = {"base": self.base, "pushes": self.pushes, "batches": self.pushed_batches}
-        state_json["queue"] = self.queue.plain()
+        state_json["queue"] = self.queue.to_json()
         state_json["seats"] = {
             str(worker): [state.incarnation, state.applied] for worker, state in self.workers.items()
         }
@@ -303,7 +309,7 @@ class RangeState:
             raise ValueError(f"the log has room for {len(self.log)} pushes, and there were {self.pushes}")
         rows = [[p.worker, p.number, p.made, len(p.entries)] for p in self.log]
         entries = [p.entries for p in self.log]
-        none = torch.zeros(0, VERSIONS + self.many, dtype=torch.int64)
+        none = torch.zeros(0, VERSIONS + self.shard_count, dtype=torch.int64)
         return {
             "log": torch.tensor(rows, dtype=torch.int64).view(len(rows), 4),
             "entries": torch.cat(entries) if entries else none,
@@ -315,10 +321,10 @@ class RangeState:
         kept = {f"staged/{worker}": state.staged for worker, state in self.workers.items() if state.staged is not None}
         for name, staged in kept.items():
             found |= {f"{name}/{at}": tensor for at, tensor in enumerate(staged.tensors)}
-        found |= self._kept_log()
+        found |= self._log_or_nothing()
         return packed(found)
 
-    def _kept_log(self) -> dict[str, Tensor]:
+    def _log_or_nothing(self) -> dict[str, Tensor]:
         try:
             return self.log_tensors()
         except ValueError:  # what is overwritten is not handed on either
@@ -333,14 +339,14 @@ class RangeState:
         self.counts = [part.numpy() for part in given["counts"].split(sizes)]
         self.touched, self.buffers, self.versions = given["touched"], given["buffers"], given["versions"]
         self.base, self.pushes, self.pushed_batches = state_json["base"], state_json["pushes"], state_json["batches"]
-        self.queue = QueueState.of_plain(state_json["queue"])
+        self.queue = QueueState.from_json(state_json["queue"])
         self.workers = {
             int(worker): WorkerState(incarnation, applied)
             for worker, (incarnation, applied) in state_json["seats"].items()
         }
         for worker, state in self.workers.items():
             if f"staged/{worker}/0" in given:
-                room = self.room(worker)
+                room = self.gradient_memory(worker)
                 entries, hyper, used, change, gradient = (given[f"staged/{worker}/{at}"] for at in range(5))
                 room.copy_(gradient)
                 state.staged = StagedGradient(state.applied + 1, entries, hyper, used, change, room)
@@ -355,7 +361,7 @@ class RangeState:
     def most_bytes(self) -> int:
         """The most bytes that a ``dump`` of this range has."""
         flats = sum(flat.nbytes for flat in self.flats) + self.flats[0].nbytes * self.extent.workers
-        row = 8 * (VERSIONS + self.many + 8)
+        row = 8 * (VERSIONS + self.shard_count + 8)
         rows = self.extent.capacity * self.extent.workers + 2 * self.extent.batches + len(self.log)
         return 2 * flats + row * rows + (64 << 20)
 
@@ -371,12 +377,15 @@ class Collected:
 
 def collect(extent: StoreSpec, parts: Sequence[dict[str, Tensor]]) -> Collected:
     """Put together what ``contents`` of each range says."""
-    many = sum(1 for name in parts[0] if name.startswith("data/"))
-    data = [torch.cat([part[f"data/{at}"] for part in parts]) for at in range(many)]
+    count = sum(1 for name in parts[0] if name.startswith("data/"))
+    data = [torch.cat([part[f"data/{at}"] for part in parts]) for at in range(count)]
     counts: list[Any] = []
     for number, part in enumerate(parts):
-        of = Range(extent, number)
-        sizes = [len(extent.layout.pieces[shard]) for shard in range(of.first, min(of.last, extent.layout.shards))]
+        shard_range = Range(extent, number)
+        sizes = [
+            len(extent.layout.pieces[shard])
+            for shard in range(shard_range.first, min(shard_range.last, extent.layout.shards))
+        ]
         counts += [one.numpy() for one in part["counts"].split(sizes)]
     touched = torch.stack([part["touched"] for part in parts]).amax(0).numpy().astype(bool)
     buffers = torch.cat([part["buffers"] for part in parts])
@@ -384,7 +393,7 @@ def collect(extent: StoreSpec, parts: Sequence[dict[str, Tensor]]) -> Collected:
     return Collected(
         state_json["base"] + state_json["batches"],
         Contents(data, counts, touched, buffers),
-        QueueState.of_plain(state_json["queue"]),
+        QueueState.from_json(state_json["queue"]),
     )
 
 

@@ -47,7 +47,7 @@ class ShardLink(PeerSocket):
 
     # What is sent
 
-    def say(self, kind: int, *numbers: int, tensors: Sequence[Tensor] = ()) -> None:
+    def send_message(self, kind: int, *numbers: int, tensors: Sequence[Tensor] = ()) -> None:
         """Begins to send a message, and tensors after it, which must stay as they are until ``flush`` returns, or an
         answer has come."""
         padded = (*numbers, *(0 for _ in range(NUMBERS - len(numbers))))
@@ -83,7 +83,7 @@ class ShardLink(PeerSocket):
 
     # What is received
 
-    def hear(self, seconds: float = math.inf) -> Message:
+    def receive_message(self, seconds: float = math.inf) -> Message:
         """Waits for the next message, once everything has been sent. Raises PeerLost where nothing comes for that many
         seconds."""
         self.flush(seconds)
@@ -93,12 +93,12 @@ class ShardLink(PeerSocket):
 
     def expect(self, kind: int, seconds: float) -> Message:
         """Waits for a message of this kind, and returns its numbers. Raises PeerLost where another one comes."""
-        found, *numbers = self.hear(seconds)
+        found, *numbers = self.receive_message(seconds)
         if found != kind:
             raise PeerLost(f"{self.name} answered with message {found} where {kind} was expected")
         return tuple(numbers)
 
-    def take(
+    def receive_tensors(
         self, tensors: Sequence[Tensor], seconds: float = math.inf, *, arrived: Callable[[int], None] | None = None
     ) -> None:
         """Receives into these tensors, which are contiguous. ``arrived``: called with the number of each as soon as it
@@ -129,16 +129,16 @@ class ShardLink(PeerSocket):
         while len(into):
             began = time.monotonic()
             try:
-                came = self._sock.recv_into(into, len(into), socket.MSG_WAITALL)
+                received = self._sock.recv_into(into, len(into), socket.MSG_WAITALL)
             except BlockingIOError as error:
                 raise self._lost(f"nothing has come for {self._seconds:.0f} s") from error
             except OSError as error:
                 raise self._lost(error.strerror or type(error).__name__) from error
-            if not came:
+            if not received:
                 raise self._lost("it ended")
-            if came < len(into) and time.monotonic() - began > self._seconds:
+            if received < len(into) and time.monotonic() - began > self._seconds:
                 raise self._lost(f"not all has come within {self._seconds:.0f} s")
-            into = into[came:]
+            into = into[received:]
 
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._seconds:
@@ -155,15 +155,15 @@ class ShardLink(PeerSocket):
 
     # Whole objects
 
-    def say_blob(self, kind: int, blob: Tensor, *numbers: int) -> None:
+    def send_blob(self, kind: int, blob: Tensor, *numbers: int) -> None:
         """Sends a message with bytes whose number the other end does not know: it is the first of its numbers."""
-        self.say(kind, blob.numel(), *numbers, tensors=[blob])
+        self.send_message(kind, blob.numel(), *numbers, tensors=[blob])
         self.flush()
 
-    def take_blob(self, nbytes: int, most: int) -> Tensor:
+    def receive_blob(self, nbytes: int, most: int) -> Tensor:
         """Receive the bytes that a message has announced. Raises PeerLost where they are more than ``most``."""
         if not 0 <= nbytes <= most:
             raise PeerLost(f"{self.name} announced {nbytes} bytes where {most} are the most")
         blob = torch.empty(nbytes, dtype=torch.uint8)
-        self.take([blob])
+        self.receive_tensors([blob])
         return blob

@@ -1,7 +1,14 @@
-"""The ranges of shards that one process answers for, and those of which it keeps a copy for another host.
+"""The ranges of shards that one process answers for, those of which it keeps a copy for another host, and the decisions
+about workers.
 
-A copy asks the server for everything that it has, and receives from then on every change that the server makes. Where
-the server is lost, the copy asks to answer in its place; where the process comes back, it asks for a copy in turn."""
+``ShardServers`` accepts connections and assigns each to the range that it is for. A copy of a range asks the server
+for everything that it has, and receives from then on every change that the server makes. Where the server is lost, the
+copy asks to answer in its place; where the process comes back, it asks for a copy in turn. ``copy_ranks`` chooses the
+rank of each copy, on another host.
+
+``WorkerRegistry``, at the server of the first range, decides which process speaks for a worker: it gives out
+incarnations, gives up a worker that has lost its connection, and then has every range agree on the worker's last push.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,7 @@ from typing import final
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost, StateLost
-from apportion.parallel.parameter_store.network.messages import CONTROL, NO_RANK, REPLY_SECONDS, Say
+from apportion.parallel.parameter_store.network.messages import CONTROL, NO_RANK, REPLY_SECONDS, StoreMessage
 from apportion.parallel.parameter_store.network.range_copy import RangeCopy, follow_order, receive_stage
 from apportion.parallel.parameter_store.network.range_server import RangeServer
 from apportion.parallel.parameter_store.network.range_session import RangeSession
@@ -38,7 +45,7 @@ class WorkerRegistry:
     def new_incarnation(self, worker: int) -> int:
         """Return the incarnation of a process that has just begun, once nothing is left of the one before it."""
         with self._lock:
-            server = self._here()
+            server = self._own_server()
             incarnation = server.state.workers[worker].incarnation
             if incarnation:
                 self._resolve(server, worker, incarnation + 1, given_up=False)
@@ -75,7 +82,7 @@ class WorkerRegistry:
                 if not self._closed.is_set():
                     raise
 
-    def _here(self) -> RangeServer:
+    def _own_server(self) -> RangeServer:
         server = self._own()
         if server is None:
             raise PeerLost("another server answers for the queue now")
@@ -86,16 +93,18 @@ class WorkerRegistry:
         try:
             reports = [server.fence(worker, incarnation, given_up=given_up)]
             for other in others:
-                applied, staged, *_ = other.ask(Say.FENCE, worker, incarnation, int(given_up), answer=Say.FENCED)
+                applied, staged, *_ = other.ask(
+                    StoreMessage.FENCE, worker, incarnation, int(given_up), answer=StoreMessage.FENCED
+                )
                 reports.append((applied, staged))
             # A push was staged at every range before any range applied it. So if one has applied it, all others have it
             # staged and can catch up; if none has, it can be dropped, since no worker has seen it.
             newest = max(applied for applied, _ in reports)
             for (applied, staged), other in zip(reports[1:], others, strict=True):
                 if applied < newest:
-                    other.ask(Say.CATCH_UP, worker, newest)
+                    other.ask(StoreMessage.CATCH_UP, worker, newest)
                 elif staged:
-                    other.ask(Say.DISCARD, worker)
+                    other.ask(StoreMessage.DISCARD, worker)
             if reports[0][0] < newest:
                 server.catch_up(worker, newest)
             elif reports[0][1]:
@@ -141,7 +150,7 @@ class ShardServers:
         servers: Sequence[int],
         copies: Sequence[int],
         state: Callable[[int], RangeState],
-        dealer: Callable[[ShardServers], WorkerRegistry],
+        registry: Callable[[ShardServers], WorkerRegistry],
     ) -> None:
         self.rank, self._doors, self._servers, self._copies = doors.rank, doors, list(servers), list(copies)
         self.views = ViewSource(doors)
@@ -156,16 +165,16 @@ class ShardServers:
         """The ranges of others that a thread keeps a copy of, or tries to."""
         self._epochs: dict[int, int] = {}
         self._links: set[ShardLink] = set()
-        self._talks: dict[tuple[int, int], tuple[ShardLink, threading.Thread]] = {}
+        self._connections: dict[tuple[int, int], tuple[ShardLink, threading.Thread]] = {}
         self._lock = threading.Lock()
-        self._dealer = dealer(self)
+        self._registry = registry(self)
 
     def start(self) -> None:
         """Begin to answer, or to follow the server that answers. Raises StateLost where the shards of this process are
         lost: another process of its rank had them, and there was no copy."""
-        self._doors.open(self._taken)
+        self._doors.open(self._accept)
         own = self._servers.index(self.rank)
-        view = self.views.ask(Say.ENTER, own, self.rank, seconds=ASK_SECONDS)
+        view = self.views.ask(StoreMessage.ENTER, own, self.rank, seconds=ASK_SECONDS)
         if view.lost:
             raise StateLost("the shards of this parameter server are lost with the process that had them")
         if view.primary == self.rank:
@@ -198,7 +207,7 @@ class ShardServers:
 
     def _drop_copy(self, number: int) -> None:
         """Ask that a range goes on without its copy."""
-        view = self.views.ask(Say.DROP, number, self.rank, self._epochs[number], seconds=REPLY_SECONDS)
+        view = self.views.ask(StoreMessage.DROP, number, self.rank, self._epochs[number], seconds=REPLY_SECONDS)
         if view.primary != self.rank:
             self._depose(number)
             raise PeerLost(f"rank {view.primary} answers for these shards now")
@@ -215,24 +224,24 @@ class ShardServers:
 
     # Conversations
 
-    def _taken(self, rank: int, sock: socket.socket) -> None:
+    def _accept(self, rank: int, sock: socket.socket) -> None:
         link = ShardLink(sock, self._doors.describe(rank))
         with self._lock:
             self._links.add(link)
-        self._start(self._talk, link)
+        self._start(self._handle_connection, link)
 
-    def _talk(self, link: ShardLink) -> None:
+    def _handle_connection(self, link: ShardLink) -> None:
         keeps = False
         try:
             if self.closed.is_set():
                 return
-            kind, *numbers = link.hear(HELLO_SECONDS)
-            if kind == Say.HELLO:
-                self._converse(link, *numbers[:3])
-            elif kind == Say.JOIN:
-                self._admit(link, *numbers[:2])
+            kind, *numbers = link.receive_message(HELLO_SECONDS)
+            if kind == StoreMessage.HELLO:
+                self._serve_worker(link, *numbers[:3])
+            elif kind == StoreMessage.JOIN:
+                self._admit_copy(link, *numbers[:2])
                 keeps = True
-            elif kind == Say.COPY_STAGE:
+            elif kind == StoreMessage.COPY_STAGE:
                 self._keep_stages(link, *numbers[:2])
         finally:
             if not keeps:
@@ -240,31 +249,31 @@ class ShardServers:
                     self._links.discard(link)
                 link.release()
 
-    def _converse(self, link: ShardLink, number: int, worker: int, incarnation: int) -> None:
+    def _serve_worker(self, link: ShardLink, number: int, worker: int, incarnation: int) -> None:
         server = self.ranges.get(number)
         if server is None or not server.may_answer or (worker != CONTROL and worker not in server.state.workers):
-            link.say(Say.NOT_HERE)
+            link.send_message(StoreMessage.NOT_HERE)
             link.flush(HELLO_SECONDS)
             return
         if worker == CONTROL:
-            server.converse(link, worker, incarnation)
+            server.serve_connection(link, worker, incarnation)
             return
         with self._lock:
-            before = self._talks.get((number, worker))
-            self._talks[number, worker] = link, threading.current_thread()
+            before = self._connections.get((number, worker))
+            self._connections[number, worker] = link, threading.current_thread()
         # The old connection is closed first, which ends its thread; only then is it joined.
         if before is not None:  # no other thread writes into that worker's place
             before[0].close()
             before[1].join()
         if number == 0 and incarnation == 0:
-            incarnation = self._dealer.new_incarnation(worker)
-        ended = server.converse(link, worker, incarnation)
+            incarnation = self._registry.new_incarnation(worker)
+        ended = server.serve_connection(link, worker, incarnation)
         if not ended and number == 0:
-            self._dealer.lost(worker, incarnation)
+            self._registry.lost(worker, incarnation)
 
     # Copies
 
-    def _admit(self, link: ShardLink, number: int, rank: int) -> None:
+    def _admit_copy(self, link: ShardLink, number: int, rank: int) -> None:
         """Take a copy of a range in, with everything that the range has."""
         server = self.ranges.get(number)
         if server is None:
@@ -272,11 +281,11 @@ class ShardServers:
         with server.order:
             server.lose_copy()
             epoch = self._epochs[number]
-            link.say_blob(Say.BLOB, server.state.dump(), epoch + 1)
+            link.send_blob(StoreMessage.BLOB, server.state.dump(), epoch + 1)
             # The copy has all of the state before rank 0 counts on it: a copy that is named first could be asked to
             # take over with half of the state. The lock `order` keeps the state as it is meanwhile.
-            link.expect(Say.ACK, REPLY_SECONDS)  # it has everything, and may be counted on
-            view = self.views.ask(Say.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
+            link.expect(StoreMessage.ACK, REPLY_SECONDS)
+            view = self.views.ask(StoreMessage.ADD, number, self.rank, epoch, rank, seconds=REPLY_SECONDS)
             if view.primary != self.rank:
                 self._depose(number)
             if view.copy != rank:
@@ -288,12 +297,12 @@ class ShardServers:
 
     def _keep_stages(self, link: ShardLink, number: int, worker: int) -> None:
         while True:
-            kind, *numbers = link.hear()
+            kind, *numbers = link.receive_message()
             state = self._following.get(number)
-            if kind != Say.STAGE or state is None:
+            if kind != StoreMessage.STAGE or state is None:
                 raise PeerLost(f"{link.name} hands on gradients of range {number}, of which this process has no copy")
             receive_stage(link, state, worker, numbers, None)
-            link.say(Say.STAGED, numbers[0])
+            link.send_message(StoreMessage.STAGED, numbers[0])
 
     def _begin_to_follow(self, number: int) -> None:
         with self._lock:
@@ -310,7 +319,7 @@ class ShardServers:
 
     def _follow_until_over(self, number: int) -> None:
         while not self.closed.is_set():
-            view = self.views.ask(Say.ASK, number, seconds=ASK_SECONDS)
+            view = self.views.ask(StoreMessage.ASK, number, seconds=ASK_SECONDS)
             if view.lost:
                 return
             state = self._state(number)
@@ -319,40 +328,41 @@ class ShardServers:
                 link = ShardLink(self._doors.dial(view.primary, DIAL_SECONDS), self._doors.describe(view.primary))
                 with self._lock:
                     self._links.add(link)
-                link.say(Say.JOIN, number, self.rank)
+                link.send_message(StoreMessage.JOIN, number, self.rank)
                 epoch = self._receive_all(link, state)
-                if self._obey(link, number, state):
+                if self._follow_orders(link, number, state):
                     return
             except PeerLost:
                 if self.closed.is_set():
                     return
             self._following.pop(number, None)
+            # Without an epoch this process never became a copy, and has no state to take over with.
             if epoch != NO_RANK:
-                view = self.views.ask(Say.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
+                view = self.views.ask(StoreMessage.TAKE_OVER, number, self.rank, epoch, seconds=ASK_SECONDS)
                 if view.primary == self.rank:
                     self._serve(number, state, view)
                     self.ranges[number].unguarded = True
                     if number == 0:
-                        self._dealer.took_over()
+                        self._registry.took_over()
                     return
             self.closed.wait(_PAUSE_SECONDS)
 
     def _receive_all(self, link: ShardLink, state: RangeState) -> int:
         """Take over everything that the range has; returns the epoch in which this is its copy."""
-        nbytes, epoch, *_ = link.expect(Say.BLOB, HELLO_SECONDS)
-        state.restore(link.take_blob(nbytes, state.most_bytes))
+        nbytes, epoch, *_ = link.expect(StoreMessage.BLOB, HELLO_SECONDS)
+        state.restore(link.receive_blob(nbytes, state.most_bytes))
         return epoch
 
-    def _obey(self, link: ShardLink, number: int, state: RangeState) -> bool:
+    def _follow_orders(self, link: ShardLink, number: int, state: RangeState) -> bool:
         """Do what the server does, until it says that the run is over, and return True."""
         self._following[number] = state
-        link.say(Say.ACK)
+        link.send_message(StoreMessage.ACK)
         while True:
-            message = link.hear()
-            if message[0] == Say.ORDER_END:
+            message = link.receive_message()
+            if message[0] == StoreMessage.ORDER_END:
                 return True
             follow_order(state, link, message)
-            link.say(Say.ACK)
+            link.send_message(StoreMessage.ACK)
 
     # The end
 
@@ -364,7 +374,7 @@ class ShardServers:
             with server.order:
                 over &= server.is_over
                 if server.is_over and server.copy is not None:
-                    server.copy.end()
+                    server.copy.announce_end()
                     server.copy = None
         return over and not self._followers
 

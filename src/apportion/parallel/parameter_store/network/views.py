@@ -1,8 +1,9 @@
-"""The decision who answers for each range of shards: it is made in one place, so that no two servers do.
+"""The decision which rank answers for each range of shards: it is made in one place, so that no two servers do.
 
-The place is rank 0, which also writes the run down: of a network that is cut in two, only the side with rank 0 goes on.
-A range has a server that answers, and perhaps a copy. Each change has a number, the epoch; a request for a change of
-an older one is answered with what holds now.
+The place is rank 0 (``Arbiter``), which also writes the run down: of a network that is cut in two, only the side with
+rank 0 goes on. A range has a server that answers, and perhaps a copy (``RangeView``). Each change has a number, the
+epoch; a request for a change of an older one is answered with what holds now. The other ranks ask through a
+``ViewSource``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import final
 
 from apportion.comm.network.rendezvous import RankDoors
 from apportion.errors import PeerLost
-from apportion.parallel.parameter_store.network.messages import NO_RANK, Say
+from apportion.parallel.parameter_store.network.messages import NO_RANK, StoreMessage
 from apportion.parallel.parameter_store.network.shard_link import Message, ShardLink
 
 ASK_SECONDS = 5.0
@@ -40,7 +41,7 @@ class RangeView:
         return self.epoch, self.primary, self.copy, int(self.lost)
 
     @classmethod
-    def of(cls, message: Sequence[int]) -> RangeView:
+    def from_message(cls, message: Sequence[int]) -> RangeView:
         """Return the view that has arrived."""
         epoch, primary, copy, lost = message[:4]
         return cls(epoch, primary, copy, bool(lost))
@@ -80,38 +81,39 @@ class Arbiter:
         self._seen: set[int] = set()
         self._lock = threading.Lock()
         self._describe = doors.describe
-        doors.open(self._take)
+        doors.open(self._accept)
 
     def answer(self, kind: int, numbers: Sequence[int]) -> RangeView:
         """Return the view of a range after what was asked, if that was granted."""
         with self._lock:
             number, rank, epoch, copy = numbers[:4]
-            if kind == Say.ENTER:
+            if kind == StoreMessage.ENTER:
+                # It has entered before, so that this is another process: what the first one had in memory is gone.
                 if rank in self._seen:
                     self._views = {at: view.entered(rank) for at, view in self._views.items()}
                 self._seen.add(rank)
             view = self._views.get(number)
             if view is None:
                 raise PeerLost(f"range {number} does not exist")
-            if kind == Say.TAKE_OVER:
+            if kind == StoreMessage.TAKE_OVER:
                 view = view.taken_over(rank, epoch)
-            elif kind == Say.DROP:
+            elif kind == StoreMessage.DROP:
                 view = view.dropped(rank, epoch)
-            elif kind == Say.ADD:
+            elif kind == StoreMessage.ADD:
                 view = view.added(rank, epoch, copy)
             self._views[number] = view
             return view
 
-    def _take(self, rank: int, sock: socket.socket) -> None:
+    def _accept(self, rank: int, sock: socket.socket) -> None:
         threading.Thread(
-            target=self._talk, args=(ShardLink(sock, self._describe(rank)),), name="views", daemon=True
+            target=self._answer_all, args=(ShardLink(sock, self._describe(rank)),), name="views", daemon=True
         ).start()
 
-    def _talk(self, link: ShardLink) -> None:
+    def _answer_all(self, link: ShardLink) -> None:
         try:
             while True:
-                kind, *numbers = link.hear()
-                link.say(Say.VIEW, *self.answer(kind, numbers).numbers)
+                kind, *numbers = link.receive_message()
+                link.send_message(StoreMessage.VIEW, *self.answer(kind, numbers).numbers)
                 link.flush(ASK_SECONDS)
         except PeerLost:
             pass
@@ -136,7 +138,7 @@ class ViewSource:
         end = time.monotonic() + seconds
         while True:
             try:
-                return RangeView.of(self._ask(kind, number, *numbers))
+                return RangeView.from_message(self._ask(kind, number, *numbers))
             except PeerLost:
                 if self._closed or time.monotonic() > end:
                     raise
@@ -147,8 +149,8 @@ class ViewSource:
             try:
                 if self._link is None:
                     self._link = ShardLink(self._doors.dial(0, DIAL_SECONDS), self._doors.describe(0))
-                self._link.say(*message)
-                return self._link.expect(Say.VIEW, ASK_SECONDS)
+                self._link.send_message(*message)
+                return self._link.expect(StoreMessage.VIEW, ASK_SECONDS)
             except PeerLost:
                 if self._link is not None:
                     self._link.release()

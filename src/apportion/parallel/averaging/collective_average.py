@@ -2,9 +2,9 @@
 
 ::
 
-    rank 0   notes \\          own change x its share of the examples \\
+    rank 0   header \\         own change x its share of the examples \\
                     everyone's                                        one sum -> average
-    rank 1   notes /          own change x its share of the examples /
+    rank 1   header /         own change x its share of the examples /
 
 A rank sends in a round what it sends for the gradient of one step of data_parallel: each weighs its change before the
 sum, so that the sum is the mean. What the weights follow from goes round first, in a few bytes: the
@@ -30,7 +30,7 @@ from torch import Tensor
 from apportion.comm.group import Group, Work, bytes_of, collective
 from apportion.comm.world import World
 from apportion.parallel.averaging.contribution import Contribution, ReplicaTensors, copy_parts, step_outer
-from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, dealt
+from apportion.parallel.averaging.rounds import AveragingRound, Exchange, Write, assigned_round
 
 
 @final
@@ -60,8 +60,8 @@ class SumBuffers:
 
 
 @dataclass(frozen=True)
-class Notes:
-    """The notes of all ranks, in rank order."""
+class ContributionHeaders:
+    """The headers of the contributions of all ranks, in rank order."""
 
     examples: list[float]
     """The number of examples that each contribution is from."""
@@ -98,8 +98,8 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Note:
-    """What one rank tells of its contribution."""
+class ContributionHeader:
+    """What the other ranks must know of a contribution before the sum: its weight, and what is not summed."""
 
     examples: float
     has: Tensor
@@ -112,27 +112,29 @@ class Note:
     """What those of several numbers are on every rank if nothing has moved them: what is equal to it everywhere is not
     sent."""
 
-    def moved(self) -> list[float]:
+    def changed_flags(self) -> list[float]:
         """Return the flags of the tensors of several whole numbers: 1 where something has moved one."""
         return [float(not torch.equal(t, b)) for t, b in zip(self.whole, self.before, strict=True) if t.numel() != 1]
 
 
 @collective
-def gather_notes(note: Note, group: Group, device: torch.device) -> Notes:
-    """Gather the notes of all ranks. Called by all of them."""
-    few, moved = [t for t in note.whole if t.numel() == 1], note.moved()
+def gather_headers(header: ContributionHeader, group: Group, device: torch.device) -> ContributionHeaders:
+    """Gather the headers of all ranks. Called by all of them."""
+    few, moved = [t for t in header.whole if t.numel() == 1], header.changed_flags()
     parts = [
-        torch.tensor([note.examples, *moved], dtype=torch.float64),
-        note.has.double(),
-        *(t.reshape(1).double() for t in note.singles),
+        torch.tensor([header.examples, *moved], dtype=torch.float64),
+        header.has.double(),
+        *(t.reshape(1).double() for t in header.singles),
         *(t.reshape(1).to(torch.int64).view(torch.float64) for t in few),  # their bits: a double may not hold them
     ]
     rows = group.all_gather(torch.cat([part.cpu() for part in parts]).to(device)).cpu()
-    digests, flags, has, singles, bits = rows.split([1, len(moved), len(note.has), len(note.singles), len(few)], dim=1)
+    digests, flags, has, singles, bits = rows.split(
+        [1, len(moved), len(header.has), len(header.singles), len(few)], dim=1
+    )
     found = iter(bits.contiguous().view(torch.int64).amax(0) if few else ())
     changed = iter(flags.any(0).tolist())
     largest = []
-    for tensor, before in zip(note.whole, note.before, strict=True):
+    for tensor, before in zip(header.whole, header.before, strict=True):
         if tensor.numel() == 1:
             largest.append(next(found).to(tensor.dtype).view(tensor.shape))
         elif next(changed):
@@ -140,21 +142,21 @@ def gather_notes(note: Note, group: Group, device: torch.device) -> Notes:
             largest.append(gathered.view(group.size, *tensor.shape).amax(0))
         else:
             largest.append(before)
-    return Notes(digests.flatten().tolist(), has.to(torch.uint8), singles, largest)
+    return ContributionHeaders(digests.flatten().tolist(), has.to(torch.uint8), singles, largest)
 
 
 @dataclass(frozen=True)
 class _SumUnderWay:
     """A round whose contributions are being added up."""
 
-    notes: Notes
+    headers: ContributionHeaders
     works: list[Work]
     handed_out: int
     """The number of batches handed out up to its end."""
 
 
 @final
-class Together(Exchange):
+class CollectiveAverage(Exchange):
     """An exchange by collectives, which waits for every rank. ``averages_slots``: replicas go on with the mean of their
     slots. ``late``: an average is taken a round later than its contributions were made."""
 
@@ -174,8 +176,8 @@ class Together(Exchange):
         self._lane: Group | None = None
         if late and self._group.size > 1 and self._group.beside:
             self._lane = self._group.lane()
-        slots, (weights, counts) = list(frame.slots.values()), frame.own()
-        self._kinds = _SlotKinds.of(slots)
+        slots, (weights, counts) = list(frame.slots.values()), frame.weights_and_counts()
+        self._kinds = _SlotKinds.from_slots(slots)
         in_sum = self._kinds.summed if averages_slots else []
         self._buffers = SumBuffers([*weights, *(slots[i] for i in in_sum)], self._device)
         views, own = self._buffers.views, [torch.zeros(t.shape, dtype=t.dtype) for t in slots]
@@ -194,67 +196,68 @@ class Together(Exchange):
         """The examples that each rank's part of the last average is from."""
         self._under_way: _SumUnderWay | None = None
 
-    def begin(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
-        self._await()
+    def start(self, first: Contribution, done: int, unpushed: Sequence[int] = ()) -> None:
+        self._finish_sum()
         copy_parts(first, self._latest)
         self._done = self._handed_out = done
         self._examples = [1.0] * self._group.size
 
-    def take(self, into: Contribution) -> AveragingRound:
+    def next_round(self, into: Contribution) -> AveragingRound:
         copy_parts(self._latest, into)
-        found = dealt(self._handed_out, self._group.rank, self._group.size, self._every, self._total)
+        found = assigned_round(self._handed_out, self._group.rank, self._group.size, self._every, self._total)
         return replace(found, done=self._done, ahead=self._handed_out - self._done)
 
-    def meet(self, write: Write) -> None:
-        self._await()
+    def contribute(self, write: Write) -> None:
+        self._finish_sum()
         self._handed_out = min(self._total, self._handed_out + self._every * self._group.size)
         self._under_way = self._begin_sum(write(self._own))
         if not self._late or self._handed_out == self._total:
-            self._await()
+            self._finish_sum()
 
     def _begin_sum(self, examples: float) -> _SumUnderWay:
-        kinds, own, rank, many = self._kinds, self._own, self._group.rank, len(self._frame.parameters)
+        kinds, own, rank, parameters = self._kinds, self._own, self._group.rank, len(self._frame.parameters)
         if self._late:  # a replica has its own buffers all along: their change counts from what all ranks know
-            for value, average in zip(own.weights[many:], self._latest.weights[many:], strict=True):
+            for value, average in zip(own.weights[parameters:], self._latest.weights[parameters:], strict=True):
                 value.sub_(average.to(value.device))
-        in_note = self._averages_slots
-        note = Note(
+        in_header = self._averages_slots
+        header = ContributionHeader(
             examples,
             has=own.has,
-            singles=[own.slots[i] for i in kinds.singles] if in_note else [],
-            whole=[*own.counts, *(own.slots[i] for i in kinds.whole if in_note)],
-            before=[*self._latest.counts, *(self._latest.slots[i] for i in kinds.whole if in_note)],
+            singles=[own.slots[i] for i in kinds.singles] if in_header else [],
+            whole=[*own.counts, *(own.slots[i] for i in kinds.whole if in_header)],
+            before=[*self._latest.counts, *(self._latest.slots[i] for i in kinds.whole if in_header)],
         )
-        notes = gather_notes(note, self._group, self._device)
-        if not notes.total:
-            return _SumUnderWay(notes, [], self._handed_out)
+        headers = gather_headers(header, self._group, self._device)
+        if not headers.total:
+            return _SumUnderWay(headers, [], self._handed_out)
         for change in own.weights:
-            _weigh(change, notes.share(rank))
-        for i in kinds.summed if in_note else ():
-            _weigh(own.slots[i], notes.share(rank, i))
+            _weigh(change, headers.share(rank))
+        for i in kinds.summed if in_header else ():
+            _weigh(own.slots[i], headers.share(rank, i))
+        # A late sum is under way during the next round, whose collectives go through the group itself.
         group = self._group if self._lane is None else self._lane
-        return _SumUnderWay(notes, self._buffers.all_reduce(group), self._handed_out)
+        return _SumUnderWay(headers, self._buffers.all_reduce(group), self._handed_out)
 
-    def _await(self) -> None:
-        """Take the average that is being made, if there is one."""
+    def _finish_sum(self) -> None:
+        """Wait for the sum that is under way, if there is one, and make the average of it."""
         if self._under_way is None:
             return
         made, self._under_way = self._under_way, None
         for work in made.works:
             work.wait()
         self._done = made.handed_out
-        if not made.notes.total:
+        if not made.headers.total:
             return
         latest, own = self._latest, self._own
         changes = [change.cpu() for change in own.weights]
         step_outer(self._frame, changes, latest.momentum, latest.momentum)
         for average, change in zip(latest.weights, changes, strict=True):
             average.add_(change)
-        for most, largest in zip(latest.counts, made.notes.largest, strict=False):  # the slots' come last
+        for most, largest in zip(latest.counts, made.headers.largest, strict=False):  # the slots' come last
             torch.maximum(most, largest, out=most)
-        self._examples = made.notes.examples
+        self._examples = made.headers.examples
         if self._averages_slots:
-            self._kinds.put_means(made.notes, own.slots, latest, made.notes.largest[len(latest.counts) :])
+            self._kinds.put_means(made.headers, own.slots, latest, made.headers.largest[len(latest.counts) :])
         else:
             for mine, kept in zip((latest.has, *latest.slots), (own.has, *own.slots), strict=True):
                 mine.copy_(kept)
@@ -264,22 +267,22 @@ class Together(Exchange):
             return self._frame.named_slots(average)
         kinds, rank = self._kinds, self._group.rank
         whole = [average.slots[i] for i in kinds.whole]
-        note = Note(
+        header = ContributionHeader(
             self._examples[rank],
             has=average.has,
             singles=[average.slots[i] for i in kinds.singles],
             whole=whole,
             before=[torch.empty(0) for _ in whole],  # no rank knows what the others have
         )
-        notes = gather_notes(note, self._group, self._device)
+        headers = gather_headers(header, self._group, self._device)
         buffers = SumBuffers([average.slots[i] for i in kinds.summed], self._device)
         sums = dict(zip(kinds.summed, buffers.views, strict=True))
         for i, view in sums.items():
-            _weigh(view.copy_(average.slots[i]), notes.share(rank, i))
+            _weigh(view.copy_(average.slots[i]), headers.share(rank, i))
         for work in buffers.all_reduce(self._group):
             work.wait()
         mean = replace(average, slots=[torch.zeros_like(t) for t in average.slots], has=average.has.clone())
-        kinds.put_means(notes, sums, mean, notes.largest)
+        kinds.put_means(headers, sums, mean, headers.largest)
         return self._frame.named_slots(mean)
 
     @property
@@ -303,7 +306,7 @@ class _SlotKinds:
     """Those of whole numbers, of which the largest is taken."""
 
     @classmethod
-    def of(cls, slots: Sequence[Tensor]) -> _SlotKinds:
+    def from_slots(cls, slots: Sequence[Tensor]) -> _SlotKinds:
         kinds = cls([], [], [])
         for i, slot in enumerate(slots):
             summed = slot.is_complex() or (slot.is_floating_point() and slot.numel() != 1)
@@ -311,16 +314,20 @@ class _SlotKinds:
         return kinds
 
     def put_means(
-        self, notes: Notes, sums: Mapping[int, Tensor] | Sequence[Tensor], into: Contribution, whole: Sequence[Tensor]
+        self,
+        headers: ContributionHeaders,
+        sums: Mapping[int, Tensor] | Sequence[Tensor],
+        into: Contribution,
+        whole: Sequence[Tensor],
     ) -> None:
         """Write the means into the slots that some rank has; the others stay as they are. ``sums``: the weighed sums,
         by the slots' numbers; ``whole``: the largest of the whole numbers."""
         for i in range(len(into.slots)):
-            if not notes.has[:, i].any():
+            if not headers.has[:, i].any():
                 continue
             into.has[i] = 1
             if i in self.singles:
-                into.slots[i].fill_(notes.mean_single(self.singles.index(i), i))
+                into.slots[i].fill_(headers.mean_single(self.singles.index(i), i))
             else:
                 into.slots[i].copy_(whole[self.whole.index(i)] if i in self.whole else sums[i])
 

@@ -7,140 +7,146 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.parallel.averaging.round_state import GATHER_SECONDS, GRACE_SECONDS, OpenedRound, RoundBook, Standing
+from apportion.parallel.averaging.round_state import (
+    GATHER_SECONDS,
+    GRACE_SECONDS,
+    OpenedRound,
+    ReplicaState,
+    RoundState,
+)
 from apportion.strategies.local_sgd import seconds_of
 
 EVERY, DEADLINE = 3, 2.0
 
 
-def book(ranks: int, total: int = 100, size: int | None = None) -> RoundBook:
-    made = RoundBook(every=EVERY, total=total, deadline=DEADLINE, size=ranks if size is None else size)
-    made.begin(0, (), 0.0)
+def rounds_of(ranks: int, total: int = 100, size: int | None = None) -> RoundState:
+    made = RoundState(every=EVERY, total=total, deadline=DEADLINE, size=ranks if size is None else size)
+    made.start(0, (), 0.0)
     for rank in range(ranks):
-        made.come(rank)
+        made.add_replica(rank)
     return made
 
 
-def opened(rounds: RoundBook, now: float) -> OpenedRound:
-    found = rounds.open(now)
+def opened(rounds: RoundState, now: float) -> OpenedRound:
+    found = rounds.open_round(now)
     assert found is not None
     return found
 
 
 def batches(found: OpenedRound) -> dict[int, tuple[int, ...]]:
-    return {rank: deal.batches for rank, deal in found.deals.items()}
+    return {rank: assignment.batches for rank, assignment in found.assignments.items()}
 
 
-def give(rounds: RoundBook, rank: int, now: float) -> bool:
-    return rounds.come_back(rank, rounds.number, len(rounds.slots[rank].batches), now)
+def give(rounds: RoundState, rank: int, now: float) -> bool:
+    return rounds.record_part(rank, rounds.number, len(rounds.slots[rank].batches), now)
 
 
-def test_batches_are_dealt_in_turn_and_a_round_is_over_when_all_have_come() -> None:
-    rounds = book(2)
+def test_batches_are_assigned_in_turn_and_a_round_is_over_when_all_have_come() -> None:
+    rounds = rounds_of(2)
     assert batches(opened(rounds, 0.0)) == {0: (0, 2, 4), 1: (1, 3, 5)}
     assert give(rounds, 1, 0.5)
     assert not rounds.is_over(0.5)
     assert give(rounds, 0, 0.6)
     assert rounds.is_over(0.6)
-    assert rounds.close(0.6) == ([0, 1], [], 0.6)
+    assert rounds.close_round(0.6) == ([0, 1], [], 0.6)
 
 
-def test_the_batches_of_who_is_late_are_dealt_again_and_it_is_not_waited_for_until_it_comes() -> None:
-    rounds = book(3)
+def test_the_batches_of_who_is_late_are_assigned_again_and_it_is_not_waited_for_until_it_comes() -> None:
+    rounds = rounds_of(3)
     opened(rounds, 0.0)
     give(rounds, 0, 0.5)
     give(rounds, 2, 0.5)
     assert not rounds.is_over(DEADLINE - 0.01)
-    assert rounds.due(1.5) == pytest.approx(0.5 - GRACE_SECONDS)
-    assert rounds.ask(1.5) == []
-    assert rounds.ask(1.9) == [1]
-    assert rounds.ask(1.95) == [], "once"
-    assert rounds.due(1.95) == pytest.approx(0.05)
+    assert rounds.seconds_until_due(1.5) == pytest.approx(0.5 - GRACE_SECONDS)
+    assert rounds.ranks_to_ask(1.5) == []
+    assert rounds.ranks_to_ask(1.9) == [1]
+    assert rounds.ranks_to_ask(1.95) == [], "once"
+    assert rounds.seconds_until_due(1.95) == pytest.approx(0.05)
     assert rounds.is_over(DEADLINE)
-    assert rounds.close(DEADLINE) == ([0, 2], [1], DEADLINE)
-    rounds.add(6)
+    assert rounds.close_round(DEADLINE) == ([0, 2], [1], DEADLINE)
+    rounds.add_batches(6)
     second = opened(rounds, 2.0)
     assert second.unpushed == (1, 4, 7)
     assert batches(second) == {0: (1, 7, 10), 2: (4, 9, 11)}
     give(rounds, 0, 2.5)
     give(rounds, 2, 2.5)
     assert rounds.is_over(2.5), "nobody waits for rank 1"
-    assert not rounds.come_back(1, 0, 3, 2.6), "what it has learnt is a round too old"
-    rounds.close(2.6)
-    rounds.add(6)
+    assert not rounds.record_part(1, 0, 3, 2.6), "what it has learnt is a round too old"
+    rounds.close_round(2.6)
+    rounds.add_batches(6)
     assert set(batches(opened(rounds, 2.6))) == {0, 1, 2}, "who returns is in the next round"
 
 
 def test_a_round_that_nobody_ends_by_the_deadline_is_over_with_the_first_who_does() -> None:
-    rounds = book(2)
+    rounds = rounds_of(2)
     opened(rounds, 0.0)
     assert not rounds.is_over(10.0)
-    assert rounds.ask(10.0) == [0, 1]
-    assert rounds.due(10.0) is None
+    assert rounds.ranks_to_ask(10.0) == [0, 1]
+    assert rounds.seconds_until_due(10.0) is None
     give(rounds, 1, 11.0)
     assert rounds.is_over(11.0)
 
 
-def test_what_a_replica_has_made_by_the_deadline_counts_and_the_rest_is_dealt_again() -> None:
-    rounds = book(2)
+def test_what_a_replica_has_made_by_the_deadline_counts_and_the_rest_is_assigned_again() -> None:
+    rounds = rounds_of(2)
     opened(rounds, 0.0)
     give(rounds, 0, 0.5)
-    assert rounds.ask(1.9) == [1]
-    assert rounds.come_back(1, 0, 2, 1.95)
-    assert rounds.close(1.95) == ([0, 1], [], 1.95)
-    rounds.add(5)
+    assert rounds.ranks_to_ask(1.9) == [1]
+    assert rounds.record_part(1, 0, 2, 1.95)
+    assert rounds.close_round(1.95) == ([0, 1], [], 1.95)
+    rounds.add_batches(5)
     second = opened(rounds, 1.95)
     assert second.unpushed == (5,)
-    assert batches(second) == {0: (5, 7, 8), 1: (6,)}, "rank 1 is dealt no more than it makes"
+    assert batches(second) == {0: (5, 7, 8), 1: (6,)}, "rank 1 is assigned no more than it makes"
 
 
-def test_a_slow_replica_is_dealt_what_it_makes_by_the_deadline() -> None:
-    rounds = book(2)
+def test_a_slow_replica_is_assigned_what_it_makes_by_the_deadline() -> None:
+    rounds = rounds_of(2)
     opened(rounds, 0.0)
     give(rounds, 0, 0.1)
-    rounds.close(DEADLINE)
-    rounds.come_back(1, 0, 2, 2.1)
+    rounds.close_round(DEADLINE)
+    rounds.record_part(1, 0, 2, 2.1)
     assert {rank: len(of) for rank, of in batches(opened(rounds, 2.1)).items()} == {0: 3, 1: 1}
     give(rounds, 1, 2.2)
     give(rounds, 0, 2.2)
-    rounds.close(2.2)
+    rounds.close_round(2.2)
     assert {rank: len(of) for rank, of in batches(opened(rounds, 2.2)).items()} == {0: 3, 1: 3}, "it has become fast"
 
 
 def test_the_first_round_waits_for_all_ranks_but_not_for_ever() -> None:
-    rounds = book(1, size=2)
-    assert rounds.open(0.0) is None
-    assert rounds.due(1.0) == GATHER_SECONDS - 1.0
-    assert set(opened(rounds, GATHER_SECONDS).deals) == {0}
+    rounds = rounds_of(1, size=2)
+    assert rounds.open_round(0.0) is None
+    assert rounds.seconds_until_due(1.0) == GATHER_SECONDS - 1.0
+    assert set(opened(rounds, GATHER_SECONDS).assignments) == {0}
 
 
 def test_who_comes_with_a_rank_that_is_there_takes_its_place() -> None:
-    rounds = book(2)
+    rounds = rounds_of(2)
     opened(rounds, 0.0)
-    life = rounds.come(1)
-    assert life == 3
-    assert rounds.slots[1].standing is Standing.IDLE
+    incarnation = rounds.add_replica(1)
+    assert incarnation == 3
+    assert rounds.slots[1].state is ReplicaState.IDLE
     give(rounds, 0, 0.5)
     assert rounds.is_over(0.5)
-    rounds.close(0.5)
-    rounds.add(3)
+    rounds.close_round(0.5)
+    rounds.add_batches(3)
     assert batches(opened(rounds, 0.5)) == {0: (1, 5, 7), 1: (3, 6, 8)}
 
 
 def test_a_part_that_was_given_stays_in_its_round_when_its_replica_dies() -> None:
-    rounds = book(2)
+    rounds = rounds_of(2)
     opened(rounds, 0.0)
     give(rounds, 1, 0.5)
-    rounds.leave(1)
+    rounds.remove_replica(1)
     give(rounds, 0, 0.6)
-    assert rounds.close(0.6)[0] == [0, 1]
+    assert rounds.close_round(0.6)[0] == [0, 1]
 
 
-def test_what_a_state_lacks_is_dealt_first() -> None:
-    rounds = RoundBook(every=2, total=20, deadline=DEADLINE, size=1)
-    rounds.begin(5, (3, 6), 0.0)
-    rounds.come(0)
-    rounds.come(1)
+def test_what_a_state_lacks_is_assigned_first() -> None:
+    rounds = RoundState(every=2, total=20, deadline=DEADLINE, size=1)
+    rounds.start(5, (3, 6), 0.0)
+    rounds.add_replica(0)
+    rounds.add_replica(1)
     assert batches(opened(rounds, 0.0)) == {0: (3, 7), 1: (6, 8)}
 
 
@@ -151,37 +157,37 @@ class Played:
     """Rounds to which something happens."""
 
     def __init__(self, total: int) -> None:
-        self.rounds = RoundBook(every=EVERY, total=total, deadline=DEADLINE, size=2)
-        self.rounds.begin(0, (), 0.0)
+        self.rounds = RoundState(every=EVERY, total=total, deadline=DEADLINE, size=2)
+        self.rounds.start(0, (), 0.0)
         self.now = 0.0
         self.averaged: list[int] = []
         self.given: dict[int, tuple[int, ...]] = {}
 
     def come(self, rank: int) -> None:
-        self.rounds.come(rank)
+        self.rounds.add_replica(rank)
 
     def go(self, rank: int) -> None:
-        self.rounds.leave(rank)
+        self.rounds.remove_replica(rank)
 
     def wait(self, rank: int) -> None:
         self.now += DEADLINE / 2
 
     def give(self, rank: int) -> None:
         slot = self.rounds.slots.get(rank)
-        if slot is None or slot.standing is Standing.IDLE:
+        if slot is None or slot.state is ReplicaState.IDLE:
             return
-        number = self.rounds.number if slot.standing is Standing.WORKING else -1
-        if self.rounds.come_back(rank, number, len(slot.batches), self.now):
+        number = self.rounds.number if slot.state is ReplicaState.WORKING else -1
+        if self.rounds.record_part(rank, number, len(slot.batches), self.now):
             self.given[rank] = slot.batches
 
     def turn(self) -> None:
         """Closes and opens rounds as the time has come."""
         if self.rounds.is_over(self.now):
-            came, _, _ = self.rounds.close(self.now)
+            came, _, _ = self.rounds.close_round(self.now)
             batches = [batch for rank in came for batch in self.given[rank]]
             self.averaged += batches
-            self.rounds.add(len(batches))
-        self.rounds.open(self.now)
+            self.rounds.add_batches(len(batches))
+        self.rounds.open_round(self.now)
 
 
 @given(happenings)
