@@ -249,7 +249,12 @@ class RoundCoordinator:
         assigned = self._state.slots[admitted.rank].batches
         batches = assigned[:made]
         examples = float(message.fields.get("examples", 0.0))
-        counts = self._state.record_part(admitted.rank, number, made, time.monotonic())
+        wire = self._full if admitted.rank == 0 else self._bare
+        # Before it counts as arrived: a round is closed with every part that has.
+        has_part = message.kind is MessageKind.PART
+        if has_part and (len(message.data) != wire.nbytes or not examples >= 0):
+            raise ConnectionError(f"{admitted.connection.name} sent {len(message.data)} bytes and {examples} examples")
+        counts = self._state.record_part(admitted.rank, number, made if has_part else 0, time.monotonic())
         part = LoggedPart(
             rank=admitted.rank,
             life=admitted.incarnation,
@@ -261,9 +266,6 @@ class RoundCoordinator:
         if not counts:
             self._since.late.append(part)
             return
-        wire = self._full if admitted.rank == 0 else self._bare
-        if len(message.data) != wire.nbytes or not examples >= 0:
-            raise ConnectionError(f"{admitted.connection.name} sent {len(message.data)} bytes and {examples} examples")
         self._received[admitted.rank] = _ReceivedPart(part, wire.contribution_in(message.data))
 
     def _admit_replica(self, admitted: _AdmittedReplica, fields: Mapping[str, Any]) -> None:

@@ -175,8 +175,8 @@ class RoundState:
         return assigned
 
     def record_part(self, rank: int, number: int, made: int, now: float) -> bool:
-        """Note that a replica has ended its part of a round, of which it has made ``made`` batches; returns whether that
-        counts. It is idle from here on."""
+        """Note that a replica has ended its part of a round, of which it has made ``made`` batches; returns whether
+        that counts. It is idle from here on."""
         slot = self.slots[rank]
         counts = slot.state is ReplicaState.WORKING and number == self.number and 0 < made <= len(slot.batches)
         if counts:
@@ -208,7 +208,7 @@ class RoundState:
         return bool(self._arrived) or any(slot.state is ReplicaState.IDLE for slot in self.slots.values())
 
     def seconds_until_due(self, now: float) -> float | None:
-        """Return the seconds until a deadline asks for a decision, without a message of a replica; None where there is none."""
+        """Return the seconds until a deadline asks for a decision; None where no deadline is set."""
         if self._opened is not None:
             ends = self._opened + self._deadline if self._is_waited_for else None
             times = [time for time in (self._ask_at, ends) if time is not None]

@@ -281,5 +281,5 @@ class SharedAverage(Exchange):
         self._rows[new, _MERGED] = merged
         self._rows[new, _MERGED, full] = written[full]
         self._times[new] = time.monotonic()
-        # Last of all: a death before it leaves the old version, and the next replica that holds the lock makes this one anew.
+        # Last of all: a death before it leaves the old version, and the next holder of the lock makes this one anew.
         self._commit.publish(version + 1)
