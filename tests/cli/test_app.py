@@ -21,7 +21,7 @@ import typer
 from commands import at_terminal
 from typer.testing import CliRunner, Result
 
-from apportion.api.compared_row import ComparedRow
+from apportion.api.compare import ComparedRow
 from apportion.api.train import run
 from apportion.cli.app import app
 from apportion.cli.plain_lines import plan_line

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from apportion.cli.script_display import WIDTH, answer_lines
+from apportion.cli.script_command import WIDTH, answer_lines
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
 
 SITE = "train.py:2"

@@ -17,7 +17,7 @@ from apportion.planner import auto
 from apportion.planner.auto import _Deciding, _few, _told_piloted, _told_priced, _told_tried, _why
 from apportion.planner.calibration import Correction, Trial, correction, divided
 from apportion.planner.predict import _layout
-from apportion.planner.trials.pilot import LAST, Piloted
+from apportion.planner.trials.measured_plan import LAST, Piloted
 from apportion.planner.trials.significance import SURE
 from apportion.planner.trials.trial import Measured, candidate
 from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, choose, surprising

@@ -23,9 +23,7 @@ from apportion.planner.what_if.cluster_variants import (
     one_host_more,
     with_bandwidth,
 )
-from apportion.planner.what_if.crossover import Crossing, crossings
-from apportion.planner.what_if.hypothetical import WhatIf
-from apportion.planner.what_if.sensitivity import sensitivities
+from apportion.planner.what_if.sensitivity import Crossing, WhatIf, crossings, sensitivities
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice

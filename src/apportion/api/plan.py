@@ -139,7 +139,7 @@ class PlanOfRanks(Verb[Plan]):
     def answer_of_ranks(self, launcher: Env | HostsLauncher) -> tuple[Any, int]:
         """Returns the plan's data on all ranks. Raises ValueError, on all of them, where nothing can run, or there is
         one rank alone."""
-        from apportion.planner.launched_plan import plan_launched  # with it come trials
+        from apportion.planner.launched_choice import plan_launched  # with it come trials
         from apportion.planner.plan_data import plan_data
 
         world = World.from_env(device=launcher.device, insecure=launcher.insecure)

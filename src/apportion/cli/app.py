@@ -11,15 +11,14 @@ import sys
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import apportion
 from apportion.cli.begin import begin
-from apportion.cli.failures import INTERRUPTED, guarded
-from apportion.cli.launchers import is_first, launcher_of
+from apportion.cli.failures import INTERRUPTED, NO, guarded
 from apportion.cli.script_command import (
     ScriptRequest,
     WithScriptArguments,
@@ -27,7 +26,6 @@ from apportion.cli.script_command import (
     script_arguments,
     workload_of,
 )
-from apportion.cli.strategy_command import check_strategy_command
 from apportion.errors import ApportionError
 from apportion.runtime.spawn.streams import outlive_terminal
 
@@ -467,3 +465,54 @@ def export(
 def _end(number: int, _: object) -> None:
     """End by a signal as by an exception, so that what was begun is cleared away."""
     raise SystemExit(128 + number)
+
+
+# ``apportion check FILE:NAME --strategy S``: the proof of a strategy, as a command.
+
+
+STEPS = 8
+"""The updates after which a proof compares where their number is not given."""
+
+
+def check_strategy_command(
+    workload: str, strategy: str, steps: int | None, where: tuple[str | None, int | None, str | None], as_json: bool
+) -> int:
+    """Prove a strategy, print the proof, and return the exit status. ``where``: launcher, workers and hosts."""
+    launcher, workers, hosts = where
+    begin(workload, [strategy], launcher, hosts)
+    from apportion.cli.tables import show_proof
+
+    place = launcher_of(launcher, workers, hosts)
+    proof = apportion.check(workload, strategy, steps=STEPS if steps is None else steps, launcher=place)
+    if not is_first(launcher):
+        pass
+    elif as_json:
+        typer.echo(json.dumps({"holds": proof.holds, **asdict(proof)}, indent=1, default=str))
+    else:
+        show_proof(proof)
+    return 0 if proof.holds else NO
+
+
+# The launcher that flags of the command line describe.
+
+
+def launcher_of(text: str | None, workers: int | None, hosts: str | None = None) -> Any:
+    """The launcher that --launcher, --workers and --hosts describe together. Raises ValueError where they contradict
+    each other."""
+    from apportion.core.value import parse
+    from apportion.runtime.launch.local import Local
+    from apportion.runtime.launch.ssh import Ssh
+
+    if hosts is not None:
+        if text is not None:
+            raise ValueError(f"--hosts {hosts} and --launcher {text} contradict each other: leave either out")
+        return Ssh(hosts=[host.strip() for host in hosts.split(",")], workers=workers)
+    launcher = parse(text, "apportion.runtime.launch") if text is not None else Local()
+    return launcher if workers is None else launcher.with_workers(workers)
+
+
+def is_first(launcher: str | None) -> bool:
+    """Tells whether this process is the one that speaks for all, of those that others may have started."""
+    from apportion.comm.network.launched_ranks import given
+
+    return launcher is None or given(os.environ).get("RANK", "0") == "0"

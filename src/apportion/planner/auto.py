@@ -13,24 +13,33 @@ one process.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from apportion.core import json_data
+from apportion.core.json_data import cache_folder
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse, parse_as
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
-from apportion.planner import decision_cache
 from apportion.planner.decision import Decision, Planning
 from apportion.planner.performance_monitor import Expected, cores_wanted, expected_of
 from apportion.planner.predict import offered, predicted
-from apportion.planner.trials.pilot import Piloted, pilot
+from apportion.planner.trials.measured_plan import Piloted, pilot
 from apportion.planner.trials.significance import SURE
 from apportion.planner.trials.trial import LEAST_ROUNDS, TrialWorkers, candidate
 from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, refine
-from apportion.process import most_threads
+from apportion.process import most_threads, usable_cores
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.limits import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.runtime.worker.cpu_wait import noted
@@ -101,8 +110,8 @@ class _Deciding:
             self._steps = int(changes.get("steps", facts["steps"]))
             asked = {"launcher": str(launcher), "trial": planning.trial, "approximate": planning.approximate}
             asked |= {"most_threads": most_threads()}
-            self._key = decision_cache.key(facts["mark"], asked)
-            self._known = None if planning.remeasure else decision_cache.recall(self._key)
+            self._key = key(facts["mark"], asked)
+            self._known = None if planning.remeasure else recall(self._key)
             wanted = cores_wanted() or 0.0
             if self._known is not None and self._known.get("busy") and wanted < QUIET:
                 self._known = None  # it was found while other programs had the cores
@@ -161,7 +170,7 @@ class _Deciding:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
             kept: dict[str, Any] = {"told": decision.plan, "expected": expected}
             kept |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
-            decision_cache.keep(self._key, kept)
+            keep(self._key, kept)
 
     def _budget(self) -> float:
         """Seconds that trials may take."""
@@ -379,3 +388,59 @@ def _told(strategy: Strategy, launcher: Local, predicted_seconds: float | None) 
         "examples_per_second": None,
         "refused": None,
     }
+
+
+# Plans of earlier runs: for the same workload on the same machine nothing is measured again.
+
+
+FIELDS = {"told", "expected", "a_step", "measured_for"}
+"""The fields of what is kept: the data of a ``plan`` event, the time that its steps should take, the seconds of a step
+of one process, and the seconds that the measuring was allowed."""
+
+
+def folder() -> Path:
+    """Return the folder that decisions are kept in."""
+    return cache_folder("plans")
+
+
+def host() -> dict[str, Any]:
+    """Describe what a plan depends on of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "name": platform.node(),
+        "torch": torch.__version__,
+        "apportion": metadata.version("apportion"),
+    }
+
+
+def key(mark: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return the key of a plan for this workload, asked for in this way, on this machine."""
+    text = json.dumps({"workload": mark, "asked": asked, "host": host()}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def recall(name: str) -> dict[str, Any] | None:
+    """Return what was kept under this key; None where nothing was, or it is incomplete."""
+    try:
+        found = json.loads((folder() / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= FIELDS else None
+
+
+def keep(name: str, plan: Mapping[str, Any]) -> None:
+    """Keep a plan for the next run; where nothing can be written, the next run measures again."""
+    json_data.keep(folder() / f"{name}.json", plan)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
