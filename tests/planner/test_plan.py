@@ -780,7 +780,7 @@ def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
 ) -> None:
     """It was measured where it was saved: the layers are timed on this machine, under its own name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measure_cluster.write(replace(host(), measured=True), 1e9)
+    measure_cluster.write_cached(replace(host(), measured=True), 1e9)
     another = host(32, model="a larger cpu")
     replace(another, measured=True).save(tmp_path / "server.json")
     with by_value(networks):
@@ -797,7 +797,7 @@ def test_a_cluster_that_was_measured_elsewhere_is_not_thought_to_be_this_machine
 ) -> None:
     """Nor is it when it is given as a value: nothing is tried on it, and the layers are timed on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measure_cluster.write(replace(host(), measured=True), 1e9)
+    measure_cluster.write_cached(replace(host(), measured=True), 1e9)
     another = replace(host(32, model="a larger cpu"), measured=True)
     with by_value(networks):
         workload = networks.workload(networks.perceptron, networks.tabular(16, 10), 16)

@@ -53,13 +53,13 @@ def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | 
     """
     if seconds <= 0.0:
         raise ValueError(f"seconds={seconds} must be positive: something has to be timed")
-    if not remeasure and (found := read(seconds, cache)) is not None:
+    if not remeasure and (found := read_cached(seconds, cache)) is not None:
         return found
     nominal = discover()
     with _awaiting(places(nominal)) as pools:
         findings = _rounds(pools, seconds)
     cluster = _cluster(nominal, findings)
-    write(cluster, seconds, cache)
+    write_cached(cluster, seconds, cache)
     return cluster
 
 
@@ -224,7 +224,7 @@ def fingerprint() -> dict[str, Any]:
     }
 
 
-def read(seconds: float, where: Path | None = None) -> Cluster | None:
+def read_cached(seconds: float, where: Path | None = None) -> Cluster | None:
     """Read this machine as it was measured before, for so many seconds or longer; None where it was not, or what was
     kept cannot be read."""
     made_of = fingerprint()
@@ -237,7 +237,7 @@ def read(seconds: float, where: Path | None = None) -> Cluster | None:
         return None
 
 
-def write(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
+def write_cached(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
     """Keep the cluster; where it cannot be written, the machine is measured again the next time."""
     made_of = fingerprint()
     data = {"fingerprint": made_of, "seconds": seconds, "cluster": cluster.to_json()}

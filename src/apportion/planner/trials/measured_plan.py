@@ -46,7 +46,7 @@ def tried(
     that, and choose the best of all. ``allow_approximate``: the best approximate strategy is chosen where it has the
     lower loss after the same time, from the same seed. ``seconds``: the time for trials; ``pilot_seconds``: the time
     that each of the two strategies trains for in a pilot."""
-    able = [p for p in planned.found if p.cost is not None]
+    able = [candidate(p.strategy, p.local, p.cost) for p in planned.found if p.cost is not None and p.local is not None]
     refined = refine(able, workload, {}, seconds=seconds)
     found = [after(p, refined) for p in planned.found]
     chosen = next(p for p in found if str(p) == str(refined.chosen))
