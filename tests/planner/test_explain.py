@@ -10,8 +10,8 @@ import pytest
 from by_hand import GB, ROWS, chain, machine
 
 from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.planner.build import (
     MOST_HOSTS,
     approximate,

@@ -25,11 +25,10 @@ from apportion.cli.app import app
 from apportion.cli.plan_display import show_plan
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
-from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Placement, Rate
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import of_rows
 from apportion.cost_model.cost import TERMS, Cost, Span
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 from apportion.planner.build import hosts_to_match, make, why_not
 from apportion.planner.candidate import TIE, Measurement, Priced, folded, misfit, ranked

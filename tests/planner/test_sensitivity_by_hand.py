@@ -9,9 +9,8 @@ import pytest
 from by_hand import GB, ROWS, chain, machine
 
 from apportion.core.strategy import Strategy
-from apportion.cost_model.cluster import Cluster, Link, Moved
+from apportion.cost_model.cluster import Cluster, Link, Moved, Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import TIE, Priced, priced, ranked
 from apportion.planner.units import rate

@@ -7,10 +7,9 @@ from typing import Any, final
 
 from apportion.api.arguments import check_steps, check_workload, launcher_of, strategy_of
 from apportion.api.proof_rows import STEPS, on_rare_rows
-from apportion.api.proof_workers import STEP_SECONDS, ProofRequest
+from apportion.api.proof_workers import READING_SECONDS, STEP_SECONDS, ProofRequest, WorkloadSurvey
 from apportion.api.prover import prove
 from apportion.api.verb import DrivenVerb
-from apportion.api.workload_survey import READING_SECONDS, WorkloadSurvey
 from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.data.sent_rows import SentRows
@@ -20,8 +19,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
 from apportion.runtime.launched.driving import ranks_by_host
-from apportion.runtime.launched.ranks import Ranks
-from apportion.runtime.launched.running_ranks import local_layout
+from apportion.runtime.launched.ranks import Ranks, local_layout
 from apportion.runtime.proof.proof import Proof, Surveyed
 from apportion.runtime.worker.job import Job
 

@@ -22,8 +22,7 @@ from apportion.core.workload import Workload
 from apportion.errors import ApportionError
 from apportion.planner.predict import prices
 from apportion.planner.trials.trial import Candidate, Measured, candidate, parked
-from apportion.runtime.launched.ranks import Ranks
-from apportion.runtime.launched.running_ranks import local_layout
+from apportion.runtime.launched.ranks import Ranks, local_layout
 from apportion.runtime.worker.job import Job
 
 # The lines of a comparison of strategies: what each of them took, fastest first.

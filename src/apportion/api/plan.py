@@ -8,8 +8,7 @@ from typing import Any, final
 
 from apportion.api.arguments import check_workload, launcher_of
 from apportion.api.verb import Verb
-from apportion.comm.group import collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message, collective
 from apportion.comm.world import World
 from apportion.core.launcher import Launcher
 from apportion.core.named_arguments import named_arguments

@@ -9,8 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from apportion.api.proof_workers import ProofRequest
-from apportion.comm.group import collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message, collective
 from apportion.comm.world import World
 from apportion.core.data.sent_rows import RowsNotSentError, SentRows, send_rows
 from apportion.core.parts import PartedDataset, deal_parts, learn_lengths

@@ -18,9 +18,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from apportion.api.proof_rows import STEPS, on_few_rows, on_rare_rows
-from apportion.api.proof_workers import ProofRequest
+from apportion.api.proof_workers import ProofRequest, WorkloadSurvey
 from apportion.api.prover import prove
-from apportion.api.workload_survey import WorkloadSurvey
 from apportion.core import fast_paths
 from apportion.core.data.sent_rows import SentRows
 from apportion.core.strategy import cut_at

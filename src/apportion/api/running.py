@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from apportion.comm.channel import Channel
-from apportion.comm.group import collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message, collective
 from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.launcher import Launcher

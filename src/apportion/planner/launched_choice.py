@@ -22,16 +22,14 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import collective
+from apportion.comm.group import broadcast_message, collective, gather_messages
 from apportion.comm.network.launched_ranks import hosts
-from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World
 from apportion.core.address import load_workload
 from apportion.core.launcher import Launcher
 from apportion.core.value import written_name
 from apportion.core.workload import Workload
-from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
 from apportion.planner.calibration import correction

@@ -9,9 +9,8 @@ from dataclasses import replace
 from apportion.core.strategy import Strategy
 from apportion.core.value import find
 from apportion.core.workload import Workload
-from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.cluster import Cluster, Placement, layouts
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement, layouts
 from apportion.cost_model.profile import Profile
 from apportion.planner.search import search
 from apportion.planner.trials.trial import Candidate, candidate

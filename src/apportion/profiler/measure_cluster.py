@@ -27,8 +27,7 @@ from typing import Any, Literal
 import torch
 
 from apportion.core.json_data import cache_folder, keep
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import layouts
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate, layouts
 from apportion.process import usable_cores
 from apportion.profiler.cluster_worker import BenchmarkJob
 from apportion.profiler.discover import cpu_model, discover, memory_bytes, numa_nodes

@@ -15,11 +15,10 @@ from apportion.script_check.comparison import beyond_gradients, evaluations, num
 from apportion.script_check.comparison.coverage import coverage, extent, gradients_alike, not_finite, untrained
 from apportion.script_check.comparison.first_difference import first_difference
 from apportion.script_check.comparison.numbers import Further
-from apportion.script_check.comparison.places import unplaced
 from apportion.script_check.comparison.ranks_agree import aligned
 from apportion.script_check.comparison.reading import identified, reading
 from apportion.script_check.comparison.tables import row_table, step_table
-from apportion.script_check.comparison.tensors import StepBounds
+from apportion.script_check.comparison.tensors import StepBounds, unplaced
 from apportion.script_check.feed import with_own_lengths
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.hangs import report

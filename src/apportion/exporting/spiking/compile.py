@@ -30,9 +30,8 @@ from apportion.errors import NotVerified
 from apportion.exporting.spiking.calibration.calibrate import EXAMPLES, Calibrated, ScaleSearch, calibrated, percentiles
 from apportion.exporting.spiking.calibration.fine_tune import fine_tuned
 from apportion.exporting.spiking.conversion.assemble import assembled
-from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, with_weight
 from apportion.exporting.spiking.conversion.lowering import lowered
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, computed, summed
+from apportion.exporting.spiking.conversion.rate_net import INPUT, FlattenMap, RateNet, computed, summed, with_weight
 from apportion.exporting.spiking.dialects.dialect import Dialect
 from apportion.exporting.spiking.graph import (
     Convolution,

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from apportion.core.strategy import Strategy
 from apportion.core.value import find
-from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Placement
 from apportion.cost_model.profile import Pass, Profile
 from apportion.cost_model.rollouts import RolloutTimes
 from apportion.planner.calibration import Correction

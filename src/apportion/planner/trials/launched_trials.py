@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from apportion.comm.group import collective
-from apportion.comm.objects import gather_messages
+from apportion.comm.group import collective, gather_messages
 from apportion.comm.world import World
 from apportion.core.strategy import Step, Strategy, batches
 from apportion.core.value import parse

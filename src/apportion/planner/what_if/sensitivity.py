@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.cluster import Cluster, Placement
 from apportion.cost_model.compute import of_rows
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.calibration import Correction
 from apportion.planner.candidate import TIE, Priced, family, priced, ranked

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from apportion.comm.channel import Channel, Message
-from apportion.comm.group import collective
+from apportion.comm.group import collective, gather_messages
 from apportion.comm.network.network_group import NetworkGroup
-from apportion.comm.objects import gather_messages
 from apportion.comm.world import World
 from apportion.core import fast_paths
 from apportion.core.rng import fork_host_rng
@@ -34,7 +33,7 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError, PeerLost
 from apportion.runtime.launched.outcome import FAILED, RESULT, failed, result, value_of
-from apportion.runtime.launched.running_ranks import RunningRanks
+from apportion.runtime.launched.ranks import RunningRanks
 from apportion.runtime.worker.agreement import RunAgreement
 from apportion.runtime.worker.entry import described
 from apportion.runtime.worker.job import Job

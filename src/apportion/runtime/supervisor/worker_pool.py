@@ -21,8 +21,15 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local, Process
 from apportion.runtime.spawn.stacks import tell_to_print_stacks
 from apportion.runtime.spawn.template import Spare
-from apportion.runtime.supervisor.decisions import Action, Stop, failure
-from apportion.runtime.supervisor.failures import Notice, WorkerFinished, WorkerLost, WorkerRaised
+from apportion.runtime.supervisor.failures import (
+    Action,
+    Notice,
+    Stop,
+    WorkerFinished,
+    WorkerLost,
+    WorkerRaised,
+    failure,
+)
 from apportion.runtime.supervisor.rank_pool import KILL_SECONDS, OpenChange, PoolHistory, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, Watchdog
 from apportion.runtime.worker import progress

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from apportion.comm.group import collective
-from apportion.comm.objects import gather_messages
+from apportion.comm.group import collective, gather_messages
 from apportion.comm.world import World
 from apportion.core.data.sent_rows import broadcast_rows
 from apportion.core.parts import PartedDataset, deal_parts

@@ -22,7 +22,7 @@ from typing import Protocol, cast, final
 from apportion.serving.errors import Overloaded
 from apportion.serving.http.request_head import MOST_BYTES, Head, ReceiveBuffer
 from apportion.serving.http.response import HTTPError, Response, ResponseWriter, Unread
-from apportion.serving.pool.shared_arena import Lease
+from apportion.serving.pool.frames import Lease
 
 
 class ConnectionState(IntEnum):

@@ -23,8 +23,7 @@ from apportion.serving.http.request_head import Head, number
 from apportion.serving.http.response import HTTPError, Response, Unread
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
-from apportion.serving.pool.frames import INLINE_BYTES, placed
-from apportion.serving.pool.shared_arena import Arena, Lease
+from apportion.serving.pool.frames import INLINE_BYTES, Arena, Lease, placed
 from apportion.serving.protocol.v2 import (
     HEADER,
     NamedTensor,

@@ -42,10 +42,9 @@ from apportion.serving.ensemble.deadline import check_quorum
 from apportion.serving.ensemble.ensemble import Ensemble, InferenceRequest
 from apportion.serving.pool.circuit_breaker import Breaker
 from apportion.serving.pool.dynamic_batcher import DynamicBatcher
-from apportion.serving.pool.frames import placed
+from apportion.serving.pool.frames import Arena, placed
 from apportion.serving.pool.member import Member
 from apportion.serving.pool.pool import Log, MemberPool
-from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.protocol.datatypes import DATATYPES
 from apportion.serving.runtimes.runtime import Spec
 from apportion.serving.runtimes.source import ServedTensor, Source
