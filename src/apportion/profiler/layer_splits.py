@@ -20,7 +20,7 @@ from apportion.parallel.tensor import attention, embedding, recurrent
 from apportion.parallel.tensor.linear import slice_columns, slice_dropout, slice_rows
 from apportion.parallel.tensor.patterns import is_elementwise
 from apportion.parallel.tensor.slicing import Slicer
-from apportion.profiler.call_timer import backward, clock, fresh
+from apportion.profiler.profiled_step import backward, clock, fresh
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

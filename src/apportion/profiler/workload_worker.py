@@ -24,9 +24,8 @@ from apportion.parallel.optim.fused import needs_whole_weights, with_fused_updat
 from apportion.parallel.rollouts.rollouts import Rollouts
 from apportion.parallel.tracing import network
 from apportion.parallel.tracing.network import Layer
-from apportion.profiler.call_timer import TimedCall, clock, kept_bytes
 from apportion.profiler.layer_splits import PartCalls, TimedPart, part_of, ways, window
-from apportion.profiler.profiled_step import TimedStep
+from apportion.profiler.profiled_step import TimedCall, TimedStep, clock, kept_bytes
 from apportion.profiler.rollouts.timer import RolloutTimer
 from apportion.runtime.worker.cpu_wait import Waited
 from apportion.runtime.worker.entry import run_program
