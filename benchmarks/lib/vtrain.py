@@ -17,8 +17,7 @@ from published.fit import fitted
 from published.mesh import Mesh
 from published.transformer import Transformer
 
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate
 
 VOCABULARY = 51_200
 DATA_SHEET = {

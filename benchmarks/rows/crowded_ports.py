@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from apportion.comm.network import dialling
+from apportion.comm.network import rendezvous
 from apportion.comm.network.address import Address
 from apportion.comm.network.handshake import CLAIM_BYTES, SECRET_ENV, Purpose, claim, hello
 from apportion.comm.network.network_group import NetworkGroup
@@ -139,7 +139,7 @@ def join_among_strangers(seconds, rate, size):
     while time.monotonic() < began + seconds:
         since = time.monotonic()
         wrong.update(joined(size, address, 2 * joins + 2).values())
-        late = threading.Thread(target=dialling.dial_rank, args=(waiting.address, secret, Purpose("late", joins), 30))
+        late = threading.Thread(target=rendezvous.dial_rank, args=(waiting.address, secret, Purpose("late", joins), 30))
         late.start()
         waiting.take("late", joins, 30).close()
         late.join()
@@ -165,7 +165,7 @@ def join_at_once(size, away):
     in."""
     secret, wrong, kept = b"s" * 32, Counter(), []
     listener = RankListener(Address("127.0.0.1", -1), secret)
-    near = dialling.claim
+    near = rendezvous.claim
 
     def far(*given):
         time.sleep(away)
@@ -173,18 +173,18 @@ def join_at_once(size, away):
 
     def rank(number):
         try:
-            kept.append(dialling.dial_rank(listener.address, secret, Purpose("group", number), 60))
+            kept.append(rendezvous.dial_rank(listener.address, secret, Purpose("group", number), 60))
         except Exception as error:
             wrong[str(error)] += 1
 
-    dialling.claim = far
+    rendezvous.claim = far
     began = time.monotonic()
     ranks = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
     for one in ranks:
         one.start()
     for one in ranks:
         one.join()
-    dialling.claim = near
+    rendezvous.claim = near
     print(
         f"{len(listener.ready('group'))} of {size} ranks at once, {away:g} s away, are in after "
         f"{time.monotonic() - began:.2f} s"

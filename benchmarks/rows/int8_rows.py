@@ -14,7 +14,7 @@ from parked import SideFailed
 import apportion
 from apportion.api.export import Data, Examples
 from apportion.exporting.onnxruntime_session import session
-from apportion.exporting.quantization.processor import this_processor
+from apportion.exporting.quantization.files import this_processor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import cifar10_data

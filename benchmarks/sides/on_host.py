@@ -62,7 +62,7 @@ class Rank:
         return time.perf_counter() - start
 
     def planned(self, *, trial):
-        from apportion.planner.launched_plan import plan_launched  # what only makes steps needs no planner
+        from apportion.planner.launched_choice import plan_launched  # what only makes steps needs no planner
 
         return plan_launched(load_workload(self.address), self.world, trial=trial)
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion.api import compare as verb
-from apportion.api.compared_row import ComparedRow
+from apportion.api.compare import ComparedRow
 from apportion.cost_model.cost import Cost
 
 pytestmark = pytest.mark.processes

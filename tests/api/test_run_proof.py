@@ -24,8 +24,8 @@ from torch.utils.data import Dataset, TensorDataset
 import apportion
 from apportion import Disproved, Event, Workload
 from apportion.api import prover, run_proof
-from apportion.api.proof_words import likely_causes
 from apportion.api.proof_workers import ProofRequest, ProofWorkers
+from apportion.api.prover import likely_causes
 from apportion.core.value import parse
 from apportion.planner.decision import Decision, next_best
 from apportion.planner.trials.trial import candidate

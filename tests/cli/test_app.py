@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 from commands import at_terminal
 
-from apportion.api.compared_row import ComparedRow
+from apportion.api.compare import ComparedRow
 from apportion.api.train import run
 from apportion.cli.app import app
 from apportion.cli.plain_lines import plan_line

@@ -26,7 +26,7 @@ from apportion.comm.differentiable import (  # fmt: skip
     scatter_to,
     sent,
 )
-from apportion.comm.objects import broadcast_message, broadcast_tensors
+from apportion.comm.group import broadcast_message, broadcast_tensors
 from apportion.comm.world import World
 
 pytestmark = pytest.mark.processes

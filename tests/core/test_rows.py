@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from apportion.core.data.rows import misfit_of, row_count, rows_of
+from apportion.core.data.batch import misfit_of, row_count, rows_of
 
 
 @dataclass

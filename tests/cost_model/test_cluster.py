@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from apportion.cost_model import catalogue, collectives
-from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
-from apportion.cost_model.placement import Placement, layouts
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Placement, Rate, layouts
 
 
 def rate(threads: int, together: int, flops: float, memory: float = 1e10) -> Rate:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Port, Rate
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Placement, Port, Rate
 from apportion.cost_model.collectives import all_gather, all_reduce, broadcast, message, reduce_scatter
 from apportion.cost_model.cost import Span
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.simulator import SimulatedTask, makespan, simulate, terms
 
 RATE = Rate(threads=1, together=1, flops=1e9, bytes_per_second=1e9)

@@ -15,10 +15,9 @@ from torch.utils.data import TensorDataset
 
 from apportion import Workload
 from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import computed, dealt, of_rows
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import data_parallel as exchange
 from apportion.cost_model.strategies import shared_weights

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apportion.core.strategy import Strategy
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate
 from apportion.cost_model.collectives import all_gather, all_reduce, reduce_scatter
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.partitioning import LayerWork, balanced, chain, replicated
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 from apportion.cost_model.strategies import pipeline, wavefront

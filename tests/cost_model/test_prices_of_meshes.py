@@ -9,8 +9,8 @@ import pytest
 from by_hand import GB, ROWS, chain, layer, machine, network, terms, timed
 from published_models import Mesh, fitted
 
+from apportion.cost_model.cluster import layouts
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import layouts
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.data_parallel import Bucket, buckets, during
 from apportion.strategies.data_parallel import DataParallel

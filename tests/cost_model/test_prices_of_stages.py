@@ -10,9 +10,8 @@ from by_hand import GB, ROWS, bookkeeping, chain, layer, machine, network, secon
 
 from apportion.core.strategy import Strategy
 from apportion.cost_model import partitioning
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate
 from apportion.cost_model.compute import slowest
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Pass
 from apportion.strategies.layer_placement import LayerPlacement
 from apportion.strategies.pipeline_parallel import PipelineParallel

@@ -11,9 +11,8 @@ import pytest
 from conftest import data_folder
 from published_models import Mesh, Transformer, fitted, pipedream, vtrain
 
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate
 from apportion.cost_model.partitioning import replicated
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 

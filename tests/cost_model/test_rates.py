@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.memory import activations, of_replica, parts_that_fit
-from apportion.cost_model.placement import Placement, layouts
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate, layouts
+from apportion.cost_model.cost import activations, of_replica, parts_that_fit
 from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
 
 RATES = (

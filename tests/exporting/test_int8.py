@@ -24,9 +24,7 @@ from apportion.exporting.exporter import export
 from apportion.exporting.onnxruntime_session import metadata, session
 from apportion.exporting.quantization import quantizers
 from apportion.exporting.quantization.choice import fewest_kept
-from apportion.exporting.quantization.evaluator import evaluator
-from apportion.exporting.quantization.files import LIMIT
-from apportion.exporting.quantization.processor import described_processor, this_processor
+from apportion.exporting.quantization.files import LIMIT, described_processor, evaluator, this_processor
 from apportion.exporting.target import Exported
 
 INT8 = "onnx(precision='int8', most_lost=0.01)"

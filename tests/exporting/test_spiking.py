@@ -17,12 +17,12 @@ from apportion.cli.failures import EXTRAS
 from apportion.errors import NotVerified
 from apportion.exporting.exporter import Data, export
 from apportion.exporting.spiking import compile
+from apportion.exporting.spiking.compile import _largest as largest
+from apportion.exporting.spiking.compile import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.conversion.rate_net import outputs
 from apportion.exporting.spiking.graph import CurrentSource, Dense, Neurons, Readout, Reset, SpikingGraph
-from apportion.exporting.spiking.quantized import _largest as largest
-from apportion.exporting.spiking.quantized import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.simulator import Membranes, fan_out, simulate
 from apportion.exporting.target import Examples
 from apportion.exporting.targets import spiking

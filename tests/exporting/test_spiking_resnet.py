@@ -8,10 +8,10 @@ from published_resnets import IMAGES, MODELS, published_resnet, training_images,
 from torch import Tensor, nn
 
 from apportion.exporting.spiking.calibration.calibrate import calibrated
+from apportion.exporting.spiking.compile import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.conversion.assemble import assembled
 from apportion.exporting.spiking.conversion.lowering import lowered
 from apportion.exporting.spiking.graph import Neurons, SpikingGraph
-from apportion.exporting.spiking.quantized import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.simulator import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.data(IMAGES, MODELS)]

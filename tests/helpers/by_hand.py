@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from apportion.core.strategy import Strategy
-from apportion.cost_model.cluster import Cluster, Device, Link, Port, Rate
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Port, Rate
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 GB = 10**9

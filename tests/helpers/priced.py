@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate
 from apportion.cost_model.profile import LayerProfile, Profile, Timing
 
 

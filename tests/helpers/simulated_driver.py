@@ -11,9 +11,14 @@ from simulated_hosts import Host, Link, Process, Violation
 from apportion.errors import ApportionError
 from apportion.runtime.checkpoint.terms import RunTerm
 from apportion.runtime.hosts.protocol.leader import AgentOrder, HostSlot
-from apportion.runtime.supervisor.decisions import Action, Finish, Replace, Restart, Shrink, Stop, next_action
 from apportion.runtime.supervisor.failures import (
+    Action,
+    Finish,
     HostLost,
+    Replace,
+    Restart,
+    Shrink,
+    Stop,
     WorkerBegan,
     WorkerEvent,
     WorkerExited,
@@ -22,6 +27,7 @@ from apportion.runtime.supervisor.failures import (
     WorkerRaised,
     WorkersChanged,
     WorkerStalled,
+    next_action,
 )
 
 if TYPE_CHECKING:

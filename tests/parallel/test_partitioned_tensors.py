@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion import Workload
-from apportion.comm.objects import broadcast_tensors
+from apportion.comm.group import broadcast_tensors
 from apportion.comm.world import World
 from apportion.parallel.ops.matmul import LARGE, SMALL, linear
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender

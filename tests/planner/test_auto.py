@@ -17,7 +17,7 @@ from torch import nn
 from apportion.cli.plain_lines import plan_line
 from apportion.core.event import Event
 from apportion.core.workload import Workload
-from apportion.planner import auto, decision_cache
+from apportion.planner import auto
 from apportion.planner.auto import decide
 from apportion.planner.predict import offered
 from apportion.runtime.launch.local import Local
@@ -37,41 +37,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_found_again_for_the_same_workload_asked_for_in_the_same_way() -> None:
-    key = decision_cache.key(MARK, {"launcher": "local"})
-    assert decision_cache.recall(key) is None
-    decision_cache.keep(key, PLAN)
-    assert decision_cache.recall(decision_cache.key(dict(MARK), {"launcher": "local"})) == PLAN
+    key = auto.decision_key(MARK, {"launcher": "local"})
+    assert auto.load_decision(key) is None
+    auto.save_decision(key, PLAN)
+    assert auto.load_decision(auto.decision_key(dict(MARK), {"launcher": "local"})) == PLAN
     for other in ({**MARK, "batch_size": 32}, {**MARK, "batch": [[[64, 4], "torch.float32"]]}):
-        assert decision_cache.recall(decision_cache.key(other, {"launcher": "local"})) is None
-    assert decision_cache.recall(decision_cache.key(MARK, {"launcher": "local(threads=1)"})) is None
+        assert auto.load_decision(auto.decision_key(other, {"launcher": "local"})) is None
+    assert auto.load_decision(auto.decision_key(MARK, {"launcher": "local(threads=1)"})) is None
 
 
 def test_a_plan_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    there = decision_cache.folder() / "x.json"
+    there = auto.decisions_folder() / "x.json"
     there.mkdir(parents=True)  # nothing can be put in its place
-    decision_cache.keep("x", PLAN)
-    assert list(decision_cache.folder().iterdir()) == [there]
+    auto.save_decision("x", PLAN)
+    assert list(auto.decisions_folder().iterdir()) == [there]
 
 
 def test_another_machine_or_another_torch_has_plans_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = decision_cache.key(MARK, {})
+    here = auto.decision_key(MARK, {})
     monkeypatch.setattr(torch, "__version__", "9.9")
-    assert decision_cache.key(MARK, {}) != here
+    assert auto.decision_key(MARK, {}) != here
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"told": {}}'])
 def test_what_is_damaged_counts_as_nothing(text: str) -> None:
-    key = decision_cache.key(MARK, {})
-    decision_cache.keep(key, PLAN)
-    (decision_cache.folder() / f"{key}.json").write_text(text)
-    assert decision_cache.recall(key) is None
+    key = auto.decision_key(MARK, {})
+    auto.save_decision(key, PLAN)
+    (auto.decisions_folder() / f"{key}.json").write_text(text)
+    assert auto.load_decision(key) is None
 
 
 def test_where_nothing_can_be_kept_nothing_is(cache: Path) -> None:
     cache.write_text("a file")
-    decision_cache.keep("name", PLAN)
-    assert decision_cache.recall("name") is None
+    auto.save_decision("name", PLAN)
+    assert auto.load_decision("name") is None
 
 
 # What is tried
@@ -110,7 +110,7 @@ def test_a_short_run_takes_one_process_and_a_long_one_what_is_found() -> None:
         short = decide(resting(), {"steps": 100}, Local())
         long = decide(resting(), {"steps": 3_000}, Local())
         again = decide(resting(), {"steps": 2_900}, Local())
-        (kept,) = decision_cache.folder().glob("*.json")
+        (kept,) = auto.decisions_folder().glob("*.json")
         kept.write_text(json.dumps({**json.loads(kept.read_text()), "measured_for": 1.0}))
         longer = decide(resting(), {"steps": 90_000}, Local())
     assert short.chosen.strategy == SingleDevice()

@@ -10,9 +10,8 @@ from by_hand import GB, ROWS, chain, conv, machine, network
 
 from apportion.api.plan import _profiled
 from apportion.core.strategy import Strategy
-from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.cluster import Cluster, Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.rollouts import RolloutTimes
 from apportion.planner.candidate import MEASURED_BAND, TIE, Measurement, Priced, folded, misfit, ranked, tied
 from apportion.planner.search import group_sizes, places_of, search

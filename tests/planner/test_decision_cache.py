@@ -17,10 +17,10 @@ from apportion.planner import auto
 from apportion.planner.auto import _Deciding, _few, _pilot_sentence, _priced_rows, _tried_rows, _why
 from apportion.planner.calibration import Correction, Trial, correction, divided
 from apportion.planner.predict import _layout
-from apportion.planner.trials.pilot import LAST, Piloted
+from apportion.planner.trials.measured_plan import LAST, Piloted
 from apportion.planner.trials.significance import SURE
-from apportion.planner.trials.trial import Measured, candidate
-from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, choose, surprising
+from apportion.planner.trials.trial import Candidate, Measured, candidate
+from apportion.planner.trials.tune import TuningResult, TuningTrial, choose, surprising
 from apportion.profiler.measure_workload import Found, made, mean, scaled
 from apportion.runtime.launch.local import Local
 
@@ -33,8 +33,9 @@ def strategy(name: str) -> Strategy:
     return parse(name, "apportion.strategies")
 
 
-def offer(name: str, price: Cost | None = None, workers: int = 2) -> Offer:
-    return Offer(strategy=strategy(name), launcher=Local(workers=workers, threads=1), cost=price)
+def offer(name: str, price: Cost | None = None, workers: int = 2) -> Candidate:
+    where = Local(workers=workers, threads=1)
+    return Candidate(strategy=strategy(name), launcher=where, ranks=workers, cost=price)
 
 
 def tried(name: str, rounds: Sequence[float] | None, *, workers: int = 2, predicted: Cost | None = None) -> TuningTrial:

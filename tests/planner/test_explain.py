@@ -10,11 +10,21 @@ import pytest
 from by_hand import GB, ROWS, chain, machine
 
 from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
-from apportion.planner.build import MOST_HOSTS, make, match
+from apportion.planner.build import (
+    MOST_HOSTS,
+    approximate,
+    differences,
+    make,
+    match,
+    milliseconds,
+    per_batch,
+    size,
+    why_first,
+    why_not,
+)
 from apportion.planner.candidate import Measurement, Priced, priced
-from apportion.planner.explain import approximate, differences, milliseconds, per_batch, size, why_first, why_not
 from apportion.planner.plan import commands
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded

@@ -53,7 +53,7 @@ import json
 import sys
 
 import apportion
-from apportion.planner.launched_plan import plan_launched
+from apportion.planner.launched_choice import plan_launched
 from apportion.planner.plan_data import plan_data, plan_of
 
 world = apportion.World.from_env(device="cpu")

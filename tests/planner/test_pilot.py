@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from apportion.core.value import parse
 from apportion.core.workload import Evaluation, Workload
-from apportion.planner.trials.pilot import TURNS, Piloted, _Runner, lower, pilot
+from apportion.planner.trials.measured_plan import TURNS, Piloted, _Runner, lower, pilot
 from apportion.planner.trials.trial import Candidate, candidate
 from apportion.runtime.launch.local import Local
 

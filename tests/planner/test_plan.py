@@ -25,24 +25,20 @@ from apportion.cli.app import app
 from apportion.cli.plan_display import show_plan
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
-from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Rate
+from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Placement, Rate
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import of_rows
 from apportion.cost_model.cost import TERMS, Cost, Span
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
-from apportion.planner.build import hosts_to_match, make
+from apportion.planner.build import hosts_to_match, make, why_not
 from apportion.planner.candidate import TIE, Measurement, Priced, folded, misfit, ranked
-from apportion.planner.explain import why_not
 from apportion.planner.plan import commands
 from apportion.planner.search import MOST_PRICED, group_sizes, places_of, search
 from apportion.planner.units import gibibytes, milliseconds, rate
-from apportion.planner.what_if import hypothetical
+from apportion.planner.what_if import sensitivity
 from apportion.planner.what_if.cluster_variants import of_hosts, one_gpu_more, one_host_more, with_bandwidth
-from apportion.planner.what_if.crossover import crossings
-from apportion.planner.what_if.hypothetical import WhatIf
-from apportion.planner.what_if.sensitivity import sensitivities
-from apportion.profiler import cluster_cache
+from apportion.planner.what_if.sensitivity import WhatIf, crossings, sensitivities
+from apportion.profiler import measure_cluster
 from apportion.profiler.measure_workload import profile
 from apportion.reporting.html import write_plan_html
 from apportion.strategies.data_parallel import DataParallel
@@ -602,12 +598,12 @@ def test_a_winner_from_outside_of_the_short_list_is_found(monkeypatch: pytest.Mo
 
 def test_of_many_layers_on_many_devices_the_few_best_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole search takes too long to be made again and again."""
-    monkeypatch.setattr(hypothetical, "MOST_WORK", 0)
+    monkeypatch.setattr(sensitivity, "MOST_WORK", 0)
     profile, cluster = network(), hosts()
     found = search(profile, cluster)
     model = WhatIf(found, found[0], profile, cluster)
     assert model.narrow
-    monkeypatch.setattr(hypothetical, "among", None)
+    monkeypatch.setattr(sensitivity, "among", None)
     (crossing,) = (c for c in crossings(model) if c.kind == "ethernet")
     assert crossing.bandwidth == pytest.approx(crossing_by_hand(profile, cluster), rel=0.01)
 
@@ -783,7 +779,7 @@ def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
 ) -> None:
     """It was measured where it was saved: the layers are timed on this machine, under its own name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster_cache.write(replace(host(), measured=True), 1e9)
+    measure_cluster.write_cached(replace(host(), measured=True), 1e9)
     another = host(32, model="a larger cpu")
     replace(another, measured=True).save(tmp_path / "server.json")
     with by_value(networks):
@@ -800,7 +796,7 @@ def test_a_cluster_that_was_measured_elsewhere_is_not_thought_to_be_this_machine
 ) -> None:
     """Nor is it when it is given as a value: nothing is tried on it, and the layers are timed on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cluster_cache.write(replace(host(), measured=True), 1e9)
+    measure_cluster.write_cached(replace(host(), measured=True), 1e9)
     another = replace(host(32, model="a larger cpu"), measured=True)
     with by_value(networks):
         workload = networks.workload(networks.perceptron, networks.tabular(16, 10), 16)

@@ -15,7 +15,7 @@ from ranks import by_value
 
 import apportion
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.profiler import cluster_cache, measure_workload
+from apportion.profiler import measure_cluster, measure_workload
 from apportion.profiler.discover import discover
 
 pytestmark = pytest.mark.processes
@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rates = tuple(Rate(threads=1, together=n, flops=1e10, bytes_per_second=1e10) for n in (1, 2))
     cores = Device(name="a/cpu", host="a", kind="cpu", model=own.model, memory_bytes=1 << 32, rates=rates, cores=2)
     memory = Link(kind="memory", devices=("a/cpu",), latency=1e-5, bandwidth=1e9)
-    cluster_cache.write(Cluster(name="a", devices=(cores,), links=(memory,), measured=True), 1e9)
+    measure_cluster.write_cached(Cluster(name="a", devices=(cores,), links=(memory,), measured=True), 1e9)
     with by_value(played), by_value(networks):
         yield
 

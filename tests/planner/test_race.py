@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.planner.trials.race import beside, leader, paced, still_running
+from apportion.planner.trials.launched_trials import beside, leader, paced, still_running
 
 FOUR = 4
 

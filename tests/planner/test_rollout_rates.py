@@ -14,8 +14,7 @@ from apportion.cost_model.profile import Pass, Profile
 from apportion.cost_model.rollouts import LearnTiming, PlayTiming, RolloutTimes
 from apportion.planner.build import make
 from apportion.planner.calibration import Correction
-from apportion.planner.rollouts.rates import RolloutRate, rates
-from apportion.planner.rollouts.rates_table import table, why
+from apportion.planner.rollouts.rates import RolloutRate, rates, table, why
 from apportion.planner.search import search
 from apportion.reporting.html.plan_page import plan_page
 

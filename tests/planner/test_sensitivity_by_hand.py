@@ -9,9 +9,8 @@ import pytest
 from by_hand import GB, ROWS, chain, machine
 
 from apportion.core.strategy import Strategy
-from apportion.cost_model.cluster import Cluster, Link, Moved
+from apportion.cost_model.cluster import Cluster, Link, Moved, Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import TIE, Priced, priced, ranked
 from apportion.planner.units import rate
@@ -23,9 +22,7 @@ from apportion.planner.what_if.cluster_variants import (
     one_host_more,
     with_bandwidth,
 )
-from apportion.planner.what_if.crossover import Crossing, crossings
-from apportion.planner.what_if.hypothetical import WhatIf
-from apportion.planner.what_if.sensitivity import sensitivities
+from apportion.planner.what_if.sensitivity import Crossing, WhatIf, crossings, sensitivities
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.hogwild import Hogwild
 from apportion.strategies.single_device import SingleDevice

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from apportion.core.workload import Workload
 from apportion.cost_model.profile import Profile
-from apportion.planner import launched_plan
+from apportion.planner import launched_choice
 from apportion.planner.build import make
 from apportion.planner.calibration import Correction
 from apportion.planner.candidate import Measurement, Priced
@@ -145,7 +145,7 @@ def test_later_rounds_try_what_should_now_be_faster_beside_the_best_so_far() -> 
 
     def later(*found: Priced) -> list[str]:
         plan = replace(predicted(), found=found)
-        return [strategy for strategy, _ in launched_plan._worth_trying(plan, first=False)]
+        return [strategy for strategy, _ in launched_choice._worth_trying(plan, first=False)]
 
     slow, fast = offer(1, 0.5, measured=4.0), offer(2, 3.0, measured=2.0)
     hopeful, better = offer(4, 1.9), offer(8, 1.5)

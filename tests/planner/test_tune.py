@@ -16,8 +16,8 @@ from apportion.core.value import parse
 from apportion.cost_model.cost import Cost
 from apportion.planner.calibration import MOST, Correction, Trial, correction
 from apportion.planner.trials.significance import SURE, faster_confidence
-from apportion.planner.trials.trial import Measured, candidate
-from apportion.planner.trials.tune import Offer, TuningTrial, choose, refine, surprising, worth_trying
+from apportion.planner.trials.trial import Candidate, Measured, candidate
+from apportion.planner.trials.tune import TuningTrial, choose, refine, surprising, worth_trying
 from apportion.runtime.launch.local import Local
 from apportion.strategies.single_device import SingleDevice
 
@@ -26,9 +26,9 @@ def cost(computing: float, communicating: float = 0.0, examples: float = 64) -> 
     return Cost(terms={"computing": computing, "communicating": communicating}, examples=examples)
 
 
-def offer(strategy: str, launcher: str, price: Cost | None = None) -> Offer:
+def offer(strategy: str, launcher: str, price: Cost | None = None) -> Candidate:
     where: Local = parse(launcher, "apportion.runtime.launch")
-    return Offer(strategy=parse(strategy, "apportion.strategies"), launcher=where, cost=price)
+    return candidate(parse(strategy, "apportion.strategies"), where, price)
 
 
 ALONE, ONE_THREAD = "local(workers=1, threads=4)", "local(workers=1, threads=1)"
@@ -122,7 +122,7 @@ def test_what_no_trial_tells_stays_as_it_was_predicted() -> None:
 # What is tried
 
 
-def many() -> list[Offer]:
+def many() -> list[Candidate]:
     return [
         offer("pipeline_parallel", TWO, cost(0.5)),
         offer("tensor_parallel", TWO, cost(0.6)),
@@ -148,7 +148,7 @@ def test_the_best_three_one_process_with_all_threads_and_plain_data_parallel_are
 
 
 def test_without_predictions_all_are_tried() -> None:
-    offers = [Offer(strategy=o.strategy, launcher=o.launcher) for o in many()]
+    offers = [candidate(o.strategy, o.launcher) for o in many()]
     assert {*map(str, worth_trying(offers))} == {*map(str, offers)}
     assert str(worth_trying(offers)[0]) == f"single_device on {ALONE}"
 
@@ -175,7 +175,7 @@ def tried(strategy: str, launcher: str, rounds: Sequence[float], first: int = 0)
     return TuningTrial(strategy=given.strategy, launcher=given.launcher, predicted=None, measured=measured)
 
 
-def test_of_those_that_cannot_be_told_apart_the_simplest_is_chosen() -> None:
+def test_of_those_that_cannot_be_faster_confidence_the_simplest_is_chosen() -> None:
     two = tried("data_parallel", TWO, [1.0, 1.02, 1.0, 1.02, 1.0])
     fused = tried("single_device(fused=True)", ALONE, [1.01, 1.01, 1.01, 1.01, 1.02])
     plain = tried("single_device", ALONE, [1.02, 1.01, 1.0, 1.03, 1.01])
@@ -208,7 +208,7 @@ def test_only_rounds_that_were_made_in_turns_are_held_against_each_other() -> No
 # Real processes
 
 
-def refined(workload: Any, offers: Sequence[Offer], **options: Any) -> Any:
+def refined(workload: Any, offers: Sequence[Candidate], **options: Any) -> Any:
     with by_value(networks), by_value(sys.modules[__name__]):
         return refine(offers, workload, {}, seconds=5.0, **options)
 

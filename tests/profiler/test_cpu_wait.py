@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 from apportion.core.workload import Workload
 from apportion.cost_model.profile import Pass
 from apportion.planner.auto import _Deciding
+from apportion.planner.build import why_first
 from apportion.planner.candidate import Measurement, Priced, tied
 from apportion.planner.decision import Planning
-from apportion.planner.explain import why_first
 from apportion.planner.predict import offered
 from apportion.planner.trials.trial import Measured, parked
 from apportion.planner.trials.trial import candidate as made

@@ -17,7 +17,7 @@ from ranks import on_ranks
 from apportion.comm.world import World
 from apportion.cost_model.cluster import Cluster
 from apportion.process import usable_cores
-from apportion.profiler import cluster_cache, discover, measure_cluster, samples
+from apportion.profiler import discover, measure_cluster, samples
 from apportion.profiler.cluster_worker import LEAST, SIZES, HardwareBenchmark, undisturbed
 from apportion.profiler.launched_cluster import measure_here
 
@@ -101,38 +101,38 @@ def test_every_number_of_ranks_has_its_table(measured: Cluster) -> None:
 
 def test_what_was_measured_is_not_measured_again(measured: Cluster, cache: Path) -> None:
     assert measure_cluster.measure(seconds=TINY, cache=cache) == measured
-    assert cluster_cache.read(TINY, cache) == measured
-    assert cluster_cache.read(2 * TINY, cache) is None, "less time than is asked for"
+    assert measure_cluster.read_cached(TINY, cache) == measured
+    assert measure_cluster.read_cached(2 * TINY, cache) is None, "less time than is asked for"
 
 
 def test_a_cache_of_another_machine_or_none_is_left_alone(
     measured: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cluster_cache.read(TINY, tmp_path) is None
-    cluster_cache.write(measured, TINY, tmp_path)
+    assert measure_cluster.read_cached(TINY, tmp_path) is None
+    measure_cluster.write_cached(measured, TINY, tmp_path)
     (file,) = tmp_path.iterdir()
-    assert cluster_cache.read(TINY, tmp_path) == measured
+    assert measure_cluster.read_cached(TINY, tmp_path) == measured
     data = json.loads(file.read_text())
     for broken in ("", "{", "[]", "{}", json.dumps({**data, "cluster": {}}), json.dumps({**data, "fingerprint": {}})):
         file.write_text(broken)
-        assert cluster_cache.read(TINY, tmp_path) is None
-    monkeypatch.setattr(cluster_cache, "usable_cores", lambda: 77)
-    cluster_cache.write(measured, TINY, tmp_path)
+        assert measure_cluster.read_cached(TINY, tmp_path) is None
+    monkeypatch.setattr(measure_cluster, "usable_cores", lambda: 77)
+    measure_cluster.write_cached(measured, TINY, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(measured: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    cluster_cache.write(measured, TINY, tmp_path / "file")
-    assert cluster_cache.read(TINY, tmp_path / "file") is None
+    measure_cluster.write_cached(measured, TINY, tmp_path / "file")
+    assert measure_cluster.read_cached(TINY, tmp_path / "file") is None
 
 
 def test_what_cannot_be_kept_whole_leaves_nothing(measured: Cluster, tmp_path: Path) -> None:
-    cluster_cache.write(measured, TINY, tmp_path)
+    measure_cluster.write_cached(measured, TINY, tmp_path)
     (kept_in,) = tmp_path.iterdir()
     kept_in.unlink()
     kept_in.mkdir()  # nothing can be put in its place
-    cluster_cache.write(measured, TINY, tmp_path)
+    measure_cluster.write_cached(measured, TINY, tmp_path)
     assert list(tmp_path.iterdir()) == [kept_in]
 
 
@@ -141,21 +141,21 @@ def test_the_cache_is_where_the_system_wants_caches(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
-    cluster_cache.write(measured, TINY)
+    measure_cluster.write_cached(measured, TINY)
     assert len(list((tmp_path / "caches" / "apportion" / "clusters").iterdir())) == 1
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cluster_cache.read(TINY) is None
-    cluster_cache.write(measured, TINY)
+    assert measure_cluster.read_cached(TINY) is None
+    measure_cluster.write_cached(measured, TINY)
     assert len(list((tmp_path / "home" / ".cache" / "apportion" / "clusters").iterdir())) == 1
 
 
 def test_measuring_anew_replaces_what_was_kept(measured: Cluster, tmp_path: Path) -> None:
     made_up = Cluster.from_json({**measured.to_json(), "name": "made up"})
-    cluster_cache.write(made_up, TINY, tmp_path)
+    measure_cluster.write_cached(made_up, TINY, tmp_path)
     assert measure_cluster.measure(seconds=TINY, cache=tmp_path).name == "made up"
     again = measure_cluster.measure(seconds=TINY, cache=tmp_path, remeasure=True)
     assert again.name == "local"
-    assert cluster_cache.read(TINY, tmp_path) == again
+    assert measure_cluster.read_cached(TINY, tmp_path) == again
 
 
 def test_no_time_is_refused() -> None:

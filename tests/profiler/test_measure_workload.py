@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 
 from apportion import Workload
 from apportion.comm.world import World
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Device, Link, Placement, Rate
 from apportion.cost_model.profile import LayerProfile, Pass, Profile
 from apportion.profiler import measure_workload, workload_worker
 from apportion.profiler.measure_workload import _few_rows, profile

@@ -8,8 +8,7 @@ from typing import Any
 
 from apportion.script_check.findings import Finding, ScriptAnswer, answer
 from apportion.script_check.report import write_report
-from apportion.script_check.report.charts import colour, rows_in_words, shared_rows
-from apportion.script_check.report.page import check_page
+from apportion.script_check.report.page import check_page, colour, rows_in_words, shared_rows
 from apportion.script_check.script import Script
 
 FINDING = Finding("scale", "difference", "Is <b>0.5</b> times.", "Fix.", ("a.weight",), (1,), 1, "train.py:2", 0.5)

@@ -19,10 +19,18 @@ from torch.utils.data import TensorDataset
 
 import apportion
 from apportion.core.strategy import Strategy
-from apportion.runtime.worker import run_description
-from apportion.runtime.worker.agreement import NUMBERS, RunAgreement, differences, refuse_differences, unlike_code
+from apportion.runtime.worker import agreement
+from apportion.runtime.worker.agreement import (
+    NUMBERS,
+    RunAgreement,
+    describe_code,
+    describe_data,
+    describe_run,
+    differences,
+    refuse_differences,
+    unlike_code,
+)
 from apportion.runtime.worker.job import Job
-from apportion.runtime.worker.run_description import describe_code, describe_data, describe_run
 
 
 def network(width: int = 16) -> nn.Module:
@@ -170,7 +178,7 @@ def test_code_that_differs_is_told_where_no_update_shows_whether_it_matters(
 ) -> None:
     other = described(given(loss=lambda outputs, targets: loss(outputs, targets)))[1]
     assert unlike_code([told[1], other]) is None, "the update is the same"
-    monkeypatch.setattr(run_description, "MOST_PARAMETERS", 10)
+    monkeypatch.setattr(agreement, "MOST_PARAMETERS", 10)
     large = [described(job)[1] for job in (JOB, given(loss=partial(loss, smoothing=0.1)))]
     refuse_differences(large)
     assert str(unlike_code(large)).startswith("the code of loss differs between the ranks")

@@ -12,20 +12,17 @@ from hypothesis import strategies as st
 
 from apportion.core.policy import Policy
 from apportion.core.value import parse_as
-from apportion.runtime.supervisor.decisions import (
+from apportion.runtime.supervisor.failures import (
     CAUSE_SECONDS,
     REPEATS,
     Action,
     Finish,
     GoOn,
+    HostLost,
     Replace,
     Restart,
     Shrink,
     Stop,
-    next_action,
-)
-from apportion.runtime.supervisor.failures import (
-    HostLost,
     WorkerBegan,
     WorkerEvent,
     WorkerExited,
@@ -33,6 +30,7 @@ from apportion.runtime.supervisor.failures import (
     WorkerRaised,
     WorkersChanged,
     WorkerStalled,
+    next_action,
 )
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Watchdog
 

@@ -23,8 +23,8 @@ from apportion.core.strategy import State
 from apportion.parallel.rollouts.unrolled import Unrolled
 from apportion.reporting.journal import read_events
 from apportion.runtime.checkpoint.run_directory import RunDirectory
-from apportion.runtime.worker.training import evaluator
-from apportion.runtime.worker.training.evaluator import EvaluationFailed, Evaluator
+from apportion.runtime.worker.training import evaluations
+from apportion.runtime.worker.training.evaluations import EvaluationFailed, Evaluator
 
 PLAYED = Path(played.__file__)
 pytestmark = pytest.mark.filterwarnings("ignore:.*they take turns")
@@ -101,7 +101,7 @@ def test_one_that_is_killed_is_started_again_and_asked_the_same(beside: Evaluato
 def test_one_that_always_ends_ends_the_run_with_the_reason(
     beside: Evaluator, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:
-    monkeypatch.setattr(evaluator, "_Snapshot", lambda *_: os._exit(7))
+    monkeypatch.setattr(evaluations, "_Snapshot", lambda *_: os._exit(7))
     beside.submit(state_of(1, 10), no_beat)
     with (
         within(SECONDS, "giving up"),

@@ -46,8 +46,7 @@ from apportion.runtime.hosts.host_ranks import RanksStart
 from apportion.runtime.hosts.run_copy import RunCopy, mark_of, neighbour_target, path_inside, send_run
 from apportion.runtime.launch.ray import why_not_joined
 from apportion.runtime.launch.ssh import Ssh, parse_host
-from apportion.runtime.supervisor.decisions import Stop
-from apportion.runtime.supervisor.failures import WorkerStalled, late_text
+from apportion.runtime.supervisor.failures import Stop, WorkerStalled, late_text
 
 LAUNCHERS = "apportion.runtime.launch"
 

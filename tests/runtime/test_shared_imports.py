@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from apportion.api import shared_imports as module
-from apportion.api.shared_imports import shared_imports
+from apportion.api import run_proof as module
+from apportion.api.run_proof import shared_imports
 from apportion.comm.channel import Lines
 from apportion.runtime.launch.local import Local
 from apportion.runtime.spawn.imports import Imports

@@ -10,9 +10,8 @@ import pytest
 from apportion.script_check.comparison import accumulation, numbers, parameters, ranks_agree
 from apportion.script_check.comparison.combination import combination, proportional
 from apportion.script_check.comparison.numbers import Further
-from apportion.script_check.comparison.places import Place, placed, unplaced
 from apportion.script_check.comparison.ranks_agree import aligned
-from apportion.script_check.comparison.tensors import Bounds, listed
+from apportion.script_check.comparison.tensors import Bounds, Place, listed, placed, unplaced
 from apportion.script_check.record import RankRecord
 from apportion.script_check.rows import Rows
 

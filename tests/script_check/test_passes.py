@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from apportion.errors import ApportionError
-from apportion.script_check import driver, passes, ranks_pass
-from apportion.script_check.failures import unusable
+from apportion.script_check import driver, passes
+from apportion.script_check.driver import RanksPass, unusable, within_limit
 from apportion.script_check.passes import Conditions, PassResult, run_pass
-from apportion.script_check.ranks_pass import RanksPass, within_limit
 from apportion.script_check.record import RankRecord
 from apportion.script_check.script import Script
 from apportion.script_check.waiting import WaitOutcome
@@ -95,7 +94,7 @@ def test_a_script_with_slow_steps_runs_again_with_fewer(
         asked.append(conditions.steps)
         return PassResult(records, ["", ""], WaitOutcome("ended"), 40.0)
 
-    monkeypatch.setattr(ranks_pass, "run_until_port_is_free", again)
+    monkeypatch.setattr(driver, "run_until_port_is_free", again)
     found = within_limit(late, Script("train.py"), 2)
     if steps is None:
         assert (asked, found) == ([], late)

@@ -12,15 +12,13 @@ from rank_events import Rank
 
 from apportion.script_check.comparison import parameters
 from apportion.script_check.comparison.coverage import coverage, gradients_alike, not_finite, same_rows, untrained
-from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.shared_rows import are_replicas
 from apportion.script_check.comparison.tables import step_table
-from apportion.script_check.comparison.tensors import measured_bounds
-from apportion.script_check.driver import _undecided
+from apportion.script_check.comparison.tensors import measured_bounds, placed
+from apportion.script_check.driver import RanksPass, _undecided, with_recorded_rows
 from apportion.script_check.feed import FedIteration, Feed, reversed_batches
 from apportion.script_check.findings import Finding, answer
 from apportion.script_check.passes import Conditions, PassResult, port_was_taken
-from apportion.script_check.ranks_pass import RanksPass, with_recorded_rows
 from apportion.script_check.record import RankRecord
 from apportion.script_check.references import _accumulates
 from apportion.script_check.rows import Rows, Structure, joined, reversed_rows

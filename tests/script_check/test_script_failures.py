@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apportion.script_check import failures
+from apportion.script_check import driver
 from apportion.script_check.passes import PassResult
 from apportion.script_check.record import RankRecord
 from apportion.script_check.waiting import WaitOutcome
@@ -20,10 +20,10 @@ def test_a_reason_and_its_remedy_are_two_sentences() -> None:
     ended = RankRecord(0, ({"kind": "end", "step": 0, "how": "exited", "code": 2},))
     output = "usage: train.py\ntrain.py: error: the following arguments are required: --lr\n"
     passed = PassResult([ended], [output], WaitOutcome("ended", ()), 1.0)
-    reason = failures.unusable(passed, 2)
+    reason = driver.unusable(passed, 2)
     assert reason is not None
     assert reason.endswith("required: --lr. The script needs the arguments --lr: give them after --.")
-    late = failures.unusable(PassResult([ended], [output], WaitOutcome("limit", (0,)), 120.0), 2)
+    late = driver.unusable(PassResult([ended], [output], WaitOutcome("limit", (0,)), 120.0), 2)
     assert late is not None
     assert "compare fewer steps (--steps)" in late
 
@@ -48,7 +48,7 @@ def test_a_reason_and_its_remedy_are_two_sentences() -> None:
     ],
 )  # fmt: skip
 def test_a_failure_has_its_remedy(outcome: dict[str, Any] | None, output: str, wanted: str) -> None:
-    sentence = failures.remedy(outcome, output, 2)
+    sentence = driver.remedy(outcome, output, 2)
     assert wanted in sentence
     assert bool(sentence) == bool(wanted)
 
@@ -66,7 +66,7 @@ def test_a_failure_has_its_remedy(outcome: dict[str, Any] | None, output: str, w
     ],
 )
 def test_a_missing_gpu_is_distinguished_from_other_failures(outcome: dict[str, Any], output: str, wanted: bool) -> None:
-    assert failures.needs_gpu(outcome, output) == wanted
+    assert driver.needs_gpu(outcome, output) == wanted
 
 
 def test_a_script_that_ends_before_its_first_step_may_lack_a_gpu() -> None:
@@ -74,15 +74,15 @@ def test_a_script_that_ends_before_its_first_step_may_lack_a_gpu() -> None:
         ended = {"kind": "end", "step": 0, "how": "ended"}
         return PassResult([RankRecord(0, (*events, ended))], [output], WaitOutcome("ended"), 1.0)
 
-    assert failures.lacks_gpu(passed("Unable to locate sufficient 2 gpus to run this example. Exiting."))
-    assert not failures.lacks_gpu(passed("Nothing to do."))
-    assert not failures.lacks_gpu(passed("max GPU memory: 0", {"kind": "step", "step": 0}))
-    assert "its last line was: Nothing to do." in str(failures.unusable(passed("Nothing to do.\n"), 2))
+    assert driver.lacks_gpu(passed("Unable to locate sufficient 2 gpus to run this example. Exiting."))
+    assert not driver.lacks_gpu(passed("Nothing to do."))
+    assert not driver.lacks_gpu(passed("max GPU memory: 0", {"kind": "step", "step": 0}))
+    assert "its last line was: Nothing to do." in str(driver.unusable(passed("Nothing to do.\n"), 2))
 
 
 def test_a_failure_is_described_with_its_place_or_its_last_line() -> None:
     assert (
-        failures.described(raised("ValueError", "a row is missing"), "") == "ValueError at train.py:3: a row is missing"
+        driver.described(raised("ValueError", "a row is missing"), "") == "ValueError at train.py:3: a row is missing"
     )
-    assert "status 7" in failures.described({"how": "exited", "code": 7}, "one\ntwo\n\n")
-    assert failures.described(None, "one\ntwo\n\n").endswith("two")
+    assert "status 7" in driver.described({"how": "exited", "code": 7}, "one\ntwo\n\n")
+    assert driver.described(None, "one\ntwo\n\n").endswith("two")

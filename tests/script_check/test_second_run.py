@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from apportion.script_check import driver, failures
+from apportion.script_check import driver
 from apportion.script_check.comparison import resumes
 from apportion.script_check.passes import PassResult
 from apportion.script_check.record import RankRecord, joined_runs, runs
@@ -129,25 +129,25 @@ def passed(second: RankRecord, how: str = "ended", then: tuple[str, ...] = THEN,
 )
 def test_a_second_run_that_fails_is_told_as_one(then: tuple[str, ...], words: str) -> None:
     failed = record(ended("raised", type="ZeroDivisionError", message="division by zero", site="train.py:3"))
-    reason = str(failures.unusable(passed(failed, then=then), 1))
+    reason = str(driver.unusable(passed(failed, then=then), 1))
     assert words in reason
     assert "ZeroDivisionError at train.py:3" in reason
 
 
 def test_a_second_run_without_its_file_is_told_what_the_first_one_has_saved() -> None:
     failed = record(ended("raised", type="FileNotFoundError", message="last.pt"))
-    reason = str(failures.unusable(passed(failed), 1))
+    reason = str(driver.unusable(passed(failed), 1))
     assert "In 2 steps of its first run rank 0 saved model.pt: give the script arguments" in reason
 
 
 def test_a_second_run_that_makes_no_step_says_nothing() -> None:
-    reason = str(failures.unusable(passed(record(ended()), output="all epochs are done\n"), 1))
+    reason = str(driver.unusable(passed(record(ended()), output="all epochs are done\n"), 1))
     assert "run again with --resume last.pt, made no optimizer step; its last line was: all epochs are done" in reason
-    assert failures.unusable(passed(record(step(1), ended())), 1) is None
+    assert driver.unusable(passed(record(step(1), ended())), 1) is None
 
 
 def test_a_second_run_that_does_not_end_is_told_as_one() -> None:
-    reason = str(failures.unusable(passed(record(step(1)), "limit"), 1))
+    reason = str(driver.unusable(passed(record(step(1)), "limit"), 1))
     assert reason.startswith("rank 0, run again with --resume last.pt, did not end within 60 s")
 
 

@@ -24,8 +24,7 @@ from served import SECONDS, Server, eventually, net, save_net, serving
 
 from apportion.serving.batching import Pace
 from apportion.serving.http import connection as connections
-from apportion.serving.http.connection import FOLLOWING, Connection, ConnectionState
-from apportion.serving.http.incoming_request import Chunks
+from apportion.serving.http.connection import FOLLOWING, Chunks, Connection, ConnectionState
 from apportion.serving.http.request_head import Head
 from apportion.serving.http.response import SENT_SECONDS, HTTPError, Response
 from apportion.serving.pool.dynamic_batcher import AT_ONCE, DynamicBatcher, MemberTask

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apportion.comm.sync import CACHE_LINE
-from apportion.serving.pool.frames import INLINE_BYTES, ROOM, Kind, Placed, Reader, decode, encode, placed
-from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.frames import INLINE_BYTES, ROOM, Arena, Kind, Placed, Reader, decode, encode, placed
 from apportion.serving.protocol.datatypes import objects
 
 NOTHING = memoryview(b"")

@@ -16,7 +16,7 @@ from served import children, eventually, save_net
 
 from apportion.serving.config import Serving
 from apportion.serving.log import log
-from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.frames import Arena
 from apportion.serving.replication.choose import Means, replicated
 from apportion.serving.runtimes.source import Source
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from apportion.script_check.comparison.tensors import TensorDifference, difference, scale_of
-from apportion.testing.explanation import Circumstances, Explanation, explained
+from apportion.testing.verdict import Circumstances, Explanation, explained
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 RANDOM = np.random.default_rng(5)

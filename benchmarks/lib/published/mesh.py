@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_reduce, message
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from apportion.api.arguments import check_steps, check_workload, launcher_of, strategy_of
-from apportion.api.proof_workers import ProofRequest
-from apportion.api.surveyed_proof import prove_with_survey
+from apportion.api.proof_rows import STEPS, on_rare_rows
+from apportion.api.proof_workers import READING_SECONDS, STEP_SECONDS, ProofRequest, WorkloadSurvey
+from apportion.api.prover import prove
 from apportion.api.verb import DrivenVerb
 from apportion.comm.group import collective
 from apportion.comm.world import World
@@ -18,9 +19,8 @@ from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.planner.trials.trial import candidate
 from apportion.runtime.launched.driving import ranks_by_host
-from apportion.runtime.launched.ranks import Ranks
-from apportion.runtime.launched.running_ranks import local_layout
-from apportion.runtime.proof.proof import Proof
+from apportion.runtime.launched.ranks import Ranks, local_layout
+from apportion.runtime.proof.proof import Proof, Surveyed
 from apportion.runtime.worker.job import Job
 
 
@@ -110,3 +110,32 @@ def check(
         where = where.with_workers(workers)
     proof: Proof = where.dispatch(Check(workload=workload, strategy=value, steps=steps))
     return proof
+
+
+# A proof on whole batches with all that a run's own proof looks at: the loss by itself, and rare rows of the data.
+
+
+def prove_with_survey(asked: ProofRequest, ranks: Ranks) -> Proof:
+    """Proves a strategy while a survey of the workload is made, and then on the rare rows that it names, unless the
+    steps before have had all rows. Raises what ``prove`` does, to which ``ranks`` are given."""
+    with WorkloadSurvey.begun(asked, seconds=READING_SECONDS, ranks=ranks) as survey:
+
+        def rare(found: Proof) -> ProofRequest | None:
+            """Returns the request for the steps on rare rows; None where they could show nothing further."""
+            surveyed = survey.found(STEP_SECONDS)
+            known = found.verdict == "different" or surveyed.problem is not None
+            if known or not surveyed.rare or _had_all(found, surveyed, asked):
+                return None
+            request = on_rare_rows(asked, surveyed)
+            return replace(request, steps=min(asked.steps, STEPS), brief=True, added=True)
+
+        proof = prove(replace(asked, then=rare), ranks)
+        return proof.with_survey(survey.found(STEP_SECONDS))
+
+
+def _had_all(found: Proof, surveyed: Surveyed, asked: ProofRequest) -> bool:
+    """Tells whether the steps of a proof have had all rows of the data among theirs. The number of rows of a rank is
+    rounded up, so that a batch may have fewer than all of them together."""
+    strategy, ranks = asked.chosen.strategy, asked.chosen.ranks
+    batch = (found.rows - 1) * ranks + 1 if strategy.divides_batches else found.rows
+    return found.rounds[0].steps * batch >= surveyed.of

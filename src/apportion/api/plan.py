@@ -8,8 +8,7 @@ from typing import Any, final
 
 from apportion.api.arguments import check_workload, launcher_of
 from apportion.api.verb import Verb
-from apportion.comm.group import collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message, collective
 from apportion.comm.world import World
 from apportion.core.launcher import Launcher
 from apportion.core.named_arguments import named_arguments
@@ -139,7 +138,7 @@ class PlanOfRanks(Verb[Plan]):
     def answer_of_ranks(self, launcher: Env | HostsLauncher) -> tuple[Any, int]:
         """Returns the plan's data on all ranks. Raises ValueError, on all of them, where nothing can run, or there is
         one rank alone."""
-        from apportion.planner.launched_plan import plan_launched  # with it come trials
+        from apportion.planner.launched_choice import plan_launched  # with it come trials
         from apportion.planner.plan_data import plan_data
 
         world = World.from_env(device=launcher.device, insecure=launcher.insecure)

@@ -12,16 +12,14 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from apportion.api.proof_passes import STEPS, on_few_rows, on_rare_rows
-from apportion.api.proof_workers import ProofRequest
+from apportion.api.proof_rows import STEPS, on_few_rows, on_rare_rows
+from apportion.api.proof_workers import ProofRequest, WorkloadSurvey
 from apportion.api.prover import prove
-from apportion.api.shared_imports import shared_imports
-from apportion.api.workload_survey import WorkloadSurvey
 from apportion.core import fast_paths
 from apportion.core.data.sent_rows import SentRows
 from apportion.core.strategy import cut_at
@@ -30,6 +28,7 @@ from apportion.planner.trials.trial import Candidate
 from apportion.process import give_back
 from apportion.runtime.cached_proof.proof_key import ProofKey, what_changed
 from apportion.runtime.cached_proof.store import keep_proof, latest_proof, now, proofs_of, remove
+from apportion.runtime.launch.local import Local
 from apportion.runtime.launched.ranks import LocalRanks, Ranks
 from apportion.runtime.proof.limits import BUDGET_SHARE, OutOfMemoryError, OutOfTimeError, budget
 from apportion.runtime.proof.proof import Proof, Settled, Surveyed
@@ -370,3 +369,29 @@ class SelfProof:
             "fast paths that are switched off": list(self._job.plain),
             "ranks of each host": self._hosts,
         }
+
+
+# One process that imports a workload's packages for all the processes of its proof, which are forked from it.
+
+
+FEWEST = 100
+"""The number of modules below which each process imports them by itself: that takes less time than to wait for one."""
+
+
+@contextmanager
+def shared_imports(imports: Imports, seconds: float) -> Iterator[Spare | None]:
+    """Starts the process and ends it. None where there is little to import, where that takes more than ``seconds``, or
+    where the process is not fit to be forked: it has threads or open files, or packages that may depend on a variable
+    which the user's code has changed."""
+    if len(imports.modules) < FEWEST:
+        yield None
+        return
+    try:
+        spare = Local(workers=1, device="cpu").importer(imports)
+    except (ApportionError, OSError):  # the processes of the proof report why
+        yield None
+        return
+    try:
+        yield spare if spare.wait_ready(seconds) else None
+    finally:
+        spare.close()

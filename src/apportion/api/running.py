@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from apportion.comm.channel import Channel
-from apportion.comm.group import collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message, collective
 from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.launcher import Launcher
@@ -27,7 +26,7 @@ from apportion.errors import Disproved, NotProved
 from apportion.planner.decision import Decision, Planning, next_best
 from apportion.reporting.recording import draw_report, journaled
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
-from apportion.runtime.checkpoint.event_lines import EVENTS
+from apportion.runtime.checkpoint.durable_files import EVENTS
 from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.checkpoint.single_writer import single_writer
 from apportion.runtime.checkpoint.validation import refuse_started, saved_steps

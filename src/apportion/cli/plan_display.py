@@ -9,7 +9,7 @@ from rich.table import Table
 
 from apportion.planner.candidate import Priced, family
 from apportion.planner.plan import Plan
-from apportion.planner.rollouts.rates_table import table as rates_table
+from apportion.planner.rollouts.rates import table as rates_table
 from apportion.planner.units import gibibytes, number
 
 MOST_ROWS = 12

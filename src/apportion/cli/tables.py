@@ -11,7 +11,7 @@ from rich.table import Table
 from apportion.cli.flags import in_flags
 
 if TYPE_CHECKING:
-    from apportion.api.compared_row import ComparedRow
+    from apportion.api.compare import ComparedRow
     from apportion.runtime.proof.proof import Proof, Round
 
 

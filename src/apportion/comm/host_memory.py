@@ -23,8 +23,7 @@ import torch
 from apportion.comm import p2p
 from apportion.comm.barrier import DEADLINE_SECONDS
 from apportion.comm.channel import memory_file
-from apportion.comm.group import Group, collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import Group, broadcast_message, collective
 from apportion.comm.shared_memory_group import SharedMemoryGroup, links_in, nbytes
 
 MEASURED_BYTES = 64 << 10, 1 << 20

@@ -15,13 +15,12 @@ import torch
 
 from apportion.comm import p2p
 from apportion.comm.channel import Channel
-from apportion.comm.group import Alone, Group, WaitClock, collective
+from apportion.comm.group import Alone, Group, WaitClock, collective, gather_messages
 from apportion.comm.host_memory import host_memory, shared_memory
 from apportion.comm.membership import MemberPlace, Membership
 from apportion.comm.network import launched_ranks
 from apportion.comm.network.address import Address, is_loopback
 from apportion.comm.network.launched_ranks import NAMES, host_key, number
-from apportion.comm.objects import gather_messages
 from apportion.comm.shared_memory_group import SharedMemoryGroup, nbytes
 from apportion.errors import ApportionError, PeerLost
 from apportion.process import usable_cores

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Self, final
 import numpy as np
 from torch.utils.data import Dataset
 
-from apportion.comm.group import collective
-from apportion.comm.objects import gather_messages
+from apportion.comm.group import collective, gather_messages
 from apportion.comm.sync import CACHE_LINE, CommitWord, Word, sleep_on, wake
 from apportion.comm.world import World
 from apportion.core.rng import seeded_rng

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group, collective
-from apportion.comm.objects import gather_messages
+from apportion.comm.group import Group, collective, gather_messages
 from apportion.errors import RanksDiffer
 
 _ROW = 256

@@ -56,8 +56,8 @@ class AcrossHosts:
 
 
 if TYPE_CHECKING:  # a run needs no prices
+    from apportion.cost_model.cluster import Placement
     from apportion.cost_model.cost import Cost
-    from apportion.cost_model.placement import Placement
     from apportion.cost_model.profile import Profile
 
 

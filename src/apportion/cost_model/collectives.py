@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
-from apportion.cost_model.cluster import Link
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Link, Placement
 from apportion.cost_model.profile import interpolated
 
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 
-from apportion.cost_model.cluster import Device
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Device, Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Seconds
 
 

@@ -3,7 +3,7 @@ built."""
 
 from __future__ import annotations
 
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.profile import Profile
 
 WITHOUT_IMAGES = "data_parallel, fully_sharded, tensor_parallel, layer_placement or pipeline_parallel"

@@ -13,24 +13,33 @@ one process.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from apportion.core import json_data
+from apportion.core.json_data import cache_folder
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse, parse_as
 from apportion.core.workload import Workload
 from apportion.errors import ApportionError
-from apportion.planner import decision_cache
 from apportion.planner.decision import Decision, Planning
 from apportion.planner.performance_monitor import Expected, cores_wanted, expected_of
 from apportion.planner.predict import offered, predicted
-from apportion.planner.trials.pilot import Piloted, pilot
+from apportion.planner.trials.measured_plan import Piloted, pilot
 from apportion.planner.trials.significance import SURE
-from apportion.planner.trials.trial import LEAST_ROUNDS, TrialWorkers, candidate
-from apportion.planner.trials.tune import Offer, TuningResult, TuningTrial, refine
-from apportion.process import most_threads
+from apportion.planner.trials.trial import LEAST_ROUNDS, Candidate, TrialWorkers, candidate
+from apportion.planner.trials.tune import TuningResult, TuningTrial, refine
+from apportion.process import most_threads, usable_cores
 from apportion.runtime.launch.local import Local
 from apportion.runtime.proof.limits import BUDGET_SHARE, STARTED_SECONDS, budget, proving
 from apportion.runtime.worker.cpu_wait import noted
@@ -65,11 +74,10 @@ def decide(
 ) -> Decision:
     """Decide on a strategy for this machine. Raises what a worker fails with, where not even one process can run the
     workload."""
-    offers = offered(launcher)
-    if len(offers) == 1:
-        only = candidate(offers[0].strategy, offers[0].launcher)
-        return Decision(chosen=only, plan=None, expected=None)
-    deciding = _Deciding(workload, changes, launcher, planning or Planning(), offers)
+    candidates = offered(launcher)
+    if len(candidates) == 1:
+        return Decision(chosen=candidates[0], plan=None, expected=None)
+    deciding = _Deciding(workload, changes, launcher, planning or Planning(), candidates)
     decision = deciding.recalled()
     if decision is None:
         decision = deciding.decide()
@@ -86,12 +94,12 @@ class _Deciding:
         changes: Mapping[str, Any],
         launcher: Local,
         planning: Planning,
-        offers: Sequence[Offer],
+        candidates: Sequence[Candidate],
     ) -> None:
         self._began = time.monotonic()
         self._workload, self._changes, self._launcher, self._planning = workload, changes, launcher, planning
-        self._offers = list(offers)
-        alone = TrialWorkers(candidate(offers[0].strategy, offers[0].launcher), workload, changes)
+        self._candidates = list(candidates)
+        alone = TrialWorkers(candidates[0], workload, changes)
         try:
             built = time.monotonic()
             alone.built()
@@ -101,8 +109,8 @@ class _Deciding:
             self._steps = int(changes.get("steps", facts["steps"]))
             asked = {"launcher": str(launcher), "trial": planning.trial, "approximate": planning.approximate}
             asked |= {"most_threads": most_threads()}
-            self._key = decision_cache.key(facts["mark"], asked)
-            self._known = None if planning.remeasure else decision_cache.recall(self._key)
+            self._key = decision_key(facts["mark"], asked)
+            self._known = None if planning.remeasure else load_decision(self._key)
             wanted = cores_wanted() or 0.0
             if self._known is not None and self._known.get("busy") and wanted < QUIET:
                 self._known = None  # it was found while other programs had the cores
@@ -122,14 +130,14 @@ class _Deciding:
 
     def _try_fewer_threads(self) -> None:
         """Make steps with fewer threads, where other programs have the cores that all threads would wait for: the
-        fastest number is offered first."""
-        first = self._offers[0]
+        fastest number comes first."""
+        first = self._candidates[0]
         threads = first.launcher.threads or 1
         for fewer in dict.fromkeys((threads // 2, 1)):
             if not 0 < fewer < threads:
                 continue
-            offer = replace(first, launcher=replace(first.launcher, threads=fewer))
-            tried = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+            slim = replace(first, launcher=replace(first.launcher, threads=fewer))
+            tried = TrialWorkers(slim, self._workload, self._changes)
             try:
                 tried.built()
                 found = _a_step(tried)
@@ -137,8 +145,7 @@ class _Deciding:
                 tried.pool.close()
             if found.seconds < self._first.seconds:
                 self._first, self._a_step = found, found.seconds
-                same = str(offer)
-                self._offers = [offer, *(other for other in self._offers if str(other) != same)]
+                self._candidates = [slim, *(other for other in self._candidates if str(other) != str(slim))]
 
     def recalled(self) -> Decision | None:
         """Return what an earlier run has decided; None where nothing usable was kept, or it was decided for a much
@@ -147,7 +154,7 @@ class _Deciding:
         if known is None or known["measured_for"] < self._budget() / 2:  # that was of a much shorter run
             return None
         try:
-            plan = known[decision_cache.PLAN]
+            plan = known[DECISION_PLAN]
             strategy: Strategy = parse(plan["strategy"], "apportion.strategies")
             chosen = candidate(strategy, parse_as(plan["launcher"], Local))
             expected = None if known["expected"] is None else Expected(**known["expected"])
@@ -160,9 +167,9 @@ class _Deciding:
         """Keep the decision for the next run, unless nothing was measured or predicted for it."""
         if decision.expected is not None and decision.plan is not None and not decision.expected.rough:
             expected = {**vars(decision.expected), "terms": dict(decision.expected.terms)}
-            kept: dict[str, Any] = {decision_cache.PLAN: decision.plan, "expected": expected}
+            kept: dict[str, Any] = {DECISION_PLAN: decision.plan, "expected": expected}
             kept |= {"a_step": self._a_step, "measured_for": self._budget(), "busy": self._busy}
-            decision_cache.keep(self._key, kept)
+            save_decision(self._key, kept)
 
     def _budget(self) -> float:
         """Seconds that trials may take."""
@@ -182,7 +189,7 @@ class _Deciding:
         if seconds < max(LEAST_SECONDS, self._built):
             why = f"the run takes about {self._run():.2g} s, too short to measure others first and prove what is chosen"
             return self._first_taken(why)
-        priced: list[Offer] = []
+        priced: list[Candidate] = []
         if PRICED_SECONDS + PRICED_STEPS * self._a_step + seconds <= self._left():
             priced = self._priced(PREDICTING * MOST_SECONDS)
             seconds = min(seconds, max(self._left(), LEAST_SECONDS))
@@ -196,32 +203,32 @@ class _Deciding:
             return self._taken(piloted[0], piloted[1].text, _tried_rows(refined.tried, priced))
         return self._refined(refined, priced, piloted)
 
-    def _all(self, priced: Sequence[Offer]) -> list[Offer]:
-        """Return the priced offers, followed by those that were not priced."""
+    def _all(self, priced: Sequence[Candidate]) -> list[Candidate]:
+        """Return the priced candidates, followed by those that were not priced."""
         known = {str(p) for p in priced}
-        return [*priced, *(offer for offer in self._offers if str(offer) not in known)]
+        return [*priced, *(p for p in self._candidates if str(p) not in known)]
 
-    def _priced(self, seconds: float) -> list[Offer]:
-        """Return the priced offers; none for a workload that cannot be profiled, which may still be able to run."""
+    def _priced(self, seconds: float) -> list[Candidate]:
+        """Return the priced candidates; none for a workload that cannot be profiled, which may still be able to run."""
         try:
             return predicted(self._workload, self._launcher, seconds, remeasure=self._planning.remeasure)
         except (ValueError, ApportionError):
             return []
 
-    def _by_prediction(self, priced: Sequence[Offer]) -> Decision:
+    def _by_prediction(self, priced: Sequence[Candidate]) -> Decision:
         exact = [p for p in priced if p.strategy.exact]
         if not exact:
             return self._first_taken("nothing else was measured or predicted")
         ranked = sorted(exact, key=lambda p: p.cost.seconds_per_example if p.cost is not None else float("inf"))
-        best = next((p for p in ranked if self._builds(p)), self._offers[0])
+        best = next((p for p in ranked if self._builds(p)), self._candidates[0])
         return self._taken(best, "the fastest by prediction; nothing was tried", _priced_rows(priced))
 
-    def _builds(self, offer: Offer) -> bool:
-        """Report whether the offer's strategy can build a step of this workload: prices do not know of all that is
+    def _builds(self, chosen: Candidate) -> bool:
+        """Report whether the candidate's strategy can build a step of this workload: prices do not know of all that is
         refused when a step is built."""
-        if offer.strategy.one_process:
+        if chosen.strategy.one_process:
             return True
-        built = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+        built = TrialWorkers(chosen, self._workload, self._changes)
         try:
             built.built()
         except (ValueError, ApportionError):
@@ -231,19 +238,19 @@ class _Deciding:
         return True
 
     def _refined(
-        self, refined: TuningResult, priced: Sequence[Offer], piloted: tuple[Offer, Piloted | str] | None
+        self, refined: TuningResult, priced: Sequence[Candidate], piloted: tuple[Candidate, Piloted | str] | None
     ) -> Decision:
         chosen = refined.chosen
         assert chosen.measured is not None
         measured = Expected(step_seconds=chosen.measured.step_seconds, terms=chosen.measured.terms, measured=True)
         data = _tried_rows(refined.tried, priced)
         why = [_why(refined) + _pilot_sentence(piloted), *filter(None, [noted(chosen.measured.without_core_share)])]
-        return self._decision(chosen.strategy, chosen.launcher, "; ".join(why), data, measured)
+        return self._decision(candidate(chosen.strategy, chosen.launcher), "; ".join(why), data, measured)
 
     def _pilot(
-        self, priced: Sequence[Offer], refined: TuningResult, seconds: float
-    ) -> tuple[Offer, Piloted | str] | None:
-        """Return the fastest approximate offer with its pilot, or with why there could be none; None where no
+        self, priced: Sequence[Candidate], refined: TuningResult, seconds: float
+    ) -> tuple[Candidate, Piloted | str] | None:
+        """Return the fastest approximate candidate with its pilot, or with why there could be none; None where no
         approximate one is faster."""
         found = [(p.cost.seconds_per_example, str(p), p) for p in priced if p.cost is not None and not p.strategy.exact]
         best, chosen = min(found)[2] if found else None, refined.chosen
@@ -251,37 +258,28 @@ class _Deciding:
         if best is None or min(found)[0] >= chosen.measured.seconds_per_example:  # it is not even faster
             return None
         exact = candidate(chosen.strategy, chosen.launcher)
-        approximate = candidate(best.strategy, best.launcher)
         try:
-            return best, pilot(
-                exact, approximate, self._workload, self._changes, steps=self._steps, seconds=seconds / 2
-            )
+            return best, pilot(exact, best, self._workload, self._changes, steps=self._steps, seconds=seconds / 2)
         except (ValueError, ApportionError) as error:  # it cannot be compared: the exact one is taken
             return best, str(error).partition("\n")[0]
 
     def _first_taken(self, why: str) -> Decision:
         """Decide on the one process whose first steps were timed: they are what later ones should roughly take."""
-        offer = self._offers[0]
+        chosen = self._candidates[0]
         if self._busy:
             why += f"; other programs had the cores for {self._first.without_core:.0%} of the time"
         expected = Expected(step_seconds=self._first.seconds, terms=self._first.terms, measured=True, rough=True)
-        return self._decision(offer.strategy, offer.launcher, why, [], expected)
+        return self._decision(chosen, why, [], expected)
 
-    def _taken(self, offer: Offer, why: str, candidates: list[dict[str, Any]]) -> Decision:
-        expected = None if offer.cost is None else expected_of(offer.cost)
-        return self._decision(offer.strategy, offer.launcher, why, candidates, expected)
+    def _taken(self, chosen: Candidate, why: str, candidates: list[dict[str, Any]]) -> Decision:
+        expected = None if chosen.cost is None else expected_of(chosen.cost)
+        return self._decision(chosen, why, candidates, expected)
 
     def _decision(
-        self,
-        strategy: Strategy,
-        launcher: Local,
-        why: str,
-        candidates: list[dict[str, Any]],
-        expected: Expected | None,
+        self, chosen: Candidate, why: str, candidates: list[dict[str, Any]], expected: Expected | None
     ) -> Decision:
-        chosen = candidate(strategy, launcher)
         plan = {
-            "strategy": str(strategy),
+            "strategy": str(chosen.strategy),
             "launcher": str(chosen.launcher),
             "why": why,
             "candidates": candidates,
@@ -323,14 +321,14 @@ def _few(most: int) -> int | None:
     return most if most < 6 else None
 
 
-def _pilot_sentence(piloted: tuple[Offer, Piloted | str] | None) -> str:
-    """Why the approximate offer of a pilot was not taken; nothing where there was none to try."""
+def _pilot_sentence(piloted: tuple[Candidate, Piloted | str] | None) -> str:
+    """Why the approximate candidate of a pilot was not taken; nothing where there was none to try."""
     if piloted is None:
         return ""
-    offer, found = piloted
+    chosen, found = piloted
     if isinstance(found, str):
-        return f"; no pilot of {offer.strategy}: {found}"
-    return f"; {offer.strategy} learned no more in the same time"
+        return f"; no pilot of {chosen.strategy}: {found}"
+    return f"; {chosen.strategy} learned no more in the same time"
 
 
 def _why(refined: TuningResult) -> str:
@@ -345,7 +343,7 @@ def _why(refined: TuningResult) -> str:
     return f"the fastest, {took}{sure}"
 
 
-def _tried_rows(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _tried_rows(tried: Sequence[TuningTrial], priced: Sequence[Candidate]) -> list[dict[str, Any]]:
     """Describe the candidates that were tried, then those that were only priced, then those that were refused."""
     known = {str(t) for t in tried}
     rows = [
@@ -362,7 +360,7 @@ def _tried_rows(tried: Sequence[TuningTrial], priced: Sequence[Offer]) -> list[d
     return [*able, *_priced_rows([p for p in priced if str(p) not in known]), *refused]
 
 
-def _priced_rows(priced: Sequence[Offer]) -> list[dict[str, Any]]:
+def _priced_rows(priced: Sequence[Candidate]) -> list[dict[str, Any]]:
     ranked = sorted(
         ((not p.strategy.exact, p.cost.seconds_per_example, i, p, p.cost) for i, p in enumerate(priced) if p.cost),
         key=lambda found: found[:3],
@@ -380,3 +378,61 @@ def _row(strategy: Strategy, launcher: Local, predicted_seconds: float | None) -
         "examples_per_second": None,
         "refused": None,
     }
+
+
+# Plans of earlier runs: for the same workload on the same machine nothing is measured again.
+
+
+DECISION_PLAN = "told"
+"""The field of what is kept that holds the data of a ``plan`` event."""
+DECISION_FIELDS = {DECISION_PLAN, "expected", "a_step", "measured_for"}
+"""The fields of what is kept: the data of a ``plan`` event, the time that its steps should take, the seconds of a step
+of one process, and the seconds that the measuring was allowed."""
+
+
+def decisions_folder() -> Path:
+    """Return the folder that decisions are kept in."""
+    return cache_folder("plans")
+
+
+def described_machine() -> dict[str, Any]:
+    """Describe what a plan depends on of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": gpus,
+        "name": platform.node(),
+        "torch": torch.__version__,
+        "apportion": metadata.version("apportion"),
+    }
+
+
+def decision_key(mark: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return the key of a plan for this workload, asked for in this way, on this machine."""
+    text = json.dumps({"workload": mark, "asked": asked, "host": described_machine()}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def load_decision(name: str) -> dict[str, Any] | None:
+    """Return what was kept under this key; None where nothing was, or it is incomplete."""
+    try:
+        found = json.loads((decisions_folder() / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= DECISION_FIELDS else None
+
+
+def save_decision(name: str, plan: Mapping[str, Any]) -> None:
+    """Keep a plan for the next run; where nothing can be written, the next run measures again."""
+    json_data.keep(decisions_folder() / f"{name}.json", plan)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from apportion.core.strategy import Strategy
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.calibration import Correction, Trial
 from apportion.planner.units import gibibytes

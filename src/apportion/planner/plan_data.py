@@ -10,8 +10,7 @@ from typing import Any
 from apportion.core.json_data import read
 from apportion.core.strategy import Strategy
 from apportion.core.value import parse
-from apportion.cost_model.cluster import Cluster
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Placement
 from apportion.cost_model.profile import Profile
 from apportion.planner.build import make
 from apportion.planner.candidate import Measurement, Priced, priced

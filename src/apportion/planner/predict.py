@@ -9,38 +9,32 @@ from dataclasses import replace
 from apportion.core.strategy import Strategy
 from apportion.core.value import find
 from apportion.core.workload import Workload
-from apportion.cost_model.cluster import Cluster
+from apportion.cost_model.cluster import Cluster, Placement, layouts
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement, layouts
 from apportion.cost_model.profile import Profile
 from apportion.planner.search import search
 from apportion.planner.trials.trial import Candidate, candidate
-from apportion.planner.trials.tune import Offer
 from apportion.process import most_threads
 from apportion.profiler import measure_cluster, measure_workload
 from apportion.runtime.launch.local import Local
 
 
-def offered(launcher: Local) -> list[Offer]:
-    """Offer what can be tried where nothing is predicted: one process with all threads and with one, and data_parallel
+def offered(launcher: Local) -> list[Candidate]:
+    """Return what can be tried where nothing is predicted: one process with all threads and with one, and data_parallel
     on a few layouts. Where a number of workers is asked for, only what has that number."""
     single, parallel = (find(name, "apportion.strategies") for name in ("single_device", "data_parallel"))
     if launcher.workers is not None:
-        return [_offer((single if launcher.workers == 1 else parallel)(), launcher)]
+        return [candidate((single if launcher.workers == 1 else parallel)(), launcher)]
     places = launcher.places()
-    found = [_offer(single(), launcher)]
-    shared = [_offer(parallel(), replace(launcher, workers=n)) for n in (places, places // 2, places // 4) if n > 1]
-    found += [*shared[:1], _offer(single(fused=True), launcher)]
+    found = [candidate(single(), launcher)]
+    shared = [candidate(parallel(), replace(launcher, workers=n)) for n in (places, places // 2, places // 4) if n > 1]
+    found += [*shared[:1], candidate(single(fused=True), launcher)]
     if found[0].launcher.threads != 1:  # a small network is fastest where no thread waits for another
-        found.append(_offer(single(), replace(launcher, threads=1)))
+        found.append(candidate(single(), replace(launcher, threads=1)))
     return found + shared[1:]
 
 
-def _offer(strategy: Strategy, launcher: Local) -> Offer:
-    return Offer(strategy=strategy, launcher=candidate(strategy, launcher).launcher)
-
-
-def predicted(workload: Workload | str, launcher: Local, seconds: float, *, remeasure: bool = False) -> list[Offer]:
+def predicted(workload: Workload | str, launcher: Local, seconds: float, *, remeasure: bool = False) -> list[Candidate]:
     """Return every strategy's candidates on this machine's layouts, with their prices; none where nothing can be
     priced."""
     profiled = _profiled(workload, seconds, remeasure, lambda cluster: list(layouts(cluster)))
@@ -50,7 +44,7 @@ def predicted(workload: Workload | str, launcher: Local, seconds: float, *, reme
     found = search(profile, cluster, threads=launcher.threads)
     most = most_threads() if launcher.threads is None else None
     return [
-        Offer(strategy=p.strategy, launcher=replace(where, loaders=launcher.loaders), cost=p.cost)
+        candidate(p.strategy, replace(where, loaders=launcher.loaders), p.cost)
         for p in found
         if p.cost is not None
         and (where := p.local) is not None

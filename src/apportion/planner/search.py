@@ -7,8 +7,7 @@ from itertools import islice
 
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names, parse
-from apportion.cost_model.cluster import Cluster, Device
-from apportion.cost_model.placement import Placement, devices_for_workers, layouts
+from apportion.cost_model.cluster import Cluster, Device, Placement, devices_for_workers, layouts
 from apportion.cost_model.profile import Profile
 from apportion.planner.candidate import Priced, family, priced, ranked
 from apportion.planner.units import label

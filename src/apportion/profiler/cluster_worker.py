@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.comm.channel import Channel
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message
 from apportion.comm.world import World
 from apportion.parallel.pipeline.transfer import StageReceiver, StageSender
 from apportion.runtime.worker.cpu_wait import without_core

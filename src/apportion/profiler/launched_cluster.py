@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import collective
+from apportion.comm.group import broadcast_message, collective, gather_messages
 from apportion.comm.network.launched_ranks import hosts
-from apportion.comm.objects import broadcast_message, gather_messages
 from apportion.comm.world import World
 from apportion.cost_model.cluster import Cluster, Device, Link, Rate
 from apportion.profiler.cluster_worker import HardwareBenchmark

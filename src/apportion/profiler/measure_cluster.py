@@ -13,6 +13,9 @@ machine is busy with something else spoils one value of each and not one number 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,11 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from apportion.cost_model.cluster import Cluster, Device, Link, Rate
-from apportion.cost_model.placement import layouts
-from apportion.profiler import cluster_cache
+import torch
+
+from apportion.core.json_data import cache_folder, keep
+from apportion.cost_model.cluster import Cluster, Device, Link, Rate, layouts
+from apportion.process import usable_cores
 from apportion.profiler.cluster_worker import BenchmarkJob
-from apportion.profiler.discover import discover
+from apportion.profiler.discover import cpu_model, discover, memory_bytes, numa_nodes
 from apportion.profiler.samples import Rounds, measured_link, slowest, spread, typical, whose
 from apportion.runtime.launch.local import Local
 from apportion.runtime.supervisor.worker_pool import WorkerPool
@@ -47,13 +52,13 @@ def measure(*, remeasure: bool = False, seconds: float = SECONDS, cache: Path | 
     """
     if seconds <= 0.0:
         raise ValueError(f"seconds={seconds} must be positive: something has to be timed")
-    if not remeasure and (found := cluster_cache.read(seconds, cache)) is not None:
+    if not remeasure and (found := read_cached(seconds, cache)) is not None:
         return found
     nominal = discover()
     with _awaiting(places(nominal)) as pools:
         findings = _rounds(pools, seconds)
     cluster = _cluster(nominal, findings)
-    cluster_cache.write(cluster, seconds, cache)
+    write_cached(cluster, seconds, cache)
     return cluster
 
 
@@ -194,3 +199,50 @@ def _link(nominal: Cluster, link: Link, findings: Findings) -> Link:
     port = whose(alone, typical(findings.rounds["at once", most]), max(2, most.workers // 2))
     reduced = {place.workers: findings.tables("all_reduce", place) for place in places}
     return measured_link(replace(link, port=port), messages, reduced, findings.rounds["overlap", most])
+
+
+# A cache of clusters as they were measured, kept by what distinguishes one machine from another.
+
+
+FORMAT = 1
+"""The version of the format, which is raised where what is measured, or how, has changed."""
+
+
+def fingerprint() -> dict[str, Any]:
+    """Describe what the numbers depend on: the processor, how many of its cores, how they lie, torch, the GPUs."""
+    gpus = range(torch.cuda.device_count())
+    return {
+        "format": FORMAT,
+        "cpu": cpu_model(),
+        "cpus": os.cpu_count(),
+        "cores": usable_cores(),
+        "nodes": [len(node) for node in numa_nodes()],
+        "memory_gib": round(memory_bytes() / 2**30),
+        "torch": torch.__version__,
+        "gpus": [torch.cuda.get_device_name(index) for index in gpus],
+    }
+
+
+def read_cached(seconds: float, where: Path | None = None) -> Cluster | None:
+    """Read this machine as it was measured before, for ``seconds`` or longer; None where it was not, or what was
+    kept cannot be read."""
+    made_of = fingerprint()
+    try:
+        data = json.loads(_path(made_of, where).read_text())
+        if data["fingerprint"] != made_of or data["seconds"] < seconds:
+            return None
+        return Cluster.from_json(data["cluster"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_cached(cluster: Cluster, seconds: float, where: Path | None = None) -> None:
+    """Keep the cluster; where it cannot be written, the machine is measured again the next time."""
+    made_of = fingerprint()
+    data = {"fingerprint": made_of, "seconds": seconds, "cluster": cluster.to_json()}
+    keep(_path(made_of, where), data)
+
+
+def _path(made_of: dict[str, Any], where: Path | None) -> Path:
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+    return (where or cache_folder("clusters")) / f"{digest[:16]}.json"

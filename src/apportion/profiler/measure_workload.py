@@ -26,8 +26,7 @@ from typing import Any
 from apportion.comm.channel import Message
 from apportion.core.value import find
 from apportion.core.workload import Workload
-from apportion.cost_model.cluster import Cluster, Device
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Cluster, Device, Placement
 from apportion.cost_model.profile import LayerProfile, Pass, Profile, Timing
 from apportion.cost_model.rollouts import RolloutTimes
 from apportion.profiler.rollouts.grid import RolloutGrid

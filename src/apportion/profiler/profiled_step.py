@@ -3,11 +3,13 @@ network, and the time when forward ended."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 
 from apportion.comm.world import World
 from apportion.core import tree
@@ -16,8 +18,8 @@ from apportion.core.sampler import DataShard
 from apportion.core.workload import Workload
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.step import OneDeviceStep
-from apportion.parallel.tracing.tracer import Unfollowed, follow
-from apportion.profiler.call_timer import Calls, TimedCall, clock
+from apportion.parallel.tracing.nodes import called
+from apportion.parallel.tracing.tracer import Unfollowed, arguments, follow, in_place, names
 
 
 @dataclass
@@ -102,3 +104,157 @@ class TimedStep:
         except Unfollowed:
             return None
         return Followed(Calls(model, graph, self.device), inputs)
+
+
+# The calls of a network, each timed by itself in the course of a whole step: forward in order, then backward in the
+# reverse order, so that a call finds in the caches what it would find there in training.
+
+
+EMPTY_RUNS = 50
+"""The number of runs of a backward pass that does nothing, which measure what calling autograd once for each call
+costs."""
+
+
+@dataclass
+class TimedCall:
+    """A call as it was made."""
+
+    name: str
+    """The name of the layer; empty: the loss."""
+    node: fx.Node
+    call: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    copies: bool
+    """Does the call write into what it is given?"""
+    taken: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """The tensors that the call took, each as the call that made it knows it, and as it was used here."""
+    made: list[Tensor] = field(default_factory=list)
+    """The outputs of the call that have a gradient."""
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def clock(device: torch.device) -> float:
+    """Return the seconds of a clock, read when all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def fresh(value: Any, taken: list[tuple[Tensor, Tensor]], *, copies: bool) -> Any:
+    """Return the value with its tensors cut off from what made them; those that need a gradient get one of their own. A
+    tensor that is given twice stays one: attention looks whether its queries are its keys."""
+    known: dict[int, Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+            taken.append((tensor, leaf))
+            known[id(tensor)] = leaf.clone() if copies else leaf
+        return known[id(tensor)]
+
+    return tree.map_tensors(own, value)
+
+
+def backward(made: list[Tensor], gradients: list[Tensor | None]) -> None:
+    """Run the backward pass from those of the made tensors that have a gradient."""
+    pairs = [(t, g) for t, g in zip(made, gradients, strict=True) if g is not None]
+    if pairs:
+        torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+
+
+class Calls(fx.Interpreter):
+    """Runs the graph of a network call by call."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, device: torch.device) -> None:
+        super().__init__(model, graph=graph)
+        self._model, self._graph, self._device = model, graph, device
+        self._names = names(graph)
+        self._empty = self._empty_backward()
+        self.ran: list[TimedCall] = []
+        self.watch: Callable[[TimedCall], Any] | None = None
+        """The function that is called around each forward, with the call, and returns a context; None: forward is
+        timed."""
+
+    def _empty_backward(self) -> float:
+        """Measure the seconds of a backward pass through nothing."""
+        leaf = torch.zeros(1, device=self._device, requires_grad=True)
+        found = []
+        for _ in range(EMPTY_RUNS):
+            y = leaf.view(1)
+            gradient = torch.ones_like(y)
+            began = clock(self._device)
+            torch.autograd.backward([y], [gradient])
+            found.append(clock(self._device) - began)
+        return sorted(found)[len(found) // 2]
+
+    def forward_and_backward(self, inputs: Any, loss: Callable[[Any], Tensor]) -> dict[str, tuple[float, float]]:
+        """Time the calls: (forward, backward) seconds of each by its name, of the loss under ``""``."""
+        for p in self._model.parameters():
+            p.grad = None
+        self.ran = []
+        outputs = self.run(*arguments(self._graph, inputs))
+        last = TimedCall("", self.ran[-1].node, loss, (outputs,), {}, copies=False)
+        self._call(last)
+        gradients: dict[int, Tensor] = {}
+        for ran in (last, *reversed(self.ran)):
+            given = [torch.ones_like(t) if ran is last else gradients.get(id(t)) for t in ran.made]
+            began = clock(self._device)
+            backward(ran.made, given)
+            ran.backward = max(0.0, clock(self._device) - began - self._empty)
+            for tensor, leaf in ran.taken:
+                if leaf.grad is not None:
+                    known = gradients.get(id(tensor))
+                    gradients[id(tensor)] = leaf.grad if known is None else known + leaf.grad
+        return {ran.name: (ran.forward, ran.backward) for ran in (*self.ran, last)}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not n.op.startswith("call_"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        ran = TimedCall(self._names[n], n, called(self._model, n), args, kwargs, copies=self._writes(n))
+        self.ran.append(ran)
+        return self._call(ran)
+
+    def _call(self, ran: TimedCall) -> Any:
+        args, kwargs = fresh((ran.args, ran.kwargs), ran.taken, copies=ran.copies)
+        if self.watch is None:
+            began = clock(self._device)
+            result = ran.call(*args, **kwargs)
+            ran.forward = clock(self._device) - began
+        else:
+            with self.watch(ran):
+                result = ran.call(*args, **kwargs)
+        ran.made = [t for t in tree.tensors(result) if t.requires_grad]
+        return result
+
+    def _writes(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return bool(getattr(self._model.get_submodule(str(node.target)), "inplace", False))
+        return in_place(node)
+
+
+def kept_bytes(calls: Calls, inputs: Any, loss: Callable[[Any], Tensor]) -> dict[str, int]:
+    """Return the bytes that each call keeps for its backward pass, beside the weights and the buffers: each block of
+    memory is counted once, where it is kept first."""
+    own = [*calls._model.parameters(), *calls._model.buffers(), *tree.tensors(inputs)]
+    seen = {t.untyped_storage().data_ptr() for t in own}
+    found: dict[str, int] = {}
+
+    def watch(ran: TimedCall) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[ran.name] = found.get(ran.name, 0) + storage.nbytes()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    calls.watch = watch
+    try:
+        calls.forward_and_backward(inputs, loss)
+    finally:
+        calls.watch = None
+    return found

@@ -22,8 +22,7 @@ from typing import Any
 
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.durable_files import NO_ROOM, Appended, open_own, reason
-from apportion.runtime.checkpoint.event_lines import EVENTS, decode, encode
+from apportion.runtime.checkpoint.durable_files import EVENTS, NO_ROOM, Appended, decode, encode, open_own, reason
 
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"

@@ -27,7 +27,7 @@ from apportion.serving.http.routes import App
 from apportion.serving.log import log
 from apportion.serving.metrics import Metrics
 from apportion.serving.model_preparation import prepared
-from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.frames import Arena
 from apportion.serving.replication.choose import Means, Staffed, replicated
 from apportion.serving.replication.matching import matched
 from apportion.serving.runtimes.source import Source

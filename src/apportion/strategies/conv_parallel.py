@@ -43,10 +43,10 @@ from typing import Any, Literal, Self, final
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import chance, held, times
 from apportion.cost_model.constraints import nothing_to_divide
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import spatial
 from apportion.parallel.partition.part import MakePart, ReplicatedPart

@@ -66,8 +66,8 @@ from apportion.parallel.shared_weights.suitability import unsuited
 from apportion.parallel.shared_weights.update import SharedUpdate
 
 if TYPE_CHECKING:
+    from apportion.cost_model.cluster import Placement
     from apportion.cost_model.cost import Cost
-    from apportion.cost_model.placement import Placement
     from apportion.cost_model.profile import Profile
 
 
@@ -135,7 +135,7 @@ class DataParallel(Strategy):
 
     @classmethod
     def candidates(cls, profile: Profile, layout: Placement) -> Iterator[Self]:
-        from apportion.cost_model.memory import parts_that_fit
+        from apportion.cost_model.cost import parts_that_fit
 
         if layout.ranks < 2:
             return

@@ -45,12 +45,11 @@ from apportion.core.replica_digest import Replicated
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import Held, State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import call_seconds, computed, dealt, layer_seconds, updating
 from apportion.cost_model.constraints import must_be_whole, must_feed
-from apportion.cost_model.cost import Cost, Span
-from apportion.cost_model.memory import MemoryUse, activations, copies
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, Span, activations, copies
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import fully_sharded
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions

@@ -41,11 +41,10 @@ from apportion.core.data.batch import Batch
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.strategy import Held, Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
 from apportion.cost_model.constraints import must_have_store
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse, activations, copies
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, activations, copies
 from apportion.cost_model.profile import Profile
 from apportion.parallel.parameter_store.memory.store_spec import StoreRegions
 from apportion.parallel.parameter_store.store import Store

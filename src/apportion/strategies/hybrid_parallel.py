@@ -37,16 +37,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.comm.world import World
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.loss_terms import examples
 from apportion.core.modes import evaluating
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase, ConvBase
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.constraints import must_feed, no_convolution
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.tensor import first_sliced_layer, hybrid_cost, sliced
 from apportion.parallel.batch_coupling.analysis import whole_batch_functions

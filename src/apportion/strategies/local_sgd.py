@@ -54,8 +54,8 @@ from typing import Any, Literal, Self, final
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import local_sgd
 from apportion.parallel.averaging.contribution import Outer

@@ -41,12 +41,11 @@ from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.strategy import Recoverable, State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import computed, dealt
 from apportion.cost_model.constraints import must_feed
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse, copies, of_replica
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, copies, of_replica
 from apportion.cost_model.profile import Profile
 from apportion.errors import StateLost
 from apportion.parallel.batch_coupling.analysis import refuse_coupling

@@ -43,11 +43,10 @@ from typing import Any, final, get_args
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import Computed, computed
 from apportion.cost_model.constraints import must_have_store
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse, copies, of_replica
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, copies, of_replica
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.parameter_store import PushPrice, across_hosts, push
 from apportion.parallel.optim.hyperparameters import named

@@ -45,8 +45,8 @@ from apportion.comm.world import World
 from apportion.core.data.source import BatchSource
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies.pipeline import Pipeline, cut
 from apportion.parallel.batch_coupling.analysis import refuse_coupling

@@ -26,9 +26,8 @@ from typing import Any, final
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse, of_replica
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cluster import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, of_replica
 from apportion.cost_model.profile import Profile
 from apportion.parallel.optim.fused import with_fused_updates
 from apportion.parallel.replica.step import OneDeviceStep, reference

@@ -40,9 +40,9 @@ from apportion.comm.group import Group
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import chance, held, times, worst
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.strategies import tensor
 from apportion.parallel.optim.fused import with_fused_updates

@@ -38,8 +38,8 @@ from torch import nn
 from apportion.comm.world import World
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.cost import Cost
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 from apportion.cost_model.strategies.wavefront import Waves, wavefront
 from apportion.parallel.partition.part import MakePart, Part, ReplicatedPart

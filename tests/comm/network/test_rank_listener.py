@@ -15,13 +15,13 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from apportion.comm.network import dialling
 from apportion.comm.network import rank_listener as listener_file
+from apportion.comm.network import rendezvous
 from apportion.comm.network.address import Address
-from apportion.comm.network.dialling import dial_rank
 from apportion.comm.network.handshake import CLAIM_BYTES, GREETING_BYTES, HELLO_BYTES, Purpose, claim, hello
 from apportion.comm.network.rank_connection import RankConnection
 from apportion.comm.network.rank_listener import MOST_PENDING, PendingHandshake, RankListener
+from apportion.comm.network.rendezvous import dial_rank
 from apportion.errors import PeerLost
 
 SECRET = b"s" * 32
@@ -79,7 +79,7 @@ def test_a_rank_that_dials_again_takes_the_place_of_its_first_connection(listeni
 def test_one_with_another_secret_is_not_let_in_and_both_ends_are_told_why(
     listening: RankListener, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(dialling, "REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
     with pytest.raises(
         PeerLost, match="did not let this rank in: APPORTION_SECRET_FILE must name a file with the same"
     ):
@@ -93,7 +93,7 @@ def test_one_with_another_secret_is_not_let_in_and_both_ends_are_told_why(
 def test_a_listener_that_does_not_know_the_secret_is_found_out(
     listening: RankListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialling, "REFUSED_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "REFUSED_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         stop = threading.Event()
 
@@ -290,7 +290,7 @@ def test_where_all_that_wait_are_ranks_another_waits_in_the_queue(small: RankLis
 def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets ``count`` ranks dial at once, each of them ``away`` seconds away, and returns the errors of those that are
     not let in."""
-    near, errors = dialling.claim, []
+    near, errors = rendezvous.claim, []
     kept: list[socket.socket] = []
 
     def far(secret: bytes, greeting: bytes, purpose: bytes) -> bytes:
@@ -310,7 +310,7 @@ def dial_all(listener: RankListener, count: int, away: float, monkeypatch: pytes
     resets: list[bool] = []
     closing = listener._reset
     monkeypatch.setattr(listener, "_reset", reset)
-    monkeypatch.setattr(dialling, "claim", far)
+    monkeypatch.setattr(rendezvous, "claim", far)
     ranks = [threading.Thread(target=dial, args=(rank,)) for rank in range(count)]
     for rank in ranks:
         rank.start()

@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 import pytest
 from commands import SECONDS
 
-from apportion.comm.network import dialling
+from apportion.comm.network import rendezvous
 from apportion.comm.network.address import Address
-from apportion.comm.network.dialling import dial_first
 from apportion.comm.network.handshake import Purpose, key_of_meeting
 from apportion.comm.network.launched_ranks import given, other_hosts, ports, refuse_unstarted, run_name
 from apportion.comm.network.rank_listener import RankListener
+from apportion.comm.network.rendezvous import dial_first
 from apportion.comm.network.slurm import (
     FIRST_PORT,
     PORTS,
@@ -165,7 +165,7 @@ def test_a_rank_finds_its_own_run_at_the_next_port_where_another_runs_is_at_the_
         sock, found = dial_first(places, own, Purpose("own/meeting", 1), 10)
         with sock, second.take("own/meeting", 1, 10):
             assert found == second.address
-        monkeypatch.setattr(dialling, "SEARCH_SECONDS", 0.2)
+        monkeypatch.setattr(rendezvous, "SEARCH_SECONDS", 0.2)
         with pytest.raises(PeerLost, match="did not let this rank in"):
             dial_first([first.address, first.address], own, Purpose("own/meeting", 1), 10)
     finally:

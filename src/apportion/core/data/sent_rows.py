@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from apportion.comm.group import bytes_of, collective
-from apportion.comm.objects import broadcast_message, gather_messages
+from apportion.comm.group import broadcast_message, bytes_of, collective, gather_messages
 from apportion.comm.world import World
 from apportion.core.parts import PartedDataset
 from apportion.core.sampler import DataShard

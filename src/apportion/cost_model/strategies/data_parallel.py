@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_gather, all_reduce, all_reduce_between
 from apportion.cost_model.compute import Computed, call_seconds, layer_seconds, memory_rate, updating
-from apportion.cost_model.cost import Cost, Span
-from apportion.cost_model.memory import MemoryUse, of_replica
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, Span, of_replica
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 from apportion.cost_model.strategies import data_parallel

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_gather, reduce_scatter
 from apportion.cost_model.compute import memory_rate
 from apportion.cost_model.cost import Span
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.simulator import SimulatedTask, makespan, simulate
 

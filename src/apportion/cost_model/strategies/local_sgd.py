@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import call_seconds, computed, memory_rate, updating
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse, copies, of_replica
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, copies, of_replica
 from apportion.cost_model.profile import Profile
 
 STEP_CALLS, ROUND_CALLS, TENSOR_CALLS = 20.0, 45.0, 3.0

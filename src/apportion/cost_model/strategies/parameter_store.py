@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import call_seconds, memory_rate
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 
 SHARD_BYTES, RUN_BYTES, LEAST_SHARDS, LEAST_SHARD_BYTES = 512 << 10, 1 << 20, 8, 4 << 10

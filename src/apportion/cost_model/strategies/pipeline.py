@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_reduce, message
 from apportion.cost_model.compute import LayerTimes, chance, exposed, held, suited, times, worst
 from apportion.cost_model.cost import Cost, Span
 from apportion.cost_model.partitioning import SECONDS_PER_BYTE, SECONDS_PER_MESSAGE, balanced
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import Profile
 from apportion.cost_model.simulator import spent
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.compute import Computed, call_seconds, layer_seconds, memory_rate, saved, updating
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import MemoryUse, activations, copies
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, MemoryUse, activations, copies
 from apportion.cost_model.profile import LayerProfile, Profile
 
 STEP_CALLS, LAYER_CALLS, LINEAR_CALLS, PIECE_CALLS = 15.0, 2.0, 5.0, 1.0

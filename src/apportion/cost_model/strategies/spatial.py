@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_gather, all_reduce, message, reduce_scatter
 from apportion.cost_model.compute import LayerTimes, exposed, memory_rate
 from apportion.cost_model.cost import Span
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 from apportion.cost_model.strategies.tensor import is_elementwise

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import Collective
 from apportion.cost_model.compute import LayerTimes, chance, held, times
 from apportion.cost_model.cost import Cost
 from apportion.cost_model.elementwise import ACTIVATIONS
 from apportion.cost_model.partitioning import chain
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile
 
 SLICE_CALLS = 40.0

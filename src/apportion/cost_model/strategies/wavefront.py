@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import message
 from apportion.cost_model.compute import LayerTimes, chance, exposed, held, times, worst
 from apportion.cost_model.cost import Cost, Span
-from apportion.cost_model.placement import Placement
 from apportion.cost_model.profile import LayerProfile, Profile, Seconds
 from apportion.cost_model.simulator import SimulatedTask, simulate, terms
 

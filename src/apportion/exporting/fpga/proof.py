@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from apportion.errors import NotVerified
+from apportion.exporting.fpga.compiler import matrix_of, windows_of
 from apportion.exporting.fpga.fixed_point import FixedLayer, FixedNet
-from apportion.exporting.fpga.lowering import matrix_of, windows_of
 from apportion.exporting.fpga.netlist import IntegerRange, range_of
 from apportion.exporting.fpga.verilog_reader import VerilogCircuit, VerilogStatement
 

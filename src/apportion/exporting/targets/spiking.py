@@ -24,10 +24,17 @@ from torch import Tensor
 from apportion.errors import NotVerified
 from apportion.exporting.examples import check_numbers
 from apportion.exporting.spiking import nir_file, report
-from apportion.exporting.spiking.compile import AT_ONCE, Made, SpikingRequest, as_taken, compiled
+from apportion.exporting.spiking.compile import (
+    AT_ONCE,
+    Made,
+    SpikingRequest,
+    as_taken,
+    compiled,
+    integers,
+    quantized_outputs,
+)
 from apportion.exporting.spiking.dialects.dialect import dialect
 from apportion.exporting.spiking.graph import SpikingGraph
-from apportion.exporting.spiking.quantized import integers, quantized_outputs
 from apportion.exporting.spiking.readers.reading import by_program
 from apportion.exporting.spiking.simulator import simulate
 from apportion.exporting.target import Compiled, Inputs, Reading, Table, Target, TrainedNetwork

@@ -26,12 +26,11 @@ from torch import Tensor
 from apportion.core.torch_private import pytree
 from apportion.errors import ProgramMissing
 from apportion.exporting.examples import check_numbers
-from apportion.exporting.fpga.compiler import Circuit, compiled
+from apportion.exporting.fpga.compiler import Circuit, compiled, version
 from apportion.exporting.fpga.devices import DEVICES, FpgaDevice
 from apportion.exporting.fpga.fine_tuning import fine_tuned, pruned
 from apportion.exporting.fpga.fixed_point import FixedNet
 from apportion.exporting.fpga.float_layers import FloatLayer, imported
-from apportion.exporting.fpga.lowering import version
 from apportion.exporting.fpga.proof import ProvedLayer, proved
 from apportion.exporting.fpga.quantizer import quantized
 from apportion.exporting.fpga.tools import programs

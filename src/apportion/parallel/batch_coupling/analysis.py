@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import rows_of
 from apportion.core.loss_terms import resolved, terms_of
 from apportion.core.rng import fork_rng, gpus_in_use
 from apportion.core.workload import Workload

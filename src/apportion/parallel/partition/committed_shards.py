@@ -25,8 +25,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import collective
-from apportion.comm.objects import gather_messages
+from apportion.comm.group import collective, gather_messages
 from apportion.comm.sync import CommitWord
 from apportion.comm.world import World
 from apportion.core.strategy import State

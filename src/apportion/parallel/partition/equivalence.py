@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from apportion.comm.group import Group, collective
 from apportion.core import torch_private, tree
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import rows_of
 from apportion.core.modes import evaluating
 from apportion.parallel.tracing.network import undisturbed
 

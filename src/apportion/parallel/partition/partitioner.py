@@ -18,12 +18,10 @@ from typing import Any, final
 from torch import nn
 from torch.optim import Optimizer
 
-from apportion.comm.group import collective
-from apportion.comm.objects import gather_messages
+from apportion.comm.group import collective, gather_messages
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import Batch, rows_of
 from apportion.core.data.source import BatchSource
 from apportion.core.modes import refuse_making
 from apportion.core.rng import seed_everything

@@ -10,12 +10,11 @@ from apportion.comm.group import collective
 from apportion.comm.world import World
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
+from apportion.cost_model.cluster import Placement
 from apportion.cost_model.collectives import all_reduce
 from apportion.cost_model.compute import call_seconds, memory_rate, of_rows, slowest
 from apportion.cost_model.constraints import must_feed
-from apportion.cost_model.cost import Cost
-from apportion.cost_model.memory import copies
-from apportion.cost_model.placement import Placement
+from apportion.cost_model.cost import Cost, copies
 from apportion.cost_model.profile import Profile
 
 

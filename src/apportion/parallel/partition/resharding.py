@@ -10,8 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from apportion.comm.group import Group, collective
-from apportion.comm.objects import broadcast_tensors, gather_messages
+from apportion.comm.group import Group, broadcast_tensors, collective, gather_messages
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.python_state.records import joined
 from apportion.core.strategy import State

@@ -13,8 +13,7 @@ from torch import nn
 
 from apportion.comm.world import World
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import Batch, rows_of
 from apportion.core.modes import evaluating
 from apportion.core.strategy import RecordedCuts
 from apportion.core.torch_private import buffers_of, modules_of, parameters_of

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apportion.comm.group import Alone
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import Batch, rows_of
 from apportion.core.rng import RngState, plain_rng_from
 from apportion.parallel.ops.factored_linear import Products, plain_layers
 from apportion.parallel.partition.part import Part

@@ -21,11 +21,10 @@ from typing import Any, final
 
 from torch import fx, nn
 
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message
 from apportion.comm.world import World
 from apportion.core import torch_private, tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import Batch, rows_of
 from apportion.core.modes import evaluating
 from apportion.core.workload import Workload
 from apportion.parallel.ops.factored_linear import Products, plain_layers

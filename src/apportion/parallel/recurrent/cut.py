@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from apportion.core import torch_private, tree
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import rows_of
 from apportion.core.modes import evaluating
 from apportion.parallel.recurrent.graph import INSTEAD, PACKING, Graphs, packed, parts, used_names
 from apportion.parallel.replica.initial_model import memory_of

@@ -10,8 +10,7 @@ from torch import Tensor
 from apportion.comm.differentiable import gather_rows
 from apportion.comm.group import Group, collective
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import unjoined_leaf
+from apportion.core.data.batch import Batch, unjoined_leaf
 from apportion.parallel.replica.replica import Replica
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import Group, collective
-from apportion.comm.objects import broadcast_message, broadcast_tensors, gather_messages
+from apportion.comm.group import Group, broadcast_message, broadcast_tensors, collective, gather_messages
 from apportion.comm.world import World
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.strategy import PARTS, State

@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from apportion.comm.group import Group, collective
 from apportion.core import torch_private, tree
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import rows_of
 from apportion.core.modes import evaluating
 from apportion.core.torch_private import ConvBase
 from apportion.cost_model.constraints import nothing_to_divide

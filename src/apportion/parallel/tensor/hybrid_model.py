@@ -25,8 +25,7 @@ from torch import Tensor, fx, nn
 from apportion.comm.differentiable import gather_from
 from apportion.comm.group import Group, Work
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import Batch, rows_of
 from apportion.core.loss_terms import examples, terms_of
 from apportion.core.modes import evaluating
 from apportion.core.sampler import DataShard

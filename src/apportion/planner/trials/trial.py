@@ -13,6 +13,7 @@ import numpy as np
 from apportion.comm.channel import Message
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
+from apportion.cost_model.cost import Cost
 from apportion.errors import WorkerFailed
 from apportion.runtime.launch.local import Local
 from apportion.runtime.launched.ranks import LocalRanks, Ranks, StepPool
@@ -37,6 +38,8 @@ class Candidate:
     strategy: Strategy
     launcher: Local
     ranks: int
+    cost: Cost | None = field(default=None, compare=False)
+    """The predicted cost, where it is known."""
 
     def __str__(self) -> str:
         return f"{self.strategy} on {self.launcher}"
@@ -229,11 +232,11 @@ def parked(
             group.pool.close()
 
 
-def candidate(strategy: Strategy, launcher: Local) -> Candidate:
+def candidate(strategy: Strategy, launcher: Local, cost: Cost | None = None) -> Candidate:
     """Return the strategy as a candidate, with every number of the launcher filled in."""
     workers, ranks = layout(strategy, launcher)
-    threads = launcher.threads_each(ranks)
-    return Candidate(strategy=strategy, launcher=replace(launcher, workers=workers, threads=threads), ranks=ranks)
+    where = replace(launcher, workers=workers, threads=launcher.threads_each(ranks))
+    return Candidate(strategy=strategy, launcher=where, ranks=ranks, cost=cost)
 
 
 def layout(strategy: Strategy, launcher: Local) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from apportion.core.strategy import Strategy
 from apportion.core.value import written_name
@@ -25,7 +25,7 @@ from apportion.errors import WorkerFailed
 from apportion.planner.calibration import Correction, Trial, correction
 from apportion.planner.candidate import family
 from apportion.planner.trials.significance import alike, faster_confidence
-from apportion.planner.trials.trial import Measured, TrialWorkers, candidate, take_turns
+from apportion.planner.trials.trial import Candidate, Measured, TrialWorkers, take_turns
 from apportion.runtime.launch.local import Local
 
 TRIAL_SECONDS = 10.0
@@ -34,35 +34,6 @@ BUILDING = 0.5
 """The share of the time after which no further candidate is built."""
 BEST = 3
 """The number of the best candidates by prediction that are tried."""
-
-
-class Candidacy(Protocol):
-    """A strategy on a layout, and what it should cost. ``local``: the layout as processes of this machine, None where
-    it needs several hosts; ``cost``: None where it is not known."""
-
-    @property
-    def strategy(self) -> Strategy: ...
-    @property
-    def local(self) -> Local | None: ...
-    @property
-    def cost(self) -> Cost | None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """A plain candidacy on this machine."""
-
-    strategy: Strategy
-    launcher: Local
-    cost: Cost | None = None
-
-    @property
-    def local(self) -> Local:
-        """The layout as processes of this machine."""
-        return self.launcher
-
-    def __str__(self) -> str:
-        return f"{self.strategy} on {self.launcher}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,30 +68,26 @@ class TuningResult:
 
 
 def refine(
-    candidates: Sequence[Candidacy],
+    candidates: Sequence[Candidate],
     workload: Workload | str,
     changes: Mapping[str, Any],
     *,
     seconds: float = TRIAL_SECONDS,
     most: int | None = None,
 ) -> TuningResult:
-    """Try what is worth trying of these candidates (exact ones on this machine), ``most`` of them at most, and choose.
+    """Try what is worth trying of these candidates (the exact ones), ``most`` of them at most, and choose.
     Raises ValueError or WorkerFailed where none of them runs: the error of the first one."""
     Local().prepare()  # what workers are forked from is needed anyway
     began = time.monotonic()
-    offers = [
-        Offer(strategy=c.strategy, launcher=c.local, cost=c.cost)
-        for c in candidates
-        if c.local is not None and c.strategy.exact
-    ]
+    exact = [c for c in candidates if c.strategy.exact]
     with ExitStack() as stack:
         bench = _Bench(stack, workload, changes, began + BUILDING * seconds)
-        bench.build(worth_trying(offers)[:most])
+        bench.build(worth_trying(exact)[:most])
         # A part of the time is kept for the one that may come into question.
         left = max(0.0, seconds - (time.monotonic() - began))
         bench.measure(bench.groups, 0.8 * left)
         fitted = correction(bench.trials())
-        another = surprising(offers, bench.known(), fitted, bench.best())
+        another = surprising(exact, bench.known(), fitted, bench.best())
         if another is not None and most is None and time.monotonic() - began < seconds:
             bench.one_more(another, 0.2 * left)
         tried = tuple(bench.tried())
@@ -138,26 +105,28 @@ def refine(
 # Decisions
 
 
-def worth_trying(offers: Sequence[Offer]) -> list[Offer]:
-    """Return the offers worth trying: plain strategies of one process with all threads first, then the best by
+def worth_trying(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates worth trying: plain strategies of one process with all threads first, then the best by
     prediction, then plain data_parallel where it is best, and the others of one process with all threads; at last all
     without predictions."""
-    ranked = sorted(offers, key=_seconds_per_example)
-    alone = [p for p in offers if p.strategy.one_process]
+    ranked = sorted(candidates, key=_seconds_per_example)
+    alone = [p for p in candidates if p.strategy.one_process]
     most = max((p.launcher.threads_each(1) for p in alone), default=0)
     all_threads = [p for p in alone if p.launcher.threads_each(1) == most]
     plain = [p for p in all_threads if _is_plain(p)]
     parallel = [p for p in ranked if _is_plain(p) and written_name(type(p.strategy)) == "data_parallel"]
     best = [p for p in ranked if p.cost is not None][:BEST]
-    unpriced = [p for p in offers if p.cost is None]
+    unpriced = [p for p in candidates if p.cost is None]
     return list(_first_of_each([*plain, *best, *parallel[:1], *all_threads, *unpriced]))
 
 
-def surprising(offers: Sequence[Offer], known: Iterable[str], fitted: Correction, best: float | None) -> Offer | None:
-    """Return the fastest untried offer by the corrected predictions, if it should beat the best measured candidate
+def surprising(
+    candidates: Sequence[Candidate], known: Iterable[str], fitted: Correction, best: float | None
+) -> Candidate | None:
+    """Return the fastest untried candidate by the corrected predictions, if it should beat the best measured candidate
     (``best``: that candidate's seconds of an example); else None."""
     named = set(known)
-    rest = [(p, p.cost) for p in offers if str(p) not in named]
+    rest = [(p, p.cost) for p in candidates if str(p) not in named]
     priced = [(i, family(p.strategy), cost) for i, (p, cost) in enumerate(rest) if cost is not None]
     found = [(fitted.step_seconds(name, cost) / cost.examples, i) for i, name, cost in priced]
     if not found or best is None or min(found)[0] >= best:
@@ -202,18 +171,18 @@ def _ranks(tried: TuningTrial) -> int:
     return tried.measured.candidate.ranks if tried.measured is not None else 0
 
 
-def _seconds_per_example(offer: Offer) -> float:
-    return math.inf if offer.cost is None else offer.cost.seconds_per_example
+def _seconds_per_example(candidate: Candidate) -> float:
+    return math.inf if candidate.cost is None else candidate.cost.seconds_per_example
 
 
-def _is_plain(offer: Offer) -> bool:
+def _is_plain(candidate: Candidate) -> bool:
     """Report whether every field of the strategy has its default value."""
-    return str(offer.strategy) == written_name(type(offer.strategy))
+    return str(candidate.strategy) == written_name(type(candidate.strategy))
 
 
-def _first_of_each(offers: Iterable[Offer]) -> Iterable[Offer]:
+def _first_of_each(candidates: Iterable[Candidate]) -> Iterable[Candidate]:
     seen = set[str]()
-    for p in offers:
+    for p in candidates:
         if str(p) not in seen:
             seen.add(str(p))
             yield p
@@ -229,31 +198,29 @@ class _Bench:
         self, stack: ExitStack, workload: Workload | str, changes: Mapping[str, Any], building_until: float
     ) -> None:
         self._stack, self._workload, self._changes, self._until = stack, workload, changes, building_until
-        self._given: list[Offer] = []
+        self._given: list[Candidate] = []
         self.groups: list[TrialWorkers] = []
-        self._of: dict[int, Offer] = {}
-        self._refused: list[tuple[Offer, Exception]] = []
+        self._refused: list[tuple[Candidate, Exception]] = []
 
-    def build(self, offers: Sequence[Offer]) -> None:
-        """Build the offers in this order, as many as there is time for, and at least two. Raises the error of the first
-        one where none can be built."""
-        for p in offers:
+    def build(self, candidates: Sequence[Candidate]) -> None:
+        """Build the candidates in this order, as many as there is time for, and at least two. Raises the error of the
+        first one where none can be built."""
+        for p in candidates:
             if len(self.groups) < 2 or time.monotonic() < self._until:
                 self._add(p)
         if not self.groups and self._refused:
             raise self._refused[0][1]
 
-    def _add(self, offer: Offer) -> TrialWorkers | None:
-        self._given.append(offer)
+    def _add(self, chosen: Candidate) -> TrialWorkers | None:
+        self._given.append(chosen)
         try:
-            group = TrialWorkers(candidate(offer.strategy, offer.launcher), self._workload, self._changes)
+            group = TrialWorkers(chosen, self._workload, self._changes)
             self._stack.callback(group.pool.close)
             group.built()
         except (ValueError, WorkerFailed) as error:
-            self._refused.append((offer, error))
+            self._refused.append((chosen, error))
             return None
         self.groups.append(group)
-        self._of[id(group)] = offer
         return group
 
     def measure(self, groups: Sequence[TrialWorkers], seconds: float) -> None:
@@ -268,23 +235,23 @@ class _Bench:
                 failed = next(g for g in waiting if g.failed)
                 waiting.remove(failed)
                 self.groups.remove(failed)
-                self._refused.append((self._of[id(failed)], error))
+                self._refused.append((failed.measured.candidate, error))
         if not self.groups:
             raise self._refused[0][1]
 
-    def one_more(self, offer: Offer, seconds: float) -> None:
-        """Measure one more offer beside the best so far."""
-        group = self._add(offer)
+    def one_more(self, another: Candidate, seconds: float) -> None:
+        """Measure one more candidate beside the best so far."""
+        group = self._add(another)
         if group is not None:
             self.measure([min(self.groups[:-1], key=lambda g: g.measured.seconds_per_example), group], seconds)
 
     def known(self) -> list[str]:
-        """Return the names of the offers that were tried, or refused."""
+        """Return the names of the candidates that were tried, or refused."""
         return [str(p) for p in self._given]
 
     def trials(self) -> list[Trial]:
         """Return the trials of all candidates that were both predicted and measured."""
-        found = [(self._of[id(g)], g.measured.step_seconds) for g in self.groups]
+        found = [(g.measured.candidate, g.measured.step_seconds) for g in self.groups]
         return [Trial(family(p.strategy), p.cost, seconds) for p, seconds in found if p.cost is not None]
 
     def best(self) -> float | None:
@@ -294,13 +261,14 @@ class _Bench:
     def tried(self) -> list[TuningTrial]:
         """Return the trials, the fastest first, the refused last."""
         ranked = sorted(self.groups, key=lambda g: g.measured.seconds_per_example)
-        found = [_tried(self._of[id(g)], g.measured) for g in ranked]
+        found = [_tried(g.measured.candidate, g.measured) for g in ranked]
         return found + [replace(_tried(p, None), refused=_first_line(error)) for p, error in self._refused]
 
 
-def _tried(offer: Offer, measured: Measured | None) -> TuningTrial:
-    where = measured.candidate.launcher if measured is not None else offer.launcher
-    return TuningTrial(strategy=offer.strategy, launcher=where, predicted=offer.cost, measured=measured)
+def _tried(candidate: Candidate, measured: Measured | None) -> TuningTrial:
+    return TuningTrial(
+        strategy=candidate.strategy, launcher=candidate.launcher, predicted=candidate.cost, measured=measured
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -24,10 +24,9 @@ from apportion.core.rng import seeded_rng
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.parallel.replica.step import reference
-from apportion.runtime.cached_proof.basis import Basis, OpenedParts, choose_rows, length
 from apportion.runtime.cached_proof.forked import ForkedCallError, in_fork
 from apportion.runtime.cached_proof.read_recorder import ReadRecorder
-from apportion.runtime.cached_proof.store import proofs_of
+from apportion.runtime.cached_proof.store import Basis, OpenedParts, choose_rows, length, proofs_of
 from apportion.runtime.proof.proof_workload import few_rows, moving, short_sequences
 from apportion.runtime.proof.value_digest import seal
 from apportion.runtime.proof.workload_digest import digested

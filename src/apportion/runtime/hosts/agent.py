@@ -45,7 +45,7 @@ from apportion.comm.membership import HostShare
 from apportion.comm.network.address import is_loopback, route_to
 from apportion.core.event import Event
 from apportion.errors import ApportionError
-from apportion.runtime.checkpoint.event_lines import append_events
+from apportion.runtime.checkpoint.durable_files import append_events
 from apportion.runtime.hosts.code_bundle import unpack
 from apportion.runtime.hosts.frames import ALIVE_SECONDS, FrameError, FrameReader, FrameWriter, Message
 from apportion.runtime.hosts.host_facts import describe_host, own_address

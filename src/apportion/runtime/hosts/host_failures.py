@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from apportion.runtime.supervisor.decisions import Stop
-from apportion.runtime.supervisor.failures import WorkerRaised
+from apportion.runtime.supervisor.failures import Stop, WorkerRaised
 
 RESUME = "resume=True goes on"
 """The advice that ends the cause of a loss."""

@@ -18,10 +18,14 @@ from apportion.runtime.hosts.frames import Message
 from apportion.runtime.hosts.host_failures import raised_event, rank_at_host
 from apportion.runtime.hosts.protocol.leader import AgentOrder, HostSlot, Leader
 from apportion.runtime.hosts.protocol.liveness import AbsentHosts, Liveness, Silence, TornLinks
-from apportion.runtime.supervisor.decisions import Action, Replace, Restart, Shrink, Stop
 from apportion.runtime.supervisor.failures import (
+    Action,
     HostLost,
     Notice,
+    Replace,
+    Restart,
+    Shrink,
+    Stop,
     WorkerExited,
     WorkerFinished,
     WorkerLost,

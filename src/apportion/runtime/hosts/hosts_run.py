@@ -15,7 +15,7 @@ from apportion.runtime.hosts.host_failures import at_host
 from apportion.runtime.hosts.recorded_hosts import RecordedHosts
 from apportion.runtime.hosts.started_hosts import WORDS_SECONDS, Shipment
 from apportion.runtime.notice import requeue_job
-from apportion.runtime.supervisor.decisions import Finish, Stop, failure
+from apportion.runtime.supervisor.failures import Finish, Stop, failure
 from apportion.runtime.supervisor.recovery import News, RankMessage, RecoveryLoop
 from apportion.runtime.supervisor.run import STOP_SECONDS, TrainingRun, failed_text, quoted, resume_command
 from apportion.runtime.worker.job import Job

@@ -17,7 +17,7 @@ from apportion.runtime.hosts.host_failures import rank_at_host, unresumed
 from apportion.runtime.hosts.hosts_pool import HostsPool
 from apportion.runtime.hosts.started_hosts import LOOK_SECONDS, WORDS_SECONDS, Shipment, StartedHosts
 from apportion.runtime.launched.outcome import RESULT, error_of
-from apportion.runtime.supervisor.decisions import Finish, GoOn, Stop, failure
+from apportion.runtime.supervisor.failures import Finish, GoOn, Stop, failure
 from apportion.runtime.supervisor.interrupts import Interrupts
 
 

@@ -16,7 +16,7 @@ from typing import Any, final
 from apportion.core.event import Event
 from apportion.errors import ApportionError, CheckpointError
 from apportion.runtime.agents.hosts_launcher import HostsLauncher, RunHost
-from apportion.runtime.checkpoint.event_lines import EVENTS, append_events
+from apportion.runtime.checkpoint.durable_files import EVENTS, append_events
 from apportion.runtime.checkpoint.validation import mark_of
 from apportion.runtime.hosts.agent_connection import AgentConnection, News
 from apportion.runtime.hosts.frames import FrameError, Message

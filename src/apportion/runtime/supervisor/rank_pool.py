@@ -11,8 +11,8 @@ from typing import Any, Protocol, final
 from apportion.comm.channel import Message
 from apportion.core.policy import Policy
 from apportion.runtime.spawn.template import Spare
-from apportion.runtime.supervisor.decisions import Action, next_action
 from apportion.runtime.supervisor.failures import (
+    Action,
     Notice,
     WorkerBegan,
     WorkerEvent,
@@ -21,6 +21,7 @@ from apportion.runtime.supervisor.failures import (
     WorkerLost,
     WorkersChanged,
     WorkerStalled,
+    next_action,
 )
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance, Watchdog, memory_kills
 

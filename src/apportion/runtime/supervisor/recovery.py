@@ -11,8 +11,17 @@ from typing import final
 
 from apportion.comm.channel import Message
 from apportion.errors import ApportionError
-from apportion.runtime.supervisor.decisions import Action, Finish, GoOn, Replace, Restart, Shrink, Stop
-from apportion.runtime.supervisor.failures import Notice, WorkerLost
+from apportion.runtime.supervisor.failures import (
+    Action,
+    Finish,
+    GoOn,
+    Notice,
+    Replace,
+    Restart,
+    Shrink,
+    Stop,
+    WorkerLost,
+)
 from apportion.runtime.supervisor.rank_pool import OpenChange, RankPool
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance
 

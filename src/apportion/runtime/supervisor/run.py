@@ -19,8 +19,7 @@ from apportion.runtime.checkpoint.run_directory import RunDirectory
 from apportion.runtime.launch.local import Local
 from apportion.runtime.notice import explain
 from apportion.runtime.proof.proof import Settled
-from apportion.runtime.supervisor.decisions import Finish, Stop, failure
-from apportion.runtime.supervisor.failures import Notice
+from apportion.runtime.supervisor.failures import Finish, Notice, Stop, failure
 from apportion.runtime.supervisor.interrupts import Interrupts
 from apportion.runtime.supervisor.recovery import Fault, News, RankMessage, RecoveryLoop
 from apportion.runtime.supervisor.watchdog import LOOK_SECONDS, Allowance

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from apportion.comm.group import Group, collective
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import joined_structure, rows_of
+from apportion.core.data.batch import Batch, joined_structure, rows_of
 from apportion.core.data.sent_rows import decode, encode
 from apportion.core.data.source import BatchSource
 from apportion.core.rng import fork_rng

@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 
 from apportion.comm.group import collective
 from apportion.core import tree
-from apportion.core.data.batch import Batch
-from apportion.core.data.rows import rows_of
+from apportion.core.data.batch import Batch, rows_of
 from apportion.core.rng import seeded_rng
 from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.script_check.comparison.places import placed
-from apportion.script_check.comparison.tensors import difference, scale_of, step_of
+from apportion.script_check.comparison.tensors import difference, placed, scale_of, step_of
 from apportion.script_check.findings import Finding
 from apportion.script_check.record import RankRecord
 

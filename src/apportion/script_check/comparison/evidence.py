@@ -11,14 +11,15 @@ import numpy as np
 
 from apportion.script_check.comparison.combination import Combination, combination, proportional
 from apportion.script_check.comparison.first_difference import FirstDifference
-from apportion.script_check.comparison.places import Places, placed
 from apportion.script_check.comparison.tensors import (
     IN_FLOAT64,
     RELATIVE,
     Array,
     Bounds,
+    Places,
     contributions_of,
     events_before_step,
+    placed,
     shown,
     step_of,
 )

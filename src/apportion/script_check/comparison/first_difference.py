@@ -15,16 +15,18 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from apportion.script_check.comparison.places import Place, Places, placed
 from apportion.script_check.comparison.tensors import (
     FLOOR,
     IN_FLOAT64,
     Array,
     Bounds,
+    Place,
+    Places,
     StepBounds,
     TensorDifference,
     difference,
     initial,
+    placed,
     places,
     scale_of,
     step_of,

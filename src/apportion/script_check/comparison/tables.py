@@ -8,13 +8,13 @@ from math import isfinite
 from typing import Any
 
 from apportion.script_check.comparison.first_difference import ZeroGradients, compared_pairs
-from apportion.script_check.comparison.places import placed
 from apportion.script_check.comparison.tensors import (
     IN_FLOAT64,
     Array,
     StepBounds,
     TensorDifference,
     initial,
+    placed,
     places,
     scale_of,
     shown,

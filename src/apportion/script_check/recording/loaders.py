@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader, Subset
 from torch.utils.data import dataloader as torch_loader
 
 from apportion.script_check.feed import FedIteration
-from apportion.script_check.recording import accelerated
 from apportion.script_check.recording.batches import LARGEST_BATCH, MOST_ROWS, SHARE, recorded, restored, size
 from apportion.script_check.recording.constants import Constants
 from apportion.script_check.recording.known_loaders import Loaders, length_of, whole
@@ -39,6 +38,14 @@ def _plain(indices: Any, dataset: Any) -> list[Any]:
     return [int(each) if hasattr(each, "__index__") else each for each in found]
 
 
+# Records what accelerate's loaders give each rank.
+#
+# Its usual loader reads one batch ahead, so that the batch which the script has is not the one that was read last. Its
+# dispatching loader reads on rank 0 alone, several batches for one step, and sends each rank its rows: what its own
+# loader reads does not belong to any step, and the rows that come out of it are recorded in its place, under the name
+# of its loader.
+
+
 def install(recorder: Recorder, constants: Constants) -> None:
     """Record, shorten and feed the loaders of torch."""
     loaders = Loaders(recorder, constants)
@@ -49,9 +56,9 @@ def install(recorder: Recorder, constants: Constants) -> None:
         begin(self, *args, **kwargs)
         if recorder.active:
             loaders.key(self)
-            accelerated.install(recorder)
+            install_accelerated(recorder)
             if recorder.feed is None:
-                accelerated.install_dispatcher(loaders)
+                install_dispatcher(loaders)
 
     DataLoader.__init__ = made  # type: ignore[method-assign]
     _watch_batch_samplers(loaders)
@@ -373,3 +380,70 @@ def _of_torch(sampler: Any) -> bool:
 def shortened_length(batches: int, most: int) -> int:
     """Returns the number of batches to which an epoch is shortened: at most ``most`` and 3."""
     return min(batches, most + batches % 4)
+
+
+def install_accelerated(recorder: Recorder) -> None:
+    """Records which batch the script has where accelerate's loader has read the next one already, and the gathers that
+    drop the rows by which the last batches were filled."""
+    module = sys.modules.get("accelerate.data_loader")
+    shard = getattr(module, "DataLoaderShard", None)
+    if shard is None or hasattr(shard, "_apportion_watched"):
+        return
+    shard._apportion_watched = True
+    iterate = shard.__iter__
+
+    @wraps(iterate)
+    def handed(self: Any) -> Iterator[Any]:
+        place: dict[str, Any] | None = None
+        for position, batch in enumerate(iterate(self)):
+            base = self.base_dataloader
+            place = {"loader": base.__dict__["_apportion_key"], "iteration": base.__dict__["_apportion_iterations"] - 1}
+            recorder.emit("taken", **place, number=position + self.skip_batches)
+            yield batch
+        if place is not None:
+            recorder.emit("exhausted", **place)  # for the script, which has only now computed the last batch
+
+    shard.__iter__ = handed
+    accelerator: Any = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
+    if accelerator is not None:
+        gather = accelerator.gather_for_metrics
+
+        @wraps(gather)
+        def gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.emit("gather_for_metrics", site=recorder.site())
+            return gather(self, *args, **kwargs)
+
+        accelerator.gather_for_metrics = gathered
+
+
+_MODULE, _CLASS = "accelerate.data_loader", "DataLoaderDispatcher"
+
+
+def install_dispatcher(loaders: Loaders) -> None:
+    """Watch the dispatching loader, if accelerate has been imported by now."""
+    found = getattr(sys.modules.get(_MODULE), _CLASS, None)
+    if found is None or "_apportion_watched" in vars(found):
+        return
+    found._apportion_watched = True
+    iterate = found.__iter__
+
+    @wraps(iterate)
+    def watched(self: Any) -> Iterator[Any]:
+        base = self.base_dataloader
+        base.__dict__["_apportion_dispatched"] = True
+        length = len(self) if hasattr(base.dataset, "__len__") else None
+        key, iteration = loaders.begin_iteration(base, length, length)
+        for number, batch in enumerate(iterate(self)):
+            loaders.recorder.emit(
+                "batch",
+                loader=key,
+                iteration=iteration,
+                number=number,
+                indices=None,
+                rows=recorded(batch),
+                random=False,
+            )
+            yield batch
+        loaders.recorder.emit("exhausted", loader=key, iteration=iteration)
+
+    found.__iter__ = watched

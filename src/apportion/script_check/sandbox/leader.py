@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from apportion.process import die_with_parent, take_orphans_in
 from apportion.script_check.processes import family
-from apportion.script_check.sandbox import linux, mounts, namespaces, shared_memory
+from apportion.script_check.sandbox import linux, mounts, namespaces
 from apportion.script_check.sandbox.scope import FileScope
 
 
@@ -36,7 +36,7 @@ class Starter:
 
     def __init__(self, control: socket.socket, guardian: socket.socket) -> None:
         self._control, self._guardian = control, guardian
-        self._shared_memory = shared_memory.existing()
+        self._shared_memory = mounts.existing()
         self._ranks = dict[int, int]()
         """The rank of each process that runs, by its number."""
 
@@ -107,7 +107,7 @@ class Starter:
         """Kills all descendants of this process (Linux), or the groups of all ranks: those whose own parent ends become
         its children. Removes the shared memory that they used, which the killed processes do not."""
         # Before they are killed: a process that has ended has no maps.
-        used = shared_memory.mapped(family(os.getpid())) - self._shared_memory
+        used = mounts.mapped(family(os.getpid())) - self._shared_memory
         for pid in self._ranks:
             _kill(-pid)
         while True:
@@ -119,7 +119,7 @@ class Starter:
                 os.waitpid(-1, 0)
             except ChildProcessError:
                 break
-        shared_memory.remove(used)
+        mounts.remove(used)
 
 
 def _kill(pid: int) -> None:

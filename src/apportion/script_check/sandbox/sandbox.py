@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from apportion.errors import ApportionError
-from apportion.script_check.sandbox import mounts, shared_memory
+from apportion.script_check.sandbox import mounts
 from apportion.script_check.sandbox.mirror import Mirror
 from apportion.script_check.sandbox.namespaces import CONFIGURATIONS
 from apportion.script_check.sandbox.scope import FileScope
@@ -100,7 +100,7 @@ class Sandbox:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt of the terminal reaches this process alone
             )
-        self._shared_memory = shared_memory.existing()
+        self._shared_memory = mounts.existing()
         self._ready, self._refused, self._closed = "", "", False
         self._mirror: Mirror | None = None
 
@@ -205,7 +205,7 @@ class Sandbox:
         self._control.close()
         self._set_closed()
         if self._mirror is not None:
-            shared_memory.remove(shared_memory.abandoned(shared_memory.existing() - self._shared_memory))
+            mounts.remove(mounts.abandoned(mounts.existing() - self._shared_memory))
 
     def _set_closed(self) -> None:
         self._closed = True

@@ -16,9 +16,8 @@ from apportion.serving.ensemble.aggregation import Aggregation, combined
 from apportion.serving.ensemble.deadline import Answer, QuorumState
 from apportion.serving.errors import DeadlineExceeded, NoQuorum, Overloaded
 from apportion.serving.pool.dynamic_batcher import Lost, MemberTask, Outcome, Refused
-from apportion.serving.pool.frames import Placed
+from apportion.serving.pool.frames import Lease, Placed
 from apportion.serving.pool.member import Member
-from apportion.serving.pool.shared_arena import Lease
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import Expired, Spec
 

@@ -13,7 +13,7 @@ import orjson
 from apportion.serving.config import Serving
 from apportion.serving.ensemble.ensemble import Ensemble
 from apportion.serving.metrics import Metrics
-from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.frames import Arena
 from apportion.serving.protocol.datatypes import DATATYPES
 from apportion.serving.protocol.v2 import HEADER, MOST_DIMS, MOST_TIMEOUT
 from apportion.serving.replication.choose import Staffed

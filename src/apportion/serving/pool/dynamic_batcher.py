@@ -21,8 +21,7 @@ from itertools import takewhile
 from apportion.errors import ApportionError
 from apportion.serving.batching import ServiceTimes, batch_size
 from apportion.serving.errors import Overloaded
-from apportion.serving.pool.frames import Frame, Kind, Placed, encode
-from apportion.serving.pool.shared_arena import Lease
+from apportion.serving.pool.frames import Frame, Kind, Lease, Placed, encode
 from apportion.serving.pool.worker_handle import WorkerHandle
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import Expired

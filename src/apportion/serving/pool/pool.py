@@ -18,9 +18,8 @@ from typing import Any
 
 from apportion.errors import ApportionError
 from apportion.process import is_stopped
-from apportion.serving.pool.frames import Frame, Kind
+from apportion.serving.pool.frames import Arena, Frame, Kind
 from apportion.serving.pool.member import Member
-from apportion.serving.pool.shared_arena import Arena
 from apportion.serving.pool.worker_handle import WorkerHandle
 
 LEAST_LIFE = 1.0

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from apportion.serving.pool.frames import Frame, Kind, Reader, decode, encode
-from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.frames import Arena, Frame, Kind, Reader, decode, encode
 from apportion.serving.pool.worker_main import NEVER
 
 

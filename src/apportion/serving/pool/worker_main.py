@@ -22,8 +22,7 @@ import numpy as np
 from apportion.comm.sync import round_up
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent
-from apportion.serving.pool.frames import INLINE_BYTES, Frame, Kind, Placed, Reader, decode, encode
-from apportion.serving.pool.shared_arena import Arena
+from apportion.serving.pool.frames import INLINE_BYTES, Arena, Frame, Kind, Placed, Reader, decode, encode
 from apportion.serving.protocol.datatypes import Array
 from apportion.serving.runtimes.runtime import SIZES, Expired, Runtime, timed
 from apportion.serving.runtimes.source import Source

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.conversion.linear_maps import applied
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, computed, per_channel
+from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage, applied, computed, per_channel
 from apportion.exporting.spiking.graph import Neurons, Reset
 from apportion.exporting.spiking.simulator import fired
 

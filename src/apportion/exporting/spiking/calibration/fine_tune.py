@@ -33,8 +33,18 @@ from torch.utils.data import Dataset, default_collate
 
 from apportion.core.torch_private import pytree
 from apportion.exporting.spiking.calibration.calibrate import Calibrated
-from apportion.exporting.spiking.conversion.linear_maps import FlattenMap, LinearMap, applied, with_weight
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, per_channel, summed
+from apportion.exporting.spiking.conversion.rate_net import (
+    INPUT,
+    FlattenMap,
+    LinearMap,
+    RateNet,
+    RateTerm,
+    Stage,
+    applied,
+    per_channel,
+    summed,
+    with_weight,
+)
 from apportion.exporting.spiking.graph import Neurons
 from apportion.exporting.spiking.simulator import Membranes
 

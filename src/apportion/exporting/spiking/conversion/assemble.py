@@ -8,15 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from apportion.exporting.spiking.conversion.linear_maps import (
+from apportion.exporting.spiking.conversion.rate_net import (
+    INPUT,
     ConvolutionMap,
     FlattenMap,
     LinearMap,
     Maps,
+    RateNet,
+    Stage,
     scaled,
     scaled_inputs,
 )
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, Stage
 from apportion.exporting.spiking.graph import (
     Convolution,
     CurrentSource,

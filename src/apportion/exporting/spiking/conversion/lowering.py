@@ -11,18 +11,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from apportion.exporting.blamed_layer import ONE_WAY, blamed_layer, decides, first_line, named
-from apportion.exporting.spiking.conversion.linear_maps import (
+from apportion.exporting.spiking.conversion.rate_net import (
+    INPUT,
     ConvolutionMap,
     DenseMap,
     FlattenMap,
     LinearMap,
+    RateNet,
+    RateTerm,
     Shape,
+    Stage,
     applied,
+    per_channel,
     pool,
     scaled,
     then,
 )
-from apportion.exporting.spiking.conversion.rate_net import INPUT, RateNet, RateTerm, Stage, per_channel
 
 _CURES = {
     "max_pool": (

@@ -34,8 +34,7 @@ from apportion.runtime.worker.coordination import RunControl, StepCoordinator
 from apportion.runtime.worker.job import Job
 from apportion.runtime.worker.nonfinite_loss import LossGuard
 from apportion.runtime.worker.training.checkpoints import RunCheckpoints
-from apportion.runtime.worker.training.evaluations import RunEvaluations
-from apportion.runtime.worker.training.evaluator import EvaluationFailed
+from apportion.runtime.worker.training.evaluations import EvaluationFailed, RunEvaluations
 from apportion.runtime.worker.training.reporter import RunReporter
 from apportion.runtime.worker.training.restore import cuts_of, open_copy, open_directory, restore, strategy_of
 

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apportion.comm.group import collective
-from apportion.comm.objects import broadcast_message
+from apportion.comm.group import broadcast_message, collective
 from apportion.comm.world import World
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.loss_terms import description_of
