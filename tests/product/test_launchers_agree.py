@@ -36,7 +36,7 @@ def compare(launcher):
     return [row.to_json() for row in rows]
 
 def plan(launcher):
-    where = {"launcher": launcher} if launcher.launched else {"workers": 2}
+    where = {"workers": 2} if started_by == "local" else {"launcher": launcher}
     made = apportion.plan("verbs.py:workload", trial=False, **where)
     return {**made.to_json(), "refused": {str(p.strategy): p.refusal for p in made.candidates if p.refusal}}
 
@@ -49,35 +49,77 @@ def choose(launcher):
     return [[event.kind, event.step, event.data] for event in events if event.kind in ("plan", "start", "end")]
 
 if __name__ == "__main__":
-    verb, out = sys.argv[1:]
-    started = "TORCHELASTIC_RUN_ID" in os.environ
-    answer = globals()[verb](apportion.env() if started else apportion.local(workers=2, threads=1, device="cpu"))
+    verb, started_by = sys.argv[1:]
+    out = started_by
+    answer = globals()[verb]({
+        "local": lambda: apportion.local(workers=2, threads=1, device="cpu"),
+        "torchrun": apportion.env,
+        "ssh": lambda: apportion.ssh("one", "two", workers=1),
+        "ray": lambda: apportion.ray(workers=1, python=os.path.abspath("python")),
+    }[started_by]())
     if os.environ.get("RANK", "0") == "0":
         pathlib.Path(f"{out}.json").write_text(json.dumps(answer, default=str))
 """
 
 
+SSH = """#!/bin/sh
+for word; do last=$word; done
+exec sh -c "$last"
+"""
+"""A stand-in for ssh, which runs the agents of other hosts on this one."""
+OTHERS = [
+    "torchrun",
+    pytest.param("ssh", marks=pytest.mark.slow),
+    pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(400)]),
+]
+
+
+def started(program: list[str], verb: str, launcher: str, folder: Path) -> Any:
+    """What the verb returns in a program that is started like this, in a folder with verbs.py."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*program, "verbs.py", verb, launcher],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / f"{launcher}.json").read_text())
+
+
+def on_ray(verb: str, folder: Path) -> Any:
+    """What it returns on the two nodes of a Ray cluster."""
+    import ray_cluster
+
+    why = ray_cluster.cannot()
+    if why is not None:
+        pytest.skip(why)
+    ray_cluster.write_project(folder)
+    with ray_cluster.ray_cluster(folder / "cluster") as cluster:
+        process = cluster.start([sys.executable, "verbs.py", verb, "ray"], folder, OMP_NUM_THREADS="1")
+        try:
+            _, errors = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
+        assert process.returncode == 0, errors
+    return json.loads((folder / "ray.json").read_text())
+
+
 @pytest.fixture
 def answers(tmp_path: Path) -> Any:
-    """``answers("check")`` is what the verb returns on local processes and on those of torchrun."""
+    """``answers("check", "ssh")`` is what the verb returns on local processes and on those that ssh starts."""
     (tmp_path / "verbs.py").write_text(VERBS)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
 
-    def ask(verb: str) -> list[Any]:
-        found = []
-        for name, program in (("local", [sys.executable]), ("torchrun", TORCHRUN)):
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                [*program, "verbs.py", verb, name],
-                cwd=tmp_path,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-            )
-            assert done.returncode == 0, done.stderr
-            found.append(json.loads((tmp_path / f"{name}.json").read_text()))
-        return found
+    def ask(verb: str, other: str) -> list[Any]:
+        local = started([sys.executable], verb, "local", tmp_path)
+        if other == "ray":
+            return [local, on_ray(verb, tmp_path)]
+        return [local, started(TORCHRUN if other == "torchrun" else [sys.executable], verb, other, tmp_path)]
 
     return ask
 
@@ -89,21 +131,23 @@ def without_figures(answer: Any) -> Any:
     if isinstance(answer, list):
         return [without_figures(value) for value in answer]
     if isinstance(answer, str):
-        text = re.sub(r"local\([^)]*\)|\benv\b", "LAUNCHER", answer)
+        text = re.sub(r"\b(local|ssh|ray)\((\([^()]*\)|[^()])*\)|\benv\b", "LAUNCHER", answer)
         return re.sub(r"\d[\d,]*(\.\d+)?(e[-+]\d+)?", "#", text)
     return "#" if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
 
 
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.thorough
-def test_a_proof_says_the_same(answers: Any) -> None:
-    local, launched = answers("check")
+def test_a_proof_says_the_same(answers: Any, other: str) -> None:
+    local, launched = answers("check", other)
     assert local["rounds"]
     assert without_figures(local) == without_figures(launched)
 
 
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.thorough
-def test_a_comparison_has_the_same_rows_and_columns(answers: Any) -> None:
-    local, launched = ({row["strategy"]: row for row in rows} for rows in answers("compare"))
+def test_a_comparison_has_the_same_rows_and_columns(answers: Any, other: str) -> None:
+    local, launched = ({row["strategy"]: row for row in rows} for rows in answers("compare", other))
     assert set(local) == {"single_device", "data_parallel", "map_reduce"}
     assert without_figures(local) == without_figures(launched)
     assert {name: row["workers"] for name, row in local.items()} == {
@@ -111,9 +155,10 @@ def test_a_comparison_has_the_same_rows_and_columns(answers: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.slow
-def test_a_plan_has_the_same_candidates_and_refuses_the_same_for_the_same_reasons(answers: Any) -> None:
-    local, launched = answers("plan")
+def test_a_plan_has_the_same_candidates_and_refuses_the_same_for_the_same_reasons(answers: Any, other: str) -> None:
+    local, launched = answers("plan", other)
     assert local["refused"]
     local["refused"].pop("single_device")  # two workers were asked for; of running ranks one alone is looked at too
     assert local["workload"] == launched["workload"]
@@ -126,9 +171,10 @@ def test_a_plan_has_the_same_candidates_and_refuses_the_same_for_the_same_reason
     }
 
 
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.thorough
-def test_a_training_has_the_same_events_and_the_same_proof(answers: Any) -> None:
-    local, launched = answers("train")
+def test_a_training_has_the_same_events_and_the_same_proof(answers: Any, other: str) -> None:
+    local, launched = answers("train", other)
     assert [(kind, step) for kind, step, _ in local if kind in ("start", "end")] == [
         (kind, step) for kind, step, _ in launched if kind in ("start", "end")
     ]
@@ -139,9 +185,10 @@ def test_a_training_has_the_same_events_and_the_same_proof(answers: Any) -> None
     assert without_figures(ends[0]["metrics"]) == without_figures(ends[1]["metrics"])
 
 
+@pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.slow
-def test_a_choice_of_a_strategy_is_described_by_the_same_fields(answers: Any) -> None:
-    local, launched = answers("choose")
+def test_a_choice_of_a_strategy_is_described_by_the_same_fields(answers: Any, other: str) -> None:
+    local, launched = answers("choose", other)
     plans = [next((data for kind, _, data in events if kind == "plan"), None) for events in (local, launched)]
     assert launched[0][0] == "plan"
     if plans[0] is not None:  # two workers of a launcher leave nothing to choose

@@ -32,8 +32,6 @@ class HostsRun(TrainingRun):
     ranks together have the state, and rank 0 cannot save alone.
     """
 
-    samples = frozenset({"speed", "rollouts"})
-
     def __init__(self, job: Job, launcher: HostsLauncher, shipment: Shipment, *, chooses: bool = False) -> None:
         super().__init__(job)
         self._chooses = chooses

@@ -50,7 +50,7 @@ class TrainingRun(ABC):
     the main thread.
     """
 
-    samples: ClassVar[frozenset[str]] = frozenset({"speed"})
+    samples: ClassVar[frozenset[str]] = frozenset({"speed", "rollouts"})
     """The kinds of events that each rank sends of itself: the driver's own events take no step number from them."""
 
     def __init__(self, job: Job) -> None:
@@ -59,6 +59,8 @@ class TrainingRun(ABC):
         self._began = time.perf_counter()
         self._last: Event | None = None
         """The last event that a rank has sent, samples not counted; None: the first step has not begun."""
+        self._early: list[Event] = []
+        """The samples that ranks have sent before rank 0 sent the ``start`` event."""
         self._finished: Event | None = None
         """The ``end`` event that the ranks have sent."""
         self._end: Event | None = None
@@ -175,8 +177,13 @@ class TrainingRun(ABC):
             self._last = event
         if event.kind == "end":
             self._finished = self._finished or event
+        elif self._last is None:
+            # Where ranks do not wait for each other, one may have made steps before rank 0 begins.
+            self._early.append(event)
         else:
             yield event
+            while self._early:
+                yield self._early.pop(0)
 
     def _fault(self, rank: int, cause: str, action: str, traceback: str | None = None) -> Event:
         return self._own_event("fault", rank=rank, cause=cause, traceback=traceback, action=action)
