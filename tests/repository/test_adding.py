@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 STRATEGY, LAUNCHER, TARGET = (ROOT / "docs" / f"{name}.md" for name in (
     "add_a_strategy", "adding_a_launcher", "adding_a_target",
 ))  # fmt: skip
-MOST_CODE, MOST_READ = 60, 1550
+MOST_CODE, MOST_READ = 60, 1600
 """The lines of a strategy, and of the page with all that it refers to, comments included."""
 
 
