@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from zlib import crc32
 
 import durations
 import hypothesis
@@ -40,8 +41,6 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 STARTED = pytest.StashKey[int]()
-FEW = 2
-"""The cases that ``scripts/test`` runs of a test that starts processes."""
 DRAW = recording._report
 Within = Callable[[float, str], AbstractContextManager[None]]
 Eventually = Callable[..., None]
@@ -66,16 +65,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def mark_further_cases(items: list[pytest.Item]) -> None:
     """Of a test with ``@pytest.mark.cases(n)`` all cases but n, which are spread over all of them, are ``thorough``; of
-    another one that starts processes all but ``FEW``."""
+    another one that starts processes all but one. That one is chosen by the test's name, so that the tests together
+    have strategies, numbers of workers and the like from everywhere in their lists."""
     cases: dict[tuple[object, str], list[pytest.Item]] = {}
     for item in items:
         if not any(map(item.get_closest_marker, ("slow", "serial", "thorough"))):
             cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
-    for found in cases.values():
+    for (_, name), found in cases.items():
         marker = found[0].get_closest_marker("cases")
-        starts = found[0].get_closest_marker("processes")
-        wanted = min(len(found), marker.args[0] if marker else FEW if starts else len(found))
-        kept = {round(at * (len(found) - 1) / max(1, wanted - 1)) for at in range(wanted)}
+        if marker is not None:
+            wanted = min(len(found), marker.args[0])
+            kept = {round(at * (len(found) - 1) / max(1, wanted - 1)) for at in range(wanted)}
+        elif found[0].get_closest_marker("processes"):
+            kept = {crc32(name.encode()) % len(found)}
+        else:
+            continue
         for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.thorough)

@@ -48,6 +48,7 @@ def test_every_rank_is_told_the_same_proof_of_what_the_hosts_do_together(told: B
     assert ranks[0].worst <= EXACT
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_is_a_ten_millionth_too_large_on_one_rank_is_found(told: ByCheck) -> None:
     ranks = told("planted:a_little_too_much", "mlp")
     assert not any(one.holds for one in ranks)

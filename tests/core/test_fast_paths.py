@@ -388,7 +388,9 @@ def chosen_paths(world: World, plain: tuple[str, ...]) -> tuple[bool, int]:
     with fast_paths.switched_off(*plain):
         step = DataParallelStep(workload("slope"), world, 1)
     step.close()
-    return step.gradient_update.shared_memory is not None, sum(type(m).__name__ == "_Redirected" for m in step.model.modules())
+    return step.gradient_update.shared_memory is not None, sum(
+        type(m).__name__ == "_Redirected" for m in step.model.modules()
+    )
 
 
 @pytest.mark.processes

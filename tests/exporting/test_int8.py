@@ -95,6 +95,7 @@ def initializers(path: Path) -> list[Any]:
     return [onnx.numpy_helper.to_array(x) for x in onnx.load(path).graph.initializer]
 
 
+@pytest.mark.thorough
 def test_layers_that_lose_too_much_stay_in_float_and_are_named(tmp_path: Path) -> None:
     """One channel between the convolutions is ten thousand times as large as the others, and divided by as much after
     it: the same net, whose other channels are lost in 255 steps of the whole range."""

@@ -190,6 +190,7 @@ def test_fewer_bits_than_the_accuracy_needs_leave_no_file(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_fine_tuning_and_pruning_leave_the_network_alone_and_the_weights_at_zero(tmp_path: Path) -> None:
     net = digits_nets.trained(digits_nets.dense)
     before = {name: x.clone() for name, x in net.state_dict().items()}

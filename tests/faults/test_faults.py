@@ -927,6 +927,7 @@ def test_more_workers_than_cores_warns_once(command: Command, tmp_path: Path, mo
     assert "2 workers x 1 threads" in told.err
 
 
+@pytest.mark.thorough
 def test_output_without_a_reader_stops_nothing(tmp_path: Path) -> None:
     command = [sys.executable, PROGRAM, "train", address("good"), "--strategy", "single_device", "--steps", 20]
     with subprocess.Popen(

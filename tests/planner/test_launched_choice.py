@@ -122,6 +122,7 @@ def test_ranks_choose_together_and_all_of_them_train_it(tmp_path: Path, monkeypa
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_ranks_that_lie_unevenly_are_told_to_name_a_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     told = run_on(tmp_path, 2, 1)

@@ -82,6 +82,7 @@ def test_who_learns_nothing_of_its_speed_is_not_better() -> None:
     assert lower([1.0] * 4, [math.nan] * 4)
 
 
+@pytest.mark.thorough
 def test_what_a_network_that_acts_has_learnt_is_not_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is said before anything is trained."""
     monkeypatch.setattr(_Runner, "_train", lambda _: pytest.fail("a training without a loss to compare"))

@@ -774,6 +774,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("briefly")
+@pytest.mark.thorough
 def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -791,6 +792,7 @@ def test_a_file_of_a_measured_cluster_is_not_thought_to_be_this_machine(
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("briefly")
+@pytest.mark.thorough
 def test_a_cluster_that_was_measured_elsewhere_is_not_thought_to_be_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_frames_a_second_of_other_rollouts_are_predicted_by_every_strategy(order
     )
 
 
+@pytest.mark.thorough
 def test_nothing_more_is_measured_of_a_workload_whose_examples_are_given(orders: list[str]) -> None:
     plan = apportion.plan(networks.workload(networks.perceptron, networks.tabular(16, 10), 16), trial=False)
     assert (plan.rollouts, plan.rollouts_why, plan.profile.rollouts) == ((), (), None)

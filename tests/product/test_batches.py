@@ -59,7 +59,8 @@ def tagger(collate: Any, loss: Any, **changes: Any) -> apportion.Workload:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", [hard_tokens, pytest.param(spread_rows, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("loss", [hard_tokens, spread_rows])
+@pytest.mark.thorough
 def test_rows_of_different_lengths_are_stated_where_a_loss_joins_them(loss: Any, trained: Any) -> None:
     with pytest.raises(Exception, match=r"different shapes or types: \(\d, \d+(, 12)?\) .*pad to one length"):
         trained(tagger(padded, loss), "data_parallel", 2)

@@ -32,7 +32,8 @@ def test_the_page_lists_what_can_be_accepted(gallery: ModuleType) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", QUICK)
 def test_the_gallery_shows_what_is_printed(gallery: ModuleType, name: str) -> None:
     assert gallery.written(gallery.PAGE.read_text())[name] == gallery.entry(name)
 

@@ -177,6 +177,7 @@ def test_the_answer_is_printed_where_the_page_cannot_be_written(folder: Path) ->
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_its_healthy_twin_is_the_same_network_as_a_module_too(folder: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "apportion", "check", "-m", "loops.train", "--nproc_per_node=2", "--steps", "6"],

@@ -534,10 +534,8 @@ box2d = {
 of_gymnasium = toy_text | {"CliffWalkingSlippery-v1": 4} | classic_control | box2d
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "Blackjack-v1" else pytest.param(name, marks=pytest.mark.thorough) for name in of_gymnasium],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", of_gymnasium)
 def test_environments_of_gymnasium_are_trained(name: str, tmp_path: Path, apportion_command: Any) -> None:
     if name in box2d:
         pytest.importorskip("Box2D", reason="gymnasium[box2d] is not installed")

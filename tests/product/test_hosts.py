@@ -196,7 +196,7 @@ SHORT = "a rank is killed"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == SHORT else [pytest.mark.thorough, pytest.mark.slow]) for n in CASES]
+    "name", [pytest.param(n, marks=[pytest.mark.thorough, *[pytest.mark.slow] * (n != SHORT)]) for n in CASES]
 )
 def test_a_fault_is_recorded_with_its_host_whichever_process_saw_it(fake: Path, tmp_path: Path, name: str) -> None:
     case = CASES[name]

@@ -23,7 +23,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "tensor_parallel(min_width=8)", "local_sgd(every=2)"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "data_parallel",
+        pytest.param("tensor_parallel(min_width=8)", marks=pytest.mark.thorough),
+        pytest.param("local_sgd(every=2)", marks=pytest.mark.thorough),
+    ],
+)
 def test_train_ends_with_0(strategy: str, project: Path, apportion_command: Command) -> None:
     done = apportion_command("train", "work.py:tested", strategy, *TWO, "--run-dir", "run")
     assert done.returncode == 0, done.stderr
@@ -33,6 +40,7 @@ def test_train_ends_with_0(strategy: str, project: Path, apportion_command: Comm
     assert (project / "run" / "report.html").is_file()
 
 
+@pytest.mark.thorough
 def test_flags_replace_the_steps_and_the_seed_of_the_workload(project: Path, apportion_command: Command) -> None:
     words = ("train", "work.py:workload", "single_device", "--steps", "4", "--seed")
     assert apportion_command(*words, "5", "--run-dir", "one").returncode == 0
@@ -44,7 +52,9 @@ def test_flags_replace_the_steps_and_the_seed_of_the_workload(project: Path, app
     assert one == two != three
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "pipeline_parallel(microbatches=2)"])
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", pytest.param("pipeline_parallel(microbatches=2)", marks=pytest.mark.thorough)]
+)
 def test_check_ends_with_0_where_the_answer_is_yes(strategy: str, project: Path, apportion_command: Command) -> None:
     done = apportion_command("check", "work.py:workload", "--strategy", strategy, *TWO, "--json")
     found = json.loads(done.stdout)
@@ -52,7 +62,7 @@ def test_check_ends_with_0_where_the_answer_is_yes(strategy: str, project: Path,
     assert {comparison["verdict"] for comparison in found["rounds"]} == {"equal"}
 
 
-@pytest.mark.parametrize("verb", ["check", "train"])
+@pytest.mark.parametrize("verb", ["check", pytest.param("train", marks=pytest.mark.thorough)])
 def test_a_network_that_reads_its_rank_ends_with_1(verb: str, project: Path, apportion_command: Command) -> None:
     done = apportion_command(verb, "work.py:by_rank", "--strategy", "data_parallel", *TWO)
     assert done.returncode == 1, (done.stdout, done.stderr)

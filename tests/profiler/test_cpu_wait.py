@@ -69,6 +69,7 @@ def spin(seconds: float) -> None:
 
 @pytest.mark.processes
 @needs_schedstat
+@pytest.mark.thorough
 def test_a_process_that_shares_its_core_knows_how_long_it_had_none() -> None:
     with busy(2):
         waited = Waited()

@@ -62,6 +62,7 @@ def test_two_gpus_are_joined_by_the_fewest_nvlinks_of_any_two() -> None:
 # What it reaches
 
 
+@pytest.mark.thorough
 def test_every_layout_worth_a_look_is_measured(measured: Cluster) -> None:
     assert measured.measured
     device = next(d for d in measured.devices if d.kind == "cpu")
@@ -149,6 +150,7 @@ def test_the_cache_is_where_the_system_wants_caches(
     assert len(list((tmp_path / "home" / ".cache" / "apportion" / "clusters").iterdir())) == 1
 
 
+@pytest.mark.thorough
 def test_measuring_anew_replaces_what_was_kept(measured: Cluster, tmp_path: Path) -> None:
     made_up = Cluster.from_json({**measured.to_json(), "name": "made up"})
     measure_cluster.write_cached(made_up, TINY, tmp_path)

@@ -32,6 +32,7 @@ except Exception:
 """A script whose record is on a disk that is full, and which catches what its steps raise."""
 
 
+@pytest.mark.thorough
 def test_a_disk_that_takes_no_records_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FULL)
     with pytest.raises(ApportionError, match=r"rank 0 could not write its record.* set TMPDIR"):

@@ -115,6 +115,7 @@ def test_ranks_inside_of_collectives_hang(ranks: Ranks) -> None:
     assert sorted(outcome.stacks) == [0, 1]
 
 
+@pytest.mark.thorough
 def test_a_rank_outside_of_a_collective_has_longer(ranks: Ranks) -> None:
     assert ranks.wait("begin(); forever()", "forever()").quiet > 2.0
 
@@ -144,6 +145,7 @@ def test_a_process_that_ends_without_a_word_has_died(ranks: Ranks) -> None:
     assert (outcome.how, outcome.unfinished, outcome.died) == ("hang", (0, 1), (0,))
 
 
+@pytest.mark.thorough
 def test_seconds_in_which_the_watch_itself_was_stopped_do_not_count(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ class Health:
 # Connections
 
 
+@pytest.mark.thorough
 def test_250_silent_clients_at_256_descriptors_cost_the_others_nothing(folder: Path) -> None:
     with limited(folder) as server, ExitStack() as stack, Health(server) as health:
         before, lines = server.pid("m1"), len(server.lines)
@@ -243,6 +244,7 @@ def test_heads_that_announce_all_memory_and_send_nothing_give_way(server: Server
 # Answers that nobody reads
 
 
+@pytest.mark.thorough
 def test_40_clients_that_never_read_take_little_memory_and_are_let_go(server: Server) -> None:
     x = np.random.default_rng(0).normal(size=(120_000, 8)).astype(np.float32)
     pieces, json_bytes = write_request([NamedTensor("input", "FP32", x)])  # an answer of 7 MB in JSON

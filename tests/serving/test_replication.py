@@ -70,6 +70,7 @@ def test_no_spare_disturbs_the_measuring_and_all_end_where_that_does(
     assert not programs()
 
 
+@pytest.mark.thorough
 def test_what_is_taken_has_a_spare_and_what_is_not_has_ended(
     sources: list[Source], tmp_path: Path, inbox: Arena
 ) -> None:

@@ -74,6 +74,7 @@ def test_the_ensemble_answers_with_the_mean_of_all_members(four: Server) -> None
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_each_member_answers_under_its_own_name(four: Server) -> None:
     for n in range(1, 5):
         status, told = four.infer(f"m{n}", X)

@@ -164,6 +164,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
 
 
+@pytest.mark.thorough
 def test_ten_thousand_strangers_neither_get_in_nor_keep_a_rank_out(listening: RankListener) -> None:
     draws, before, memory = random.Random(0), descriptors(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     end = time.monotonic() + 60
