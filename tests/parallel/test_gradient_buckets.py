@@ -113,6 +113,7 @@ def trained(world: World, name: str, microbatches: int) -> tuple[dict[str, Tenso
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("chosen", 1), ("twice", 1), ("twice", 2), ("one storage", 1)])
+@pytest.mark.thorough
 def test_what_leaves_during_the_backward_pass_is_the_same_sum(name: str, microbatches: int) -> None:
     expected, _ = trained(World(), name, microbatches)
     ranks = on_ranks(trained, 3, name, microbatches)

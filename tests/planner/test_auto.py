@@ -156,6 +156,7 @@ class Heavy(Rests):
         pytest.param(100_000, True, True, id="prices and trials", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_proof(
     steps: int, priced: bool, tried: bool, monkeypatch: pytest.MonkeyPatch, within: Within
 ) -> None:

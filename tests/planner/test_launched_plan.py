@@ -146,6 +146,7 @@ def test_ranks_on_hosts_of_their_own_plan_for_where_they_are(folder: Path) -> No
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_ranks_that_lie_unevenly_are_refused_at_once_and_on_all_of_them(folder: Path) -> None:
     told = planned(places(2, 1), "predict")
     assert told[0] == told[1] == told[2]

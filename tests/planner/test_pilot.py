@@ -90,6 +90,7 @@ def test_what_a_network_that_acts_has_learnt_is_not_its_loss(monkeypatch: pytest
         pilot(of("single_device", 1), of("hogwild", 2), played.good, {}, steps=1000, seconds=1.0)
 
 
+@pytest.mark.thorough
 def test_without_a_loss_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Runner, "_train", lambda _: pytest.fail("a training without a loss to compare"))
     with by_value(networks), pytest.raises(ValueError, match="no loss that two strategies could be compared by"):

@@ -142,6 +142,7 @@ def test_250_silent_clients_at_256_descriptors_cost_the_others_nothing(folder: P
     assert len(server.lines) < lines + 60 + health.answers
 
 
+@pytest.mark.thorough
 def test_who_has_asked_nothing_for_longest_gives_way(server: Server) -> None:
     with ExitStack() as stack:
         socks = [stack.enter_context(connected(server)) for _ in range(DESCRIPTORS)]
