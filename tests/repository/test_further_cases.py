@@ -69,12 +69,12 @@ def test_continuous_integration_runs_a_share_of_what_scripts_test_leaves_out_and
 
 
 @pytest.mark.processes
-def test_each_commit_runs_another_twelfth_of_the_thorough_tests() -> None:
-    (line,) = re.findall(r"--shard (.*)/12 ", (ROOT / ".ci" / "run").read_text())
+def test_each_commit_runs_another_share_of_the_thorough_tests() -> None:
+    (line,) = re.findall(r"--shard (.*)/16 ", (ROOT / ".ci" / "run").read_text())
     counted = line.replace("$(git rev-list --count HEAD 2>/dev/null || echo 0)", "$1")
     assert counted != line
     shards = [
         subprocess.run(["sh", "-c", f"echo {counted}", "sh", str(commits)], capture_output=True, text=True, check=True)
-        for commits in range(24)
+        for commits in range(32)
     ]
-    assert [int(done.stdout) for done in shards] == [*range(1, 13)] * 2
+    assert [int(done.stdout) for done in shards] == [*range(1, 17)] * 2
