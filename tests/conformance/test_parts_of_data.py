@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import apportion
 from apportion import Workload
+from apportion.api.proof_rows import gather_proof_rows
 from apportion.comm.world import World
 from apportion.core.data import sent_rows
 from apportion.core.data.source import BatchSource
@@ -314,6 +315,38 @@ def test_rows_that_cannot_be_sent_are_named_with_their_rank_on_all_ranks() -> No
     assert len({*large}) == len({*strange}) == 1
     assert re.search(r"rank 2 on host .*: 1,\d+ bytes of rows are more than the 1,000 that a rank sends", large[0])
     assert re.search(r"rank 1 on host .*: an example holds a builtins\.set", strange[0])
+
+
+def gathered(world: World, cases: Sequence[tuple[Workload, bool]]) -> list[Any]:
+    """What a rank has of the rows of each proof: how many, of parts of which lengths; why none; and whether hosts have
+    parts of their own. Each workload comes with whether rank 0, whose word alone counts, knows the answer."""
+    own = on_hosts([0, 0, 1])
+    shares, told = deal_parts(PARTS, own.hosts()), []
+    try:
+        for workload, known in cases:
+            dataset = guarded(workload, shares[own.rank].parts).parted_data()
+            learn_lengths(dataset, shares[own.rank], own)
+            found = gather_proof_rows(workload, dataset, own, known=known == (own.rank == 0))
+            sent = None if found.sent is None else (found.sent.rows, [*map(len, found.sent.parts)])
+            told.append((sent, found.refused, found.apart))
+    finally:
+        own.close()
+    return told
+
+
+def test_rank_0_is_sent_the_rows_of_a_proof_unless_it_knows_the_answer() -> None:
+    workload = in_parts(networks.cases["mlp"](16))
+    strange = replace(workload, data=lambda part: [{part, 1, 2}] * 9)
+    with by_value(networks):
+        told = on_ranks(gathered, 3, [(workload, False), (workload, True), (strange, False)])
+    asked, known, unsent = zip(*told, strict=True)
+    (rows, lengths), refused, apart = asked[0]
+    assert lengths == [len(workload.open_part(part)) for part in range(PARTS)]  # type: ignore[arg-type]
+    assert 0 < rows <= sum(lengths)
+    assert (refused, apart) == (None, True)
+    assert [*asked[1:], *known] == [(None, None, True)] * 5
+    assert len({*unsent}) == 1
+    assert "an example holds a builtins.set" in unsent[0][1]
 
 
 # What goes wrong

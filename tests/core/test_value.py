@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apportion.core.policy import Policy
-from apportion.core.value import Value, find, names, parse, parse_as, written_name
+from apportion.core.value import Value, check_written, find, names, parse, parse_as, written_name
 from apportion.runtime.launch.env import Env
 from apportion.runtime.launch.local import Local
 from apportion.strategies.data_parallel import DataParallel
@@ -103,6 +103,15 @@ def test_any_text_is_a_value_or_a_mistake(text: str) -> None:
         assert isinstance(parse(text, "apportion.strategies"), Value)
     except ValueError:
         pass
+
+
+def test_a_text_is_checked_against_the_fields_that_stand_in_the_file_of_its_class() -> None:
+    for text in ("data_parallel", "data_parallel(microbatches=2)", "parameter_server(servers=1, mode='ordered')"):
+        check_written(text, "apportion.strategies")
+    with pytest.raises(ValueError, match=r"parameter_server has no 'server': .*servers"):
+        check_written("parameter_server(server=1)", "apportion.strategies")
+    with pytest.raises(ValueError, match="paramter_server"):
+        check_written("paramter_server(servers=1)", "apportion.strategies")
 
 
 def test_a_policy_is_the_only_thing_it_can_be() -> None:

@@ -10,6 +10,7 @@ import networks
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from apportion.core import tree
 from apportion.parallel.tracing.network import Network, recurrent_flops, trace
@@ -74,6 +75,12 @@ def products(function: Any, *arguments: Any) -> int:
     with FlopCounterMode(display=False) as counter:
         function(*arguments)
     return counter.get_total_flops()
+
+
+def test_a_look_at_a_network_leaves_nothing_that_counts_its_operations() -> None:
+    for model, followed in ((nn.Linear(3, 3), True), (Deciding(), False)):
+        assert trace(model, torch.ones(2, 3)).followed == followed
+        assert not _get_current_dispatch_mode_stack()
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
@@ -314,6 +321,23 @@ def test_tensors_in_a_size_that_is_given_are_made_anew() -> None:
     for length in (5, 7):
         x = torch.randn(2, length, 3)
         assert torch.equal(torch.fx.Interpreter(model, graph=graph).run(x), model(x))
+
+
+class Biased(nn.Module):
+    """Asks whether it is given a bias, and whether it is to add it twice."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, twice: bool = False) -> Tensor:
+        if bias is None:
+            return x
+        return x + 2 * bias if twice else x + bias
+
+
+def test_an_argument_that_a_forward_is_not_given_has_its_default() -> None:
+    model, x, bias = Biased(), torch.randn(2, 3), torch.randn(3)
+    for inputs in (x, (x,), (x, None), (x, bias)):
+        graph = follow(model, inputs)
+        result = torch.fx.Interpreter(model, graph=graph).run(*arguments(graph, inputs))
+        assert torch.equal(result, tree.call(model, inputs))
 
 
 class Blurring(nn.Module):
