@@ -246,32 +246,6 @@ def test_what_a_dialect_cannot_say_is_refused_by_the_layers_name(case: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def with_padding(path: Path, padding: str, kernel: tuple[int, int], stride: int = 1) -> Path:
-    """Write a file of one convolution, whose padding has a name."""
-    convolution = nir.Conv2d(
-        input_shape=(5, 7), weight=np.ones((1, 1, *kernel), dtype=np.float32), stride=stride, padding=padding,
-        dilation=1, groups=1, bias=np.zeros(1, dtype=np.float32),
-    )  # fmt: skip
-    nodes = {
-        "input": nir.Input({"input": np.array((1, 5, 7))}), "a": convolution,
-        "output": nir.Output({"output": np.array((1, 5, 7))}),
-    }  # fmt: skip
-    nir.write(path, nir.NIRGraph(nodes, [("input", "a"), ("a", "output")]))
-    return path
-
-
-def test_a_padding_that_keeps_the_size_is_read(tmp_path: Path) -> None:
-    found = read(with_padding(tmp_path / "net.nir", "same", (3, 5)), "nir", timesteps=4)
-    (convolution,) = [node for node in found.nodes if isinstance(node, Convolution)]
-    assert (convolution.padding, convolution.shape) == ((1, 2), (1, 5, 7))
-
-
-@pytest.mark.parametrize(("kernel", "stride"), [((2, 3), 1), ((3, 3), 2)])
-def test_a_padding_that_differs_between_sides_is_refused(kernel: tuple[int, int], stride: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a .Conv2d. has the padding 'same'"):
-        read(with_padding(tmp_path / "net.nir", "same", kernel, stride), "nir", timesteps=4)
-
-
 def test_branches_of_different_sizes_are_led_through_too(tmp_path: Path) -> None:
     spiking = dialect("sinabs").speaks(branches_of_images_and_numbers())
     again = write(spiking, tmp_path / "net.nir", "sinabs")

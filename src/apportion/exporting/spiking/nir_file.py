@@ -283,9 +283,9 @@ def _convolution(name: str, node: Any, comes: Shape) -> Convolution:
     weight = torch.from_numpy(node.weight)
     stride, dilation = _pair(node.stride), _pair(node.dilation)
     kernel = (int(weight.shape[-2]), int(weight.shape[-1]))
-    padding = node.padding
+    padding = (0, 0) if isinstance(node.padding, str) and node.padding == "valid" else node.padding
     if isinstance(padding, str):
-        padding = _named_padding(name, padding, kernel, stride, dilation)
+        raise ValueError(f"{name} (Conv2d) has the padding {padding!r}, which is not read: say it in rows and columns")
     return Convolution(
         name=name,
         shape=(len(weight), *_rows(comes, kernel, stride, _pair(padding), dilation)),
@@ -295,19 +295,6 @@ def _convolution(name: str, node: Any, comes: Shape) -> Convolution:
         padding=_pair(padding),
         dilation=dilation,
         groups=int(node.groups),
-    )
-
-
-def _named_padding(name: str, padding: str, kernel: Shape, stride: Shape, dilation: Shape) -> tuple[int, int]:
-    """Return the rows and columns of a padding that is given as "valid" or "same", as torch takes them."""
-    if padding == "valid":
-        return 0, 0
-    rows, columns = (d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
-    if padding == "same" and stride == (1, 1) and rows % 2 == columns % 2 == 0:
-        return rows // 2, columns // 2
-    raise ValueError(
-        f"{name} (Conv2d) has the padding {padding!r}, which is read for a stride of 1 and the same padding on all "
-        "sides, as of odd kernels: say it in rows and columns"
     )
 
 
