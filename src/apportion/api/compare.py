@@ -45,7 +45,7 @@ class ComparedRow:
     step_seconds: float
     """The median of the seconds of a step, of the slowest rank."""
     p90_seconds: float
-    """The seconds that nine steps of ten take at most: much more than ``step_seconds`` where something disturbs them."""
+    """The seconds that nine steps of ten take at most: far above ``step_seconds`` where something disturbs some."""
     examples_per_second: float
     times_one_device: float
     """The ratio of its examples/s to those of single_device with all threads."""

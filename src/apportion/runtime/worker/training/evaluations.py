@@ -117,7 +117,7 @@ class RunEvaluations:
         return improved
 
     def _report_nan(self, step: int) -> None:
-        """Reports, once in a run, that the metric by which the best checkpoint is chosen is NaN."""
+        """Reports, once, that the metric by which the best checkpoint is chosen is NaN."""
         rule = self._evaluation.best if self._evaluation is not None else None
         name = rule.partition(" ")[2] if rule is not None else ""
         if self._is_first and name and math.isnan(self.metrics[name]) and not self._reported_nan:
