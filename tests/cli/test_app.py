@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,7 @@ def rows(**changed: Any) -> list[ComparedRow]:
         "steps": 50,
         "predicted_seconds": 0.0111111,
     }
+    given = {field.name: 1.0 for field in fields(ComparedRow)} | given  # the table does not show every field
     return [ComparedRow(**{**given, **changed}), ComparedRow(**{**given, "strategy": "single_device"})]
 
 

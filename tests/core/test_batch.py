@@ -229,6 +229,19 @@ def test_samples_that_are_no_pairs_are_refused_with_the_cure(item: Any, told: st
         assert source([item] * 9).at(0).inputs is not None
 
 
+class WithoutThird(Recorded):
+    def __getitem__(self, i: int) -> Any:
+        if i == 3:
+            raise OSError("truncated")
+        return super().__getitem__(i)
+
+
+def test_an_example_that_cannot_be_read_is_named_by_its_index() -> None:
+    with pytest.raises(OSError, match="truncated") as caught:
+        assert source(WithoutThird(8)).at(0).inputs is not None
+    assert "for example 3, in epoch 0" in caught.value.__notes__[0]
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(range(3))

@@ -357,6 +357,16 @@ def test_a_layer_without_a_shape_is_refused_by_its_name() -> None:
         OneDeviceStep(replace(workload("slope"), model=lazy), torch.device("cpu"))
 
 
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, KINDS))
+
+
+def test_a_network_without_values_is_refused_by_the_name_of_a_weight() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight is on the meta device and has no values"):
+        OneDeviceStep(replace(workload("slope"), model=on_meta), torch.device("cpu"))
+
+
 @pytest.mark.processes
 def test_replicas_that_are_averaged_are_those_of_their_reference() -> None:
     nets = ["slope", "twice", "half", "looked_up", "phases", "pruned", "normalised", "one_memory"]

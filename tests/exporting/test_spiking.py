@@ -16,7 +16,7 @@ from torch.nn import functional
 from apportion.cli.failures import EXTRAS
 from apportion.errors import NotVerified
 from apportion.exporting.exporter import Data, export
-from apportion.exporting.spiking import compile
+from apportion.exporting.spiking import compile, report
 from apportion.exporting.spiking.compile import _largest as largest
 from apportion.exporting.spiking.compile import integers, quantized, quantized_outputs
 from apportion.exporting.spiking.conversion.assemble import assembled
@@ -131,6 +131,13 @@ def test_a_spike_counts_once_for_each_weight_that_it_meets() -> None:
     first, second = (node.name for node in graph.neurons)
     assert fan_out(graph, first).tolist() == [[[8.0, 12, 8], [12, 18, 12], [8, 12, 8]]]
     assert fan_out(graph, second).flatten().tolist() == [3.0] * 18
+
+
+def test_a_neuron_that_fires_for_no_example_is_silent() -> None:
+    graph, net = one_neuron(0.75, 4, "subtract"), nn.Linear(1, 1).double()
+    for inputs, silent in (([-1.0, -2.0], 1), ([-1.0, 0.0], 0)):
+        batches = [torch.tensor([[value]], dtype=torch.float64) for value in inputs]
+        assert report.cost(graph, [simulate(graph, x) for x in batches], net, batches[0]).silent == (silent,)
 
 
 class Attending(nn.Module):

@@ -63,6 +63,7 @@ def test_a_strategy_takes_a_compression_in_any_form_and_is_written_with_it(text:
         ("top_k(fraction=0)", "fraction=0 must be above 0"),
         ("top_k(fraction=1.5)", "at most 1"),
         ("power_sgd(rank=0)", "rank=0 must be a whole number"),
+        ("power_sgd(min_compression_rate=0.5)", "min_compression_rate=0.5 must be a number of at least 1"),
         (3, "compress=3 must be a compression"),
     ],
 )
@@ -156,6 +157,17 @@ def test_a_gradient_that_is_not_finite_shows_once_and_is_over(text: str, bad: fl
             flat[7] = bad
         between(flat, hosts)
         assert bool(flat.isfinite().all()) == (step != 1)
+
+
+def test_a_matrix_that_factors_would_hardly_make_smaller_travels_whole() -> None:
+    given = torch.randn(TOTAL, generator=torch.Generator().manual_seed(0))
+    for rate, first_is_whole in ((8.0, False), (9.0, True)):  # 40 x 30 numbers by 2 columns of 40 and of 30 are 8.6
+        flat = given.clone()
+        method = parse(f"power_sgd(min_compression_rate={rate})", METHODS)
+        method.between(SHAPES, torch.float32)(flat, OneHost())
+        assert torch.equal(flat[1200:], 2.0 * given[1200:])
+        assert torch.equal(flat[:1200], 2.0 * given[:1200]) is first_is_whole
+        assert (method.sent(1200, 4) == 4800.0) is first_is_whole
 
 
 def test_zeros_stay_zeros_and_what_comes_after_them_is_sent() -> None:

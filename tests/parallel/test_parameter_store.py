@@ -340,6 +340,22 @@ def test_a_stopped_holder_of_a_lock_keeps_others_waiting_only_until_it_is_ended(
     assert whole
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (torch.float32, torch.float64, "0.weight is torch.float32, 1.weight is torch.float64: use one type"),
+        (torch.float16, torch.float16, "float32 or float64, and 0.weight is torch.float16"),
+    ],
+)
+def test_weights_of_a_type_that_a_store_does_not_hold_are_refused_by_name(
+    first: torch.dtype, second: torch.dtype, message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2, dtype=first), nn.Linear(2, 1, dtype=second))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        StoreLayout({p: name for name, p in model.named_parameters()}, optimizer)
+
+
 # Servers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -122,6 +123,20 @@ def test_a_metric_that_raises_is_named_with_what_it_was_given_before_the_trainin
         {event.kind for event in read_events(tmp_path / "run")} if (tmp_path / "run/events.jsonl").exists() else set()
     )
     assert not kinds & {"start", "step", "end"}
+
+
+def undefined(outputs: Tensor, targets: Tensor) -> float:
+    return math.nan
+
+
+def test_a_nan_in_the_metric_that_chooses_the_best_is_reported_once(tmp_path: Path) -> None:
+    evaluation = Evaluation(data=points, metrics={"share": undefined}, every=0.25, best="max share")
+    train(workload({}, evaluation=evaluation), tmp_path / "run")
+    events = list(read_events(tmp_path / "run"))
+    assert sum(event.kind == "evaluation" for event in events) > 1
+    (fault,) = [event for event in events if event.kind == "fault"]
+    assert fault.data["action"] == "goes on"
+    assert "the metric 'share' is NaN at step 2" in fault.data["cause"]
 
 
 @pytest.mark.parametrize("where", ["init", "update", "compute"])

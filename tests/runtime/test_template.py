@@ -13,8 +13,9 @@ from ranks import by_value, on_ranks
 
 import apportion
 from apportion.comm.world import World
+from apportion.errors import ApportionError
 from apportion.runtime.launch.local import Local
-from apportion.runtime.spawn.template import close_template
+from apportion.runtime.spawn.template import Template, close_template
 
 pytestmark = pytest.mark.processes
 
@@ -65,3 +66,20 @@ def test_ranks_begin_with_what_their_strategy_imports_and_others_without(
             replace(workload, model=model, steps=1), strategy, launcher=apportion.local(workers=2),
             run_dir=tmp_path / "run", check=False,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL, .* check that memory is left"),
+        ("raise SystemExit(3)", r"exit status 3\): .* check that `python -c 'import torch'` works"),
+    ],
+)
+def test_a_template_that_cannot_start_says_how_it_ended(
+    program: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Template, "program", ("-c", program))
+    template = Template()
+    with pytest.raises(ApportionError, match=why):
+        template.wait_ready()
+    template.close()

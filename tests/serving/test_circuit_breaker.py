@@ -67,3 +67,8 @@ def test_a_new_process_is_not_judged_by_the_last_one() -> None:
 def test_a_patience_that_cannot_be_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}"):
         BreakerConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_longest_rest_that_is_shorter_than_the_first_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"longest=4\.0 is shorter than rest=5\.0"):
+        BreakerConfig(rest=5.0)

@@ -475,6 +475,7 @@ def test_metrics_count_what_was_answered(four: Server) -> None:
     _, _, body = four.ask("GET", "/metrics")
     assert 'apportion_answers_total{model="ensemble",status="200"}' in body.decode()
     assert 'apportion_member_up{member="m4"} 1.0' in body.decode()
+    assert re.search(r'^apportion_member_slowdown\{member="m4"\} \d', body.decode(), re.MULTILINE)
     models = {model["model"]: model for model in four.get("/status")["models"]}
     assert models["ensemble"]["answers"] >= 1
     assert models["ensemble"]["p99_ms"] >= models["ensemble"]["p50_ms"] > 0

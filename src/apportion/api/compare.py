@@ -44,6 +44,8 @@ class ComparedRow:
     """The number of threads of each worker."""
     step_seconds: float
     """The median of the seconds of a step, of the slowest rank."""
+    p90_seconds: float
+    """The seconds that nine steps of ten take at most: far above ``step_seconds`` where something disturbs some."""
     examples_per_second: float
     times_one_device: float
     """The ratio of its examples/s to those of single_device with all threads."""
@@ -82,6 +84,7 @@ def row_of(measured: Measured, alone: Measured, predicted: float | None) -> Comp
         workers=chosen.ranks,
         threads=chosen.launcher.threads_each(chosen.ranks),
         step_seconds=measured.step_seconds,
+        p90_seconds=measured.p90_seconds,
         examples_per_second=measured.examples_per_second,
         times_one_device=measured.examples_per_second / alone.examples_per_second,
         computing=measured.computing / total,

@@ -58,6 +58,9 @@ class Metrics:
         self.queued = Gauge("apportion_queue_depth", "requests waiting for a member", ["member"], registry=registry)
         self.up = Gauge("apportion_member_up", "1: it has a process and is waited for", ["member"], registry=registry)
         self.batches = Gauge("apportion_member_batches", "batches computed", ["member"], registry=registry)
+        self.slowdown = Gauge(
+            "apportion_member_slowdown", "how much longer batches take than at the start", ["member"], registry=registry
+        )
         self.rows = Gauge("apportion_member_rows", "rows computed", ["member"], registry=registry)
         self._children: dict[tuple[int, tuple[str, ...]], Any] = {}
 

@@ -424,7 +424,11 @@ class RowFetcher:
         """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever other
         examples."""
         seed_host(mix(self.seed, epoch, i, 0xE7A1))
-        return data[local]
+        try:
+            return data[local]
+        except Exception as error:
+            error.add_note(f"{type(data).__name__}.__getitem__ raised this for example {i}, in epoch {epoch}")
+            raise
 
     def augmented(self, batch: Batch, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         """Augment the inputs and targets of a batch, where the workload augments."""

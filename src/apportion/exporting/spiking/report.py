@@ -87,6 +87,8 @@ class SpikingCost:
     examples: int
     layers: tuple[tuple[str, int, float, float], ...]
     """(layer, neurons, spikes, synaptic operations)."""
+    silent: tuple[int, ...]
+    """The neurons of each layer whose count of spikes is 0 in all examples."""
     input_macs: int
     """Multiplications of the inputs' current, which flows into the first layer and does not consist of spikes."""
     macs: int
@@ -143,10 +145,12 @@ def cost(graph: SpikingGraph, found: Sequence[Simulated], module: nn.Module, sam
         )
         for node in graph.neurons
     )
+    fired = [torch.stack([(one.counts[node.name] != 0).any(0) for one in found]).any(0) for node in graph.neurons]
     input_macs = int(fan_out(graph, graph.source.name).sum())
     return SpikingCost(
         examples=count,
         layers=layers,
+        silent=tuple(int((~each).sum()) for each in fired),
         input_macs=input_macs,
         macs=multiplications(module, sample),
         timesteps=graph.timesteps,
@@ -165,15 +169,16 @@ def tables(graph: SpikingGraph, found: SpikingCost) -> tuple[Table, ...]:
     """The spikes of each layer, and the joules by each chip's figure."""
     once = graph.current == "first_step"
     rows: list[tuple[Any, ...]] = [
-        (name, neurons, round(spikes, 1), round(spikes / neurons / graph.timesteps, 4), round(operations))
-        for name, neurons, spikes, operations in found.layers
+        (name, neurons, silent, round(spikes, 1), round(spikes / neurons / graph.timesteps, 4), round(operations))
+        for (name, neurons, spikes, operations), silent in zip(found.layers, found.silent, strict=True)
     ]
-    rows.append(("all", sum(row[1] for row in rows), round(found.spikes, 1), "", round(found.operations)))
+    rows.append(("all", found.neurons, sum(found.silent), round(found.spikes, 1), "", round(found.operations)))
     spent = Table(
         title="Spikes and synaptic operations of an example",
-        columns=("layer", "neurons", "spikes", "spikes of a neuron in a step", "synaptic operations"),
+        columns=("layer", "neurons", "silent", "spikes", "spikes of a neuron in a step", "synaptic operations"),
         rows=tuple(rows),
-        note=f"Means of {found.examples} calibration examples over {graph.timesteps} steps. The net itself takes "
+        note=f"Means of {found.examples} calibration examples over {graph.timesteps} steps. Silent neurons have a "
+        f"count of 0 for all of them. The net itself takes "
         f"{found.macs:,} multiplications and additions for an example. The inputs flow into the first layer as a "
         f"{'current of the first step' if once else 'constant current'}, {found.input_macs:,} multiplications for an "
         f"example where they are computed once, which are in no column, nor are the {found.updates:,} updates of "

@@ -175,6 +175,7 @@ class Spiking(Target):
             "neuron": self.neuron,
             "reset": graph.neurons[0].reset if graph.neurons else None,
             "neurons": sum(neurons for _, neurons, _, _ in cost.layers),
+            "silent_neurons": sum(cost.silent),
             "inputs": list(graph.source.shape),
             "outputs": list(graph.readout.shape),
             "current": graph.current,

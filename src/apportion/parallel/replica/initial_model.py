@@ -22,6 +22,7 @@ def fresh_model(workload: Workload, device: torch.device, dtype: torch.dtype | N
     """The model, on the device, in training mode; its floating and complex tensors in the dtype (None: as they are)."""
     model = workload.make_model()
     _refuse_lazy(model)
+    _refuse_meta(model)
     workload.must_know(type(module) for module in model.modules())
     model = in_precision(model.to(device=device), dtype)
     begin_training(model)
@@ -198,4 +199,13 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or 'the model'} ({type(layer).__name__}) has no shape before its first call, and its weights "
                 "are dealt out before: give it its sizes, or call the model once on an example before model= returns it"
+            )
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values: make the network without torch.device('meta'), or "
+                "call to_empty(device='cpu') and initialise it before model= returns it"
             )

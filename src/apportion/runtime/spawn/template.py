@@ -103,10 +103,14 @@ class Template:
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(1.0)
-        return ApportionError(
-            f"the process that workers are forked from did not answer{self._why} (exit status {status}): if it said "
-            "why, that is above; check that `python -c 'import torch'` works and that memory is left"
-        )
+        if status == -signal.SIGKILL:
+            cause = "was ended by SIGKILL, by hand or by the system for want of memory: check that memory is left"
+        else:
+            cause = (
+                f"did not answer{self._why} (exit status {status}): if it said why, that is above; check that "
+                "`python -c 'import torch'` works and that memory is left"
+            )
+        return ApportionError(f"the process that workers are forked from {cause}")
 
     def close(self) -> None:
         """Ends the template and every worker."""

@@ -214,6 +214,7 @@ def _metrics(staffed: Staffed, metrics: Metrics) -> bytes:
             (metrics.up, int(up)),
             (metrics.batches, member.batcher.counts.batches),
             (metrics.rows, member.batcher.counts.rows),
+            (metrics.slowdown, member.batcher.times.slowdown),
         ):
             metrics.of(gauge, name).set(value)
     return metrics.text()

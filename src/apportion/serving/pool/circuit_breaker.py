@@ -38,6 +38,11 @@ class BreakerConfig:
         for name in ("rest", "longest", "proven"):
             if getattr(self, name) <= 0.0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive: it is a time in seconds")
+        if self.longest < self.rest:
+            raise ValueError(
+                f"longest={self.longest} is shorter than rest={self.rest}, the rest that longer ones begin with: use "
+                f"longest>={self.rest}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,16 +44,24 @@ class PowerSgd(Compression):
 
     rank: int = 2
     """The number of columns of P and Q: more of them send more, and leave out less."""
+    min_compression_rate: float = 1.0
+    """A matrix travels as it is unless P and Q are smaller by more than this factor, as in torch's PowerSGDState."""
 
     def __post_init__(self) -> None:
         self._must_be_whole("rank")
+        if not 1.0 <= self.min_compression_rate < math.inf:
+            raise ValueError(
+                f"min_compression_rate={self.min_compression_rate!r} must be a number of at least 1: 2 leaves whole "
+                "what P and Q would not make half as small"
+            )
 
     def between(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> HostSum:
-        return _FactorSum(shapes, dtype, self.rank)
+        return _FactorSum(shapes, dtype, self.rank, self.min_compression_rate)
 
     def sent(self, numel: int, itemsize: int) -> float:
         side = math.sqrt(numel)  # as if it were square: what a price knows is the size
-        return itemsize * min(float(numel), 2.0 * side * self.rank)
+        factors = 2.0 * side * self.rank
+        return itemsize * (factors if factors * self.min_compression_rate < numel else float(numel))
 
 
 @final
@@ -62,8 +70,8 @@ class _FactorSum(HostSum):
 
     same_on_host = True
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int) -> None:
-        self._shapes, self._dtype, self._rank = [_matrix(shape, rank) for shape in shapes], dtype, rank
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, rank: int, rate: float) -> None:
+        self._shapes, self._dtype, self._rank = [_matrix(shape, rank, rate) for shape in shapes], dtype, rank
         self._sizes = [shape.numel() for shape in shapes]
         self._factors: list[Tensor] = []
         """Q' of each matrix, after the last step."""
@@ -114,12 +122,13 @@ class _FactorSum(HostSum):
         self._errors = [torch.zeros(shape, dtype=self._dtype) for shape in shapes]
 
 
-def _matrix(shape: torch.Size, rank: int) -> tuple[int, int] | None:
-    """Returns the rows and columns of a tensor as a matrix; None where its factors would not be smaller."""
+def _matrix(shape: torch.Size, rank: int, rate: float) -> tuple[int, int] | None:
+    """Returns the rows and columns of a tensor as a matrix; None where its factors would not be smaller by more than
+    this factor."""
     if len(shape) < 2:
         return None
     n, m = shape[0], shape.numel() // shape[0]
-    return (n, m) if rank * (n + m) < n * m else None
+    return (n, m) if rate * rank * (n + m) < n * m else None
 
 
 def _add_up(tensors: Sequence[Tensor], hosts: HostExchange) -> None:

@@ -42,14 +42,15 @@ class StoreLayout:
         self.parameters = [p for p, _ in found]
         self.names = [names[p] for p in self.parameters]
         self.groups = [g for _, g in found]
-        kinds = {p.dtype for p in self.parameters}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"parameters of several types ({', '.join(sorted(map(str, kinds)))}): a parameter store has one"
-            )
-        self.dtype = kinds.pop()
+        dtypes: dict[torch.dtype, str] = {}
+        for name, p in zip(self.names, self.parameters, strict=True):
+            dtypes.setdefault(p.dtype, name)
+        first_of_each = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        if len(dtypes) > 1:
+            raise ValueError(f"a parameter store holds weights of one type, and {first_of_each}: use one type")
+        (self.dtype,) = dtypes
         if self.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"parameters of type {self.dtype}: a parameter store's are float32 or float64")
+            raise ValueError(f"a parameter store holds float32 or float64, and {first_of_each}: use one of these types")
         self.group_count = len(groups)
         self.hyper = self.rule.numbers(groups[0])
         """The number of hyperparameters of a group."""

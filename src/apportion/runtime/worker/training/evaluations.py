@@ -13,6 +13,7 @@ It answers in the order in which it is asked. It ends with its rank.
 from __future__ import annotations
 
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -52,7 +53,7 @@ class RunEvaluations:
     """
 
     def __init__(self, workload: Workload, step: Step, *, rank: int, alone: bool) -> None:
-        self._step, self._evaluation = step, workload.evaluation
+        self._step, self._evaluation, self._is_first = step, workload.evaluation, rank == 0
         self.metrics: Mapping[str, float] = {}
         """The metrics of the last evaluation."""
         self._source: BatchSource | None = None
@@ -61,6 +62,7 @@ class RunEvaluations:
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
         self._news: list[str] = []
+        self._reported_nan = False
         self.beside: Evaluator | None = None
         """The process that evaluates while this rank trains; None: this rank evaluates."""
         if alone and self._source is not None and isinstance(self._source.dataset, ActedDataset):
@@ -97,6 +99,7 @@ class RunEvaluations:
         self.metrics = evaluate(self._step, self._evaluation, self._source, group, beat)
         if isinstance(dataset, ActedDataset):
             self._news += dataset.news()
+        self._report_nan(self._step.done)
         return best.agree(best.improve(self._evaluation.best, self.metrics), group, self._step.device)
 
     def news(self) -> list[str]:
@@ -108,9 +111,21 @@ class RunEvaluations:
         """Records the metrics of a snapshot, and returns whether it is the best so far."""
         assert self._evaluation is not None
         self.metrics = metrics
+        self._report_nan(state.step)
         improved = best.improve(self._evaluation.best, metrics)
         state.settings["best"] = best.value
         return improved
+
+    def _report_nan(self, step: int) -> None:
+        """Reports, once, that the metric by which the best checkpoint is chosen is NaN."""
+        rule = self._evaluation.best if self._evaluation is not None else None
+        name = rule.partition(" ")[2] if rule is not None else ""
+        if self._is_first and name and math.isnan(self.metrics[name]) and not self._reported_nan:
+            self._reported_nan = True
+            self._news.append(
+                f"the metric {name!r} is NaN at step {step}, and no checkpoint of such a step is kept as the best "
+                f"(best={rule!r}): let the metric skip what is undefined, or choose the best by another one"
+            )
 
     def record(self, folder: str | None) -> None:
         """Records an episode for people to look at, where the network acts in an environment. A run does not end
