@@ -33,7 +33,10 @@ TWO = apportion.local(workers=2)
 @pytest.mark.parametrize("strategy", ["data_parallel", "pipeline_parallel(microbatches=2)", "parameter_server"])
 def test_events_have_the_fields_that_are_documented(strategy: str, tmp_path: Path, no_cached_proofs: Path) -> None:
     events = list(apportion.run(TESTED, strategy, launcher=TWO, run_dir=tmp_path / "run"))
-    assert {event.kind for event in events} >= FIELDS.keys()
+    kinds = set(FIELDS)
+    if strategy == "parameter_server":  # rank 0, which sends the steps, may find that the other has made all six
+        kinds.remove("step")
+    assert {event.kind for event in events} >= kinds
     for event in events:
         assert event.data.keys() >= FIELDS[event.kind], event.kind
         assert json.loads(json.dumps(dict(event.data))) == event.data, "every value is plain JSON"
