@@ -163,6 +163,9 @@ def test_prices_and_trials_are_left_out_where_they_would_not_leave_time_for_a_pr
     asked: list[float] = []
     monkeypatch.setattr(auto, "predicted", lambda *a, **_: asked.append(a[2]) or [])
     heavy = replace(networks.cases["mlp"](64), model=lambda: Heavy(10, 3))
+    # The first decision of a process starts what workers are forked from, and has seconds less for everything else.
+    with by_value(networks), by_value(sys.modules[__name__]):
+        decide(replace(heavy, model=lambda: networks.cases["mlp"](64).model()), {"steps": 1}, Local())
     with within(30.0, "the decision"), by_value(networks), by_value(sys.modules[__name__]):
         told = decide(heavy, {"steps": steps}, Local()).plan
     assert told is not None
