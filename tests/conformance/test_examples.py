@@ -344,6 +344,7 @@ def test_resnet20_with_the_published_weights_has_the_published_accuracy() -> Non
 # The others
 
 
+@pytest.mark.thorough
 def test_the_gan_learns_from_both_losses() -> None:
     workload = replace(example("gan").workload, epochs=12)
     torch.manual_seed(workload.seed)
@@ -387,6 +388,7 @@ def test_the_contrastive_loss_is_that_of_the_paper() -> None:
     torch.testing.assert_close(contrastive.contrastive_loss(embeddings, None), torch.stack(terms).mean())
 
 
+@pytest.mark.thorough
 def test_contrastive_learning_brings_images_of_a_class_together() -> None:
     workload = replace(example("contrastive").workload, epochs=25)
     torch.manual_seed(workload.seed)

@@ -98,6 +98,7 @@ def test_the_file_computes_what_the_net_computes_for_any_number_of_examples(case
     assert all(value["shape"][0] is None for value in (*made.about["inputs"], *made.about["outputs"]))
 
 
+@pytest.mark.thorough
 def test_inputs_by_name_keep_their_names_and_places(tmp_path: Path) -> None:
     left, right = torch.full((2, 3), 5.0), torch.full((2, 3), 2.0)
     made = export(TwoInTwoOut(), {"right": right, "left": left}, tmp_path / "net.onnx")
@@ -255,6 +256,7 @@ def test_a_parameter_of_a_wrong_type_is_refused_by_its_name(target: str, said: s
 
 
 @pytest.mark.parametrize("opset", [3, 99])
+@pytest.mark.cases(2)
 def test_an_opset_that_would_become_another_is_refused(opset: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"opset={opset} is none that torch writes, which has made [0-9]+ of it"):
         export(nn.Linear(3, 2), torch.randn(2, 3), tmp_path / "net.onnx", target=f"onnx(opset={opset})")

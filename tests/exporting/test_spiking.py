@@ -316,6 +316,7 @@ def test_digits_in_four_steps_are_within_two_points_of_the_net(digits: tuple[nn.
     assert "spiking wins nothing here" in made.conclusion
 
 
+@pytest.mark.thorough
 def test_auto_takes_the_fewest_steps_that_lose_no_more_than_allowed(
     digits: tuple[nn.Module, Data], tmp_path: Path
 ) -> None:

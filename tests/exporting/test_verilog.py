@@ -131,6 +131,7 @@ def moved_up(text: str) -> str:
 @pytest.mark.parametrize(
     "wrong", [moved_up, lambda text: re.sub(r"wire signed \[9:0\] n", "wire signed [7:0] n", text, count=1)]
 )
+@pytest.mark.cases(2)
 def test_a_name_that_is_declared_later_or_has_other_bits_is_no_statement(
     wrong: Callable[[str], str], tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_name_that_is_declared_later_or_has_other_bits_is_no_statement(
 
 
 @pytest.mark.parametrize("what", WRONG)
+@pytest.mark.cases(2)
 def test_the_proof_finds_what_is_wrong(what: str, tmp_path: Path) -> None:
     net = digits_nets.trained(digits_nets.dense)
     export(net, sample(), tmp_path / "net.v", target=SIMULATED, data=digits_nets.data())

@@ -929,6 +929,7 @@ def test_the_page_has_the_bars_the_step_the_reasons_and_the_commands(folder: Pat
     assert "One step" not in text, "data_parallel has no timeline here"
 
 
+@pytest.mark.thorough
 def test_the_page_draws_what_was_measured_and_the_step_of_a_pipeline(tmp_path: Path) -> None:
     layout = Placement(cluster=host(), devices=("a/cpu",) * 2)
     tried = Measurement(step_seconds=1.0, low=0.9, high=1.1, steps=20)

@@ -33,7 +33,7 @@ def told_crossings(plan: apportion.Plan) -> Iterator[tuple[str, float, str]]:
             yield found[1], float(found[2]) * {"M": 1e6, "G": 1e9}[found[3]], found[4] or plan.strategy
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bits", [1e7, 1.4e8, 1e9])
 def test_who_is_said_to_win_above_a_bandwidth_wins_there(bits: float) -> None:
     told = list(told_crossings(apportion.plan(network=EIGHT, cluster=slow_hosts(bits))))
@@ -48,6 +48,7 @@ def test_who_is_said_to_win_above_a_bandwidth_wins_there(bits: float) -> None:
 
 
 @pytest.mark.parametrize("batch", [32, 64, 128])
+@pytest.mark.cases(1)
 def test_what_is_said_of_another_batch_is_what_a_plan_of_it_says(batch: int) -> None:
     here = of_rows(EIGHT, batch)
     lines = [

@@ -449,6 +449,7 @@ def test_a_name_that_does_not_resolve_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize(("number", "why"), [(0, "rank 1 is not there: it did not connect in"), (1, "nothing answers")])
+@pytest.mark.cases(1)
 def test_where_nobody_answers_a_rank_says_that_it_waits_and_then_gives_up(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int, why: str, near: bool
 ) -> None:

@@ -159,6 +159,7 @@ def int8_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "chosen", chosen)
 
 
+@pytest.mark.thorough
 def test_a_program_of_torch_is_served_at_every_length_that_it_takes(tmp_path: Path) -> None:
     network = torch.nn.Sequential(torch.nn.Embedding(20, 8), torch.nn.Linear(8, 3)).eval()
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}

@@ -107,6 +107,7 @@ def expires(program: RemoteRuntime, seconds: float) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.thorough
 def test_a_second_attempt_has_only_what_the_first_has_left() -> None:
     with answering(about, hangs_up(0.8)) as address, opened(address) as program:
         assert expires(program, 1.0) < 1.5, "not 0.8 s and then another 1 s"

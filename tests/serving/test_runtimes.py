@@ -91,6 +91,7 @@ def test_what_is_past_its_deadline_is_stopped_while_it_is_computed(kind: str, tm
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torch"])
+@pytest.mark.cases(1)
 def test_rows_that_depend_on_each_other_are_never_computed_together(kind: str, tmp_path: Path) -> None:
     program = by_onnx(Centred(), tmp_path) if kind == "onnx" else TorchRuntime(Centred(), torch.from_numpy(X[:1]))
     assert program.batched, "by its shapes it could be"

@@ -265,6 +265,7 @@ def test_strangers_beyond_the_limit_are_closed_at_once(small: RankListener) -> N
     assert time.monotonic() - began < listener_file.PENDING_SECONDS / 2
 
 
+@pytest.mark.thorough
 def test_where_all_that_wait_are_ranks_another_waits_in_the_queue(small: RankListener) -> None:
     with ExitStack() as held:
         ranks = [held.enter_context(connect(small)) for _ in range(8)]
