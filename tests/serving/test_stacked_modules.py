@@ -12,7 +12,7 @@ from served import net
 from torch import Tensor, nn
 
 from apportion.exporting.target import called
-from apportion.serving.replication import choose
+from apportion.serving.replication import in_graph
 from apportion.serving.runtimes import torch_runtime
 from apportion.serving.runtimes.runtime import Expired
 from apportion.serving.runtimes.source import Source, save_rows
@@ -98,7 +98,7 @@ def test_members_that_torch_runs_are_one_program(tmp_path: Path) -> None:
         torch.export.save(torch.export.export(net(n), (torch.from_numpy(x),), dynamic_shapes=(rows,)), path)
         sample = save_rows(tmp_path / f"{n}.npz", [x[:1]])
         sources.append(Source(name=f"m{n}", runtime="torch", path=str(path), sample=sample))
-    whole = choose.merged(sources, tmp_path)
+    whole = in_graph.merged(sources, tmp_path)
     program = whole.open()
     assert [spec.name for spec in program.outputs] == ["m1/output", "m2/output"]
     found = program.run([x], float("inf"))
@@ -114,7 +114,7 @@ def test_members_of_other_inputs_or_runtimes_are_refused(tmp_path: Path) -> None
         torch.export.save(program, tmp_path / f"{name}.pt2")
     sources = [Source(name=name, runtime="torch", path=str(tmp_path / f"{name}.pt2")) for name in "ab"]
     with pytest.raises(ValueError, match="in_graph: b does not take what a does"):
-        choose.merged(sources, tmp_path).open()
+        in_graph.merged(sources, tmp_path).open()
     mixed = [sources[0], Source(name="c", runtime="onnx", path="c.onnx")]
     with pytest.raises(ValueError, match="that torch runs, all of them: a is run by torch"):
-        choose.merged(mixed, tmp_path)
+        in_graph.merged(mixed, tmp_path)

@@ -1,4 +1,5 @@
-"""The rows that a proof on one host needs of a data set whose parts lie on several: they are sent, and it is said."""
+"""The rows that a proof on one host needs of a data set whose parts lie on several hosts: they are sent to it, and the
+proof says so."""
 
 from __future__ import annotations
 

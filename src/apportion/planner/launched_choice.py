@@ -1,7 +1,5 @@
-"""The strategy that ranks take which are running already, where none is given: the best of those that use all of them,
-by a plan that these ranks have measured and tried.
-
-A plan for ranks that are running already (torchrun, Slurm): all of them call ``plan_launched``.
+"""The plan for ranks that are running already (torchrun, Slurm), and the strategy that they take where none is given:
+the best by this plan of those that use all of them. All ranks call ``plan_launched`` or ``choose_launched``.
 
 ::
 

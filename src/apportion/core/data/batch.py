@@ -1,6 +1,6 @@
 """Batches: the examples a rank computes at a step, loaded when they are first touched.
 
-The rows of what collate returned: how many they are, and parts of them.
+A batch also has the number of rows of what collate has returned, and takes parts of it.
 
 Collate is given examples, and may return another number of rows: it may leave broken examples out, pack sequences into
 one row, or give what has no rows at all, as a graph. A value has ``n`` rows where each of its leaves has:

@@ -1,6 +1,6 @@
 """The compiler: a trained net, the target's parameters, and the graph that is written.
 
-A net of integers, and neurons that compute it to the bit.
+With integer weights, the neurons compute a net of integers to the bit:
 
 ::
 

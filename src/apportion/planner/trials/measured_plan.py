@@ -1,6 +1,6 @@
 """A plan that was predicted, once its best few have made real steps.
 
-A pilot that tests whether an approximate strategy learns enough for the time that it saves. It and an exact strategy
+A pilot is a trial of whether an approximate strategy learns enough for the time that it saves. It and an exact strategy
 train from the same seed for the same time, in turns; what counts is the loss, on the same examples, at equal time.
 
 ::

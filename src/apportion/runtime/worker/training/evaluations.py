@@ -1,6 +1,6 @@
 """The evaluations of a run: when one is due, what it gives, and whether it is the best so far.
 
-A process beside a rank that evaluates snapshots of its network, while the rank trains on.
+A network that plays is evaluated by a process beside the rank, from snapshots, while the rank trains on.
 
 ::
 
