@@ -862,3 +862,20 @@ def test_load_of_a_float64_run_is_float64(run: RunDirectory) -> None:
 
 if __name__ == "__main__":
     serve_children()
+
+
+def test_a_saver_that_cannot_start_its_thread_says_so_and_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a limit of memory a thread may not start; a run that waited for it would never end."""
+    from apportion.runtime.checkpoint.async_writer import Saver
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    saver = Saver(RunDirectory(tmp_path / "run"), 2, "single_device")
+    with pytest.raises(CheckpointError, match="step 3 could not be saved: can't start new thread"):
+        saver.submit(State(step=3, model={}), 0.5, best=False, seconds=0.0)
+    saver.flush()
+    saver.finish()

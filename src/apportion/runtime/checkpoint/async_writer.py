@@ -52,9 +52,17 @@ class Saver:
             # The thread sets itself to None under the same lock: a state is either seen by the running thread, or
             # starts another one.
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="saver", daemon=True)
-                self._thread.start()
+                self._start(state.step)
             self._condition.notify_all()
+
+    def _start(self, step: int) -> None:
+        thread = threading.Thread(target=self._work, name="saver", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of memory or of threads: what does not run must not be waited for
+            self._waiting.clear()
+            raise CheckpointError(f"step {step} could not be saved: {error} to write it; raise its limits") from error
+        self._thread = thread  # which waits for the lock that is held here
 
     def _work(self) -> None:
         while True:
