@@ -28,7 +28,10 @@ def test_a_workload_loaded_from_a_file_travels_to_workers_as_an_object(tmp_path:
         (":workload", "write FILE:NAME"),
         ("nowhere/none.py:workload", "there is no file nowhere/none.py"),
         (f"{DIGITS}:nothing", "nothing is not there; (it has|did you mean) workload"),
-        (f"{DIGITS}:network", "network is a function, not an apportion.Workload; (it has|did you mean) workload"),
+        (
+            f"{DIGITS}:network",
+            "returned a Sequential, and it must return an apportion.Workload; it has workload",
+        ),
         ("no_such_module:workload", "there is no module no_such_module"),
     ],
 )

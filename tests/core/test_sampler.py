@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apportion.core.sampler import DataShard, Sampler, mix, split
+from apportion.core.rng import mix
+from apportion.core.sampler import DataShard, Sampler, split
 
 sizes = st.integers(1, 300)
 ranks = st.integers(1, 9)

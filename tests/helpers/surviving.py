@@ -149,7 +149,7 @@ class SurvivingStep(Step, Recoverable):
         self.model, self.optimizers = self._replica.model, self._replica.optimizers
         seed_everything(workload.seed)
         self.source = BatchSource(workload, device=world.device, dtype=self._replica.input_dtype)
-        self._replica.start_schedules(self.source.total)
+        self._replica.start_schedules(self.source.total, self.source.deal.batches)
         self._memory = world.shared("kept", 64 + 2 * VERSION_BYTES)
         self._kept = np.frombuffer(self._memory, dtype=np.int64, count=1)
         self._join_world(world)

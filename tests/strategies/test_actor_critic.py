@@ -17,7 +17,7 @@ import apportion
 from apportion import State, Workload
 from apportion.comm.world import World
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampler import mix
+from apportion.core.rng import mix
 from apportion.core.strategy import batches
 from apportion.core.value import parse
 from apportion.runtime.proof.proof_workload import few_rows

@@ -1,35 +1,96 @@
-"""The address of a workload: ``path/to/file.py:name`` or ``package.module:name``."""
+"""The workload at an address: ``path/to/file.py:name`` or ``package.module:name``, where the name is a Workload, or a
+function that returns one, which may be called with arguments: ``mine.py:make(lr=0.2, width=64)``."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import importlib.util
-import os
+import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import cloudpickle
 
-from apportion.core.place_names import EXAMPLE
+from apportion.core.named_arguments import remedy
+from apportion.core.place_names import EXAMPLE, arguments_of, split_address
 from apportion.core.workload import Workload
+from apportion.core.workload_rules import is_plain
 
 
 def load_workload(address: str) -> Workload:
     """Load the workload at an address. ValueError where the address, the file or the name is wrong; what the file
     itself raises when it is imported comes through as it is."""
-    place, colon, name = address.rpartition(":")
-    if not colon or not place or not name:
+    parts = split_address(address)
+    if not parts.place or not parts.name:
         raise ValueError(f"{address!r} names no workload: write FILE:NAME, for example {EXAMPLE}")
-    module = _file(place) if place.endswith(".py") or os.sep in place else _module(place)
+    return workload_in(_file(parts.place) if parts.is_file else _module(parts.place), address)
+
+
+def object_at(address: str) -> Any:
+    """What an address names; of a function, what it returns for the arguments of the address. Errors are those of
+    ``load_workload``."""
+    parts, arguments = split_address(address), arguments_of(address)
+    if not parts.place or not parts.name:
+        raise ValueError(f"{address!r} is not an address: write FILE:NAME, for example {EXAMPLE}")
+    module = _file(parts.place) if parts.is_file else _module(parts.place)
+    if not hasattr(module, parts.name):
+        raise ValueError(f"{address!r}: {parts.name} is not there")
+    found = getattr(module, parts.name)
+    return found(**arguments) if inspect.isfunction(found) or inspect.isclass(found) else found
+
+
+def workload_in(module: ModuleType, address: str) -> Workload:
+    """The workload that an address names in its module: the one of that name, or what the function of that name
+    returns for the arguments of the address, or for its defaults. Raises ValueError where it is neither, and for
+    arguments that the function does not have, or lacks."""
+    name, arguments = split_address(address).name, arguments_of(address)
     found = getattr(module, name, None)
     if isinstance(found, Workload):
+        if split_address(address).call:
+            raise ValueError(
+                f"{address!r}: {name} is a Workload and takes no arguments: give the name alone, or that of a function "
+                "that returns a Workload"
+            )
         return found
-    workloads = sorted(k for k, v in vars(module).items() if isinstance(v, Workload))
-    known = f"it has {', '.join(workloads)}" if workloads else "it has no apportion.Workload"
+    if inspect.isfunction(found):
+        return _made(found, arguments, address, _known(module))
+    known = _known(module)
     what = "is not there" if found is None else f"is a {type(found).__name__}, not an apportion.Workload"
     raise ValueError(f"{address!r}: {name} {what}; {known}")
+
+
+def _known(module: ModuleType) -> str:
+    workloads = sorted(k for k, v in vars(module).items() if isinstance(v, Workload))
+    return f"it has {', '.join(workloads)}" if workloads else "it has no apportion.Workload"
+
+
+def _made(make: Any, arguments: dict[str, Any], address: str, known_workloads: str) -> Workload:
+    """The workload that a function makes of these arguments, which are recorded in it with those left out."""
+    signature, name = inspect.signature(make), make.__name__
+    known = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for given in arguments:
+        if given not in known and not takes_any:
+            raise ValueError(
+                f"{address!r}: {name} has no {given!r}: {remedy(given, known, name)}; it is {name}{signature}"
+            )
+    try:
+        bound = signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{address!r}: {name} cannot be called so ({error}); it is {name}{signature}") from None
+    made = make(*bound.args, **bound.kwargs)
+    if not isinstance(made, Workload):
+        raise ValueError(
+            f"{address!r}: {name} returned a {type(made).__name__}, and it must return an apportion.Workload; "
+            f"{known_workloads}"
+        )
+    bound.apply_defaults()
+    recorded = {key: value for key, value in bound.arguments.items() if is_plain(value)}
+    return replace(made, arguments={**made.arguments, **recorded})
 
 
 def _file(place: str) -> ModuleType:

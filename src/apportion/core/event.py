@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from apportion.core.html_table import html_facts
+
 EventKind = Literal[
     "plan", "proof", "start", "step", "speed", "rollouts", "drift", "evaluation", "checkpoint", "fault", "end"
 ]
@@ -52,6 +54,7 @@ class Event:
     """
 
     kind: EventKind
+    """The kind of the event, of which the class lists what ``data`` holds."""
     step: int
     """The number of updates done in all when the event happened."""
     epoch: float
@@ -59,6 +62,7 @@ class Event:
     seconds: float
     """The seconds since the run (this sitting of it) started. A ``start`` event has those before the first step."""
     data: Mapping[str, Any] = field(default_factory=dict)
+    """The details of the event by name, plain values as in JSON."""
 
     def __getattr__(self, name: str) -> Any:
         """The value of ``data`` under a name that is not a field."""
@@ -84,6 +88,16 @@ class Result(Event):
         metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         speed = f"{self.examples_per_second:,.0f} examples/s"
         return f"{self.reason} at step {self.step:,}{metrics}, {speed}, in {self.run_dir}"
+
+    def _repr_html_(self) -> str:
+        """What it came to as a notebook shows it."""
+        return html_facts([
+            ("run", f"{self.reason} at step {self.step:,}, epoch {self.epoch:.4g}"),
+            *((f"test {name}", f"{value:.4g}") for name, value in self.metrics.items()),
+            ("examples/s", f"{self.examples_per_second:,.0f}"),
+            ("run directory", str(self.run_dir)),
+            *([("go on", str(self.data["resume"]))] if self.data.get("resume") else []),
+        ])  # fmt: skip
 
     @property
     def run_dir(self) -> Path:

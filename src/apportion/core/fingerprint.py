@@ -24,12 +24,25 @@ def fingerprint(
     a schedule spreads over the steps.
     """
     found: dict[str, Any] = {
-        name: getattr(workload, name) for name in ("batch_size", "seed", "order", "precision", "clip_grad_norm")
+        name: getattr(workload, name) for name in ("batch_size", "seed", "precision", "clip_grad_norm")
     }
+    found["order"] = str(workload.order)
+    # Runs that were begun before these fields were there have neither.
+    if workload.drop_last:
+        found["drop_last"] = True
+    if workload.schedule_every != "update":
+        found["schedule_every"] = workload.schedule_every
+    if workload.schedule_on is not None:
+        found["schedule_on"] = workload.schedule_on
+    if workload.average is not None:
+        found["average"] = str(workload.average)
+    if workload.accumulate > 1:
+        found["accumulate"] = workload.accumulate
     given = ("loss", "update", "carry", "augment", "schedule")
     found |= {name: "given" if getattr(workload, name) is not None else None for name in given}
     if workload.per_rank_draws:
         found["per rank draws"] = sorted(workload.per_rank_draws)
+    found |= {f"argument {name}": value for name, value in workload.arguments.items()}
     found["examples"] = deal.examples
     if isinstance(deal, PartSampler):
         found["examples of each part"] = [*deal.lengths]

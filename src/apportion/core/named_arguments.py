@@ -114,7 +114,12 @@ def named_arguments(
     on."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(like or function)
+        signature = inspect.signature(function)
+        if like is not None:  # its arguments, and those that the function names itself
+            passed = inspect.signature(like).parameters.values()
+            own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+            more = [p for p in own if p.name not in {q.name for q in passed}]
+            signature = signature.replace(parameters=[*passed, *more])
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -21,8 +21,9 @@ from torch.utils.data import Dataset
 from apportion.comm.group import collective, gather_messages
 from apportion.comm.sync import CACHE_LINE, CommitWord, Word, sleep_on, wake
 from apportion.comm.world import World
-from apportion.core.rng import seeded_rng
-from apportion.core.sampler import DataShard, Index, mix, webster
+from apportion.core.order import Index
+from apportion.core.rng import mix, seeded_rng
+from apportion.core.sampler import DataShard, webster
 from apportion.errors import ApportionError, StateLost
 
 

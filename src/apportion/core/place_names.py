@@ -1,33 +1,100 @@
-"""Whether what an address names is there, as far as that shows without importing anything: a misspelled file or
-name is reported at once, and not after torch has been imported."""
+"""What an address is made of, and whether what it names is there, as far as that shows without importing anything: a
+misspelled file or name is reported at once, and not after torch has been imported."""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any, NamedTuple
 
 EXAMPLE = "examples/digits.py:workload"
 _OPEN = {"globals", "setattr", "exec", "eval", "vars", "__import__", "locals"}
 """Calls by which a file may define names that cannot be read in it."""
 
 
+class AddressParts(NamedTuple):
+    """An address in its parts: ``path/to/file.py:name`` or ``package.module:name``, where the name may be called with
+    arguments, ``mine.py:make(lr=0.2)``."""
+
+    place: str
+    """The path of a file, or the name of a module; empty where the text is not an address."""
+    name: str
+    """The name in it; empty where the text is not an address."""
+    call: str = ""
+    """The arguments as they are written, in their parentheses; empty where there are none."""
+
+    @property
+    def is_file(self) -> bool:
+        """True where the place is a file."""
+        return self.place.endswith(".py") or os.sep in self.place
+
+    def at(self, place: str) -> str:
+        """The same name, called with the same arguments, at another place."""
+        return f"{place}:{self.name}{self.call}"
+
+
+def split_address(text: str) -> AddressParts:
+    """The parts of an address. A colon in its arguments is part of these, and a parenthesis
+    in the path is part of the path."""
+    for found in re.finditer(r":([^\W\d]\w*)(?=\()", text) if text.endswith(")") else ():
+        try:
+            is_call = isinstance(ast.parse(text[found.start() + 1 :], mode="eval").body, ast.Call)
+        except (SyntaxError, ValueError):
+            continue
+        if is_call:
+            return AddressParts(text[: found.start()], found[1], text[found.end() :])
+    place, _, name = text.rpartition(":")
+    return AddressParts(place, name)
+
+
+def arguments_of(address: str) -> dict[str, Any]:
+    """The arguments that an address calls its name with: literals, each by its name. Raises ValueError for others."""
+    call = split_address(address).call
+    if not call:
+        return {}
+    parsed = ast.parse(f"f{call}", mode="eval").body
+    assert isinstance(parsed, ast.Call), "split_address has parsed it as a call"
+    if parsed.args or any(keyword.arg is None for keyword in parsed.keywords):
+        raise ValueError(f"{address!r}: arguments are given by name, as make(lr=0.2, width=64)")
+    given: dict[str, Any] = {}
+    for keyword in parsed.keywords:
+        assert keyword.arg is not None
+        try:
+            given[keyword.arg] = ast.literal_eval(keyword.value)
+        except ValueError:
+            written = ast.unparse(keyword.value)
+            raise ValueError(
+                f"{address!r}: {keyword.arg}={written} must be a number, a text in quotes ({written!r}), True, False, "
+                "None, or a list, tuple or dict of these"
+            ) from None
+    return given
+
+
 def check_place(address: str) -> None:
     """Raise ValueError where the address does not parse, where there is no such file or module, or where the file
-    defines no such name."""
-    place, colon, name = address.rpartition(":")
-    if not colon or not place or not name:
+    defines no such name, or a function of that name that does not have such arguments."""
+    parts = split_address(address)
+    place, name = parts.place, parts.name
+    if not place or not name:
         whole = address.strip(":") or "mine.py"
         hint = f"{whole}:NAME" if whole.endswith(".py") else EXAMPLE
         raise ValueError(
             f"{address!r} names no workload: write FILE:NAME, the file and the variable in it that is the workload, "
             f"for example {hint}"
         )
-    file = Path(place) if place.endswith(".py") or os.sep in place else _module_file(address, place)
+    if not name.isidentifier() and "(" in name:
+        raise ValueError(
+            f"{address!r} does not parse: write FILE:NAME(ARGUMENT=VALUE, ...), and a text in quotes, for example "
+            "mine.py:make(lr=0.2, activation='relu')"
+        )
+    arguments_of(address)
+    file = Path(place) if parts.is_file else _module_file(address, place)
     if file is None:
         return
     if not file.is_file():
@@ -71,7 +138,7 @@ def _module_file(address: str, place: str) -> Path | None:
             beside = Path(f"{place.replace('.', os.sep)}.py")
             hint = "write path/to/file.py:name or package.module:name"
             if beside.is_file():
-                hint = f"did you mean {beside}:{address.rpartition(':')[2]}?"
+                hint = f"did you mean {split_address(address).at(str(beside))}?"
             raise ValueError(f"{address!r}: there is no module {'.'.join(parts[: at + 1])}: {hint}")
         path = list(found.submodule_search_locations or ())
     return (

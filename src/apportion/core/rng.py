@@ -15,6 +15,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True)
 class RngState:
@@ -38,6 +40,20 @@ class RngState:
     def fingerprint(self) -> tuple[object, ...]:
         """Returns a value that is equal for equal states."""
         return self.python, _comparable(self.numpy), self.torch.numpy().tobytes()
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers (splitmix64, chained): equal numbers, equal seed, on every machine."""
+    # The order of the numbers counts: each is added to the scrambled state of those before, so that (1, 2) and (2, 1)
+    # give unrelated seeds. The constants are splitmix64's; runs that resume depend on every bit of this.
+    z = 0
+    for number in numbers:
+        z = (z + number + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    # 63 bits: a seed fits a signed 64-bit number wherever it is stored.
+    return z >> 1
 
 
 def plain_rng_states() -> tuple[object, object]:

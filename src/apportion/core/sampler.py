@@ -18,26 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Order = Literal["shuffled", "sequential"]
-Index = np.ndarray[Any, np.dtype[np.int64]]
+from apportion.core.order import Index, Order
+from apportion.core.rng import mix
+
+GivenOrder = Literal["shuffled", "sequential"] | Order
+"""An order as a workload has it."""
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
-
-
-def mix(*numbers: int) -> int:
-    """One 63-bit seed from several numbers (splitmix64, chained): equal numbers, equal seed, on every machine."""
-    # The order of the numbers counts: each is added to the scrambled state of those before, so that (1, 2) and (2, 1)
-    # give unrelated seeds. The constants are splitmix64's; runs that resume depend on every bit of this.
-    z = 0
-    for number in numbers:
-        z = (z + number + 0x9E3779B97F4A7C15) & _MASK
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        z ^= z >> 31
-    # 63 bits: a seed fits a signed 64-bit number wherever it is stored.
-    return z >> 1
 
 
 def _scramble(z: Words) -> Words:
@@ -145,20 +134,34 @@ class DataShard:
 
 
 class Sampler:
-    """The order in which n examples are taken, in global batches; the last batch of an epoch may be short.
+    """The order in which n examples are taken, in global batches; the last batch of an epoch may be short, or is left
+    out (``drop_last``).
 
     ``shuffled``: slices of a permutation drawn from (seed, epoch). ``sequential``: slices in order; with ``lanes``,
     row b of every batch walks through its own contiguous stretch of the data, so that a recurrent state can follow
-    it (truncated back-propagation through time); where the data does not divide, the first lanes are one longer.
+    it (truncated back-propagation through time); where the data does not divide, the first lanes are one longer. An
+    ``Order``: slices of what it gives for (seed, epoch).
     """
 
     def __init__(
-        self, examples: int, batch_size: int, *, order: Order = "shuffled", seed: int = 0, lanes: bool = False
+        self,
+        examples: int,
+        batch_size: int,
+        *,
+        order: GivenOrder = "shuffled",
+        seed: int = 0,
+        lanes: bool = False,
+        drop_last: bool = False,
     ) -> None:
         if examples < 1:
             raise ValueError("the dataset is empty: there is nothing to train on")
         self.examples, self.batch_size, self.order, self.seed, self.lanes = examples, batch_size, order, seed, lanes
-        self.batches = -(-examples // batch_size)
+        self.draws = examples
+        """The number of examples that are taken in an epoch."""
+        if isinstance(order, Order):
+            order.check(examples)
+            self.draws = order.length(examples)
+        self.batches = batches_of(self.draws, batch_size, drop_last=drop_last)
         self._epoch = -1
         self._permutation: Index = np.empty(0, dtype=np.int64)
 
@@ -172,9 +175,14 @@ class Sampler:
         if self.lanes:
             return self._lanes(batch)
         start = batch * self.batch_size
-        stop = min(start + self.batch_size, self.examples)
+        stop = min(start + self.batch_size, self.draws)
         if self.order == "sequential":
             return np.arange(start, stop, dtype=np.int64)
+        if isinstance(self.order, Order):
+            if epoch != self._epoch:
+                self._permutation = self.order.epoch(self.examples, self.batch_size, self.seed, epoch)
+                self._epoch = epoch
+            return self._permutation[start:stop]
         if epoch != self._epoch:
             # A generator of its own: the permutation must not depend on what else was drawn in this process, nor move
             # that.
@@ -191,7 +199,12 @@ class Sampler:
     def size(self, step: int) -> int:
         """The number of examples in the global batch of a step."""
         batch = step % self.batches
-        return min(self.batch_size, self.examples - batch * self.batch_size)
+        return min(self.batch_size, self.draws - batch * self.batch_size)
+
+    def first_draw(self, step: int) -> int | None:
+        """The number of draws of its epoch before a step's batch, where an order may take an example more than once;
+        None where each comes once."""
+        return step % self.batches * self.batch_size if isinstance(self.order, Order) else None
 
     def shard(self, step: int, shard: DataShard) -> tuple[int, slice]:
         """The step whose global batch is meant, and this shard's rows of it."""
@@ -211,6 +224,16 @@ class Sampler:
         step, rows = self.shard(step, shard)
         index = self.index(step)
         return step, index[rows], rows, int(index[0])
+
+
+def batches_of(draws: int, batch_size: int, *, drop_last: bool) -> int:
+    """The number of batches of an epoch of this many draws. Raises ValueError where ``drop_last`` leaves none."""
+    if drop_last and draws < batch_size:
+        raise ValueError(
+            f"drop_last=True leaves no batch of an epoch of {draws} examples, which are fewer than batch_size="
+            f"{batch_size}: use a smaller batch_size, or drop_last=False"
+        )
+    return draws // batch_size if drop_last else -(-draws // batch_size)
 
 
 def split(n: int, parts: int) -> Sequence[slice]:
@@ -254,8 +277,16 @@ class PartSampler(Sampler):
     its order. A rank that asks for the rows of its own parts draws no permutation of another part.
     """
 
-    def __init__(self, lengths: Sequence[int], batch_size: int, *, order: Order = "shuffled", seed: int = 0) -> None:
-        super().__init__(sum(lengths), batch_size, order=order, seed=seed)
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        *,
+        order: GivenOrder = "shuffled",
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(sum(lengths), batch_size, order=order, seed=seed, drop_last=drop_last)
         self.lengths = tuple(lengths)
         self._first = [0, *np.cumsum(lengths).tolist()]
         self._orders: dict[int, Index] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,19 @@ def held(model: nn.Module, optimizers: Mapping[str, Optimizer], shared: memoryvi
     return Held(shared.nbytes, sum(n for at, n in blocks.items() if not begin <= at < begin + shared.nbytes))
 
 
+class FollowsMetrics(Protocol):
+    """The schedules of a rank, as far as an evaluation changes them."""
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Step the schedules that follow a metric."""
+
+    def by_metric(self) -> dict[str, Any]:
+        """The state of those schedules, as plain JSON."""
+
+    def follow(self, by_metric: Mapping[str, Any]) -> None:
+        """Take that state from another rank."""
+
+
 class Step(ABC):
     """One optimizer update, made by this rank's part of the world.
 
@@ -201,6 +214,12 @@ class Step(ABC):
     def looked(self) -> None:  # noqa: B027 (where nothing is kept nothing can be put back)
         """End some calls of ``predict``: what their forward passes have changed of buffers, and of parameters that no
         optimizer has, is put back as the last update left it."""
+
+    @property
+    def schedules(self) -> FollowsMetrics | None:
+        """The learning-rate schedules of this rank, where they can follow a metric of the evaluation; None: they
+        cannot."""
+        return None
 
     def leave(self) -> None:  # noqa: B027 (no rank waits for it in the common case)
         """Take no more batches on this rank for now."""

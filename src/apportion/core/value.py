@@ -27,12 +27,18 @@ _KINDS = {
     "apportion.runtime.launch": "launcher",
     "apportion.exporting.targets": "target",
     "apportion.parallel.compression.methods": "compression",
+    "apportion.core.orders": "order",
+    "apportion.core.averages": "average",
+    "apportion.reporting.loggers": "logger",
 }
 _EXAMPLES = {
     "strategy": "data_parallel(microbatches=2)",
     "launcher": "local(workers=2)",
     "target": "onnx(precision='int8')",
     "compression": "power_sgd(rank=2)",
+    "order": "with_replacement(draws=1000)",
+    "average": "ema(0.999)",
+    "logger": "csv(path='metrics.csv')",
     "policy": "policy(keep=3)",
     "serving": "serving(port=8000)",
 }
@@ -51,6 +57,9 @@ class Value:
 
     unnamed: ClassVar[str | None] = None
     """The field whose items are written first and without its name: ``ssh('a', 'b')``; None: every field is named."""
+
+    positional: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be written in this order without their names: ``ema(0.999)``."""
 
     if not TYPE_CHECKING:  # which knows the fields by itself
 
@@ -218,10 +227,11 @@ def _construct(cls: type, node: ast.expr, text: str, package: str | None) -> Any
     arguments = node.keywords if isinstance(node, ast.Call) else []
     values: dict[str, Any] = {}
     if isinstance(node, ast.Call) and node.args:
-        unnamed = getattr(cls, "unnamed", None)
-        if unnamed is None:
+        unnamed, positional = getattr(cls, "unnamed", None), getattr(cls, "positional", ())
+        if unnamed is None and len(node.args) > len(positional):
             raise ValueError(f"{text!r}: arguments are given by name, it is written {_signature(cls)}")
-        values[unnamed] = tuple(_argument(argument, text, package) for argument in node.args)
+        given = [_argument(argument, text, package) for argument in node.args]
+        values |= {unnamed: tuple(given)} if unnamed is not None else dict(zip(positional, given, strict=False))
     known = {f.name: f.metadata.get(NESTED, package) for f in dataclasses.fields(cls)}
     for argument in arguments:
         if argument.arg not in known:

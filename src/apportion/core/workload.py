@@ -3,7 +3,7 @@ how are not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -14,20 +14,31 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from apportion.core.average import AVERAGES, WeightAverage
 from apportion.core.loss_terms import Count, Derived, ModelTerms, derived_count, takes_loss_of_model
 from apportion.core.named_arguments import refuse_fields
+from apportion.core.order import ORDERS, Order
 from apportion.core.parts import PartedDataset
-from apportion.core.sampler import Draws, Order
+from apportion.core.sampler import Draws, GivenOrder, batches_of
+from apportion.core.schedules import EpochSchedule, MetricSchedule
+from apportion.core.value import parse, value_of
 from apportion.core.workload_rules import (
+    check_arguments,
+    check_choices,
     check_evaluation,
     check_evaluation_fields,
     check_functions,
+    check_loss,
+    check_names,
     check_numbers,
     check_parts,
+    check_schedule,
+    check_together,
     made_model,
     made_optimizer,
+    made_plateau,
     made_schedule,
-    misfit,
+    refuse_batch_norm,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +81,7 @@ class Evaluation:
     data: Callable[[], Dataset[Any]]
     """A factory of the map-style data set, which is opened in each process."""
     metrics: Mapping[str, MeanMetric | MetricFactory] = field(default_factory=lambda: {"accuracy": accuracy})
+    """The metrics by name, as the class describes them."""
     every: float | None = 1.0
     """The epochs between evaluations; None: only at the end. The end is always evaluated."""
     best: str | None = None
@@ -126,10 +138,18 @@ class Workload:
     loss, of which the targets are the labels; one an example for every other loss. None: the loss couples the examples
     (contrastive), so the outputs of all shards are gathered before it."""
     epochs: float | None = 1.0
+    """The number of passes over the training set, which may be a fraction; None: ``steps`` says how long."""
     steps: int | None = None
     """The number of global steps in all; wins over ``epochs``."""
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
-    """A function (optimizer, total steps) -> a scheduler that is stepped once an update."""
+    """A function (optimizer, total steps) -> a scheduler that is stepped once an update; see ``schedule_every`` and
+    ``schedule_on``."""
+    schedule_every: Literal["update", "epoch"] = "update"
+    """What the scheduler is stepped after. "epoch": after the last update of each, and the function is given the number
+    of epochs instead."""
+    schedule_on: str | None = None
+    """The metric of the evaluation that a ReduceLROnPlateau is stepped with, after each evaluation and on every rank
+    alike; None: the schedule needs none."""
     clip_grad_norm: float | None = None
     """The largest 2-norm of the whole gradient."""
     collate: Callable[[list[Any]], Any] = default_collate
@@ -139,19 +159,40 @@ class Workload:
     ``data(parts - 1)``. Each batch has rows of all parts, in proportion to their lengths, in an order that is a
     function of the seed and the parts: the same for any number of hosts. None: it is one, and every process opens
     it."""
-    order: Order = "shuffled"
+    order: GivenOrder = "shuffled"
+    """The order in which examples are taken. "shuffled": a permutation drawn from the seed and the epoch; "sequential":
+    as the data set has them; or ``apportion.weighted(weights)``, ``with_replacement()``, ``grouped(lengths)``,
+    ``custom(function)``, of which the second and ``grouped()`` may be written as text. It is a function of the seed and
+    the step, whatever the number of workers."""
+    drop_last: bool = False
+    """Is the last batch of an epoch left out where it is short? Other examples are left out in each epoch, where the
+    order draws them."""
+    accumulate: int = 1
+    """The batches of one update: its gradient is that of ``accumulate`` times ``batch_size`` examples, computed batch
+    by batch, with the activations of one. An update is one step, of schedules, ``steps``, checkpoints and events as
+    well; the last update of an epoch has the batches that are left. A batch normalisation, which would look at one
+    batch at a time, is refused."""
     carry: Callable[[int], Any] | None = None
     """A factory of the recurrent state for n rows: the model is called ``model(inputs, state) -> (outputs, state)``.
     Needs ``order="sequential"``: row b of every batch then walks through its own stretch of the data."""
     augment: Callable[[Batch, Draws], Batch] | None = None
     """A function that augments a training batch, with draws keyed by (seed, epoch, example)."""
     evaluation: Evaluation | None = None
+    """The evaluation on held-out data; None: the network is not evaluated."""
+    average: WeightAverage | str | None = None
+    """The average of the weights over the updates that is kept beside them: "ema(0.999)", "swa(start=1000)", or one of
+    these as a value. It is what is evaluated, loaded and served; the training goes on from the weights themselves. In
+    the weights' own dtype."""
     precision: Precision = "float32"
     """The precision of the training. bfloat16 and float16: autocast, the weights stay float32. float64: everything is
     float64."""
     compile: bool = False
     """Is the model given to torch.compile, after splitting?"""
     seed: int = 0
+    """The seed of everything that is drawn: the first weights, the order of the examples, dropout, augmentation."""
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The arguments that a function has made this workload of, by name: plain values, which are recorded with the run
+    and must be the same where it is resumed. For ``mine.py:make(lr=0.2)`` they are filled in."""
     per_rank_draws: tuple[str, ...] = ()
     """The names of module classes, or of functions of this workload, of which each rank may draw random numbers of its
     own as it computes, where one device would draw others. Dropout, and draws with one number or more for each row of
@@ -169,40 +210,21 @@ class Workload:
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        if isinstance(self.order, str) and self.order not in ("shuffled", "sequential"):
+            object.__setattr__(self, "order", parse(self.order, ORDERS))
+        if self.average is not None:
+            object.__setattr__(self, "average", value_of(self.average, AVERAGES, WeightAverage))
         check_functions(vars(self))
         check_numbers(vars(self))
+        check_choices(vars(self))
+        check_arguments(self.arguments)
         check_evaluation(self.evaluation, Evaluation)
+        check_schedule(vars(self))
         if self.parts is not None:
             check_parts(self.parts, self.data, carries=self.carry is not None)
-        if (self.loss is None) == (self.update is None):
-            raise ValueError(
-                "a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values: "
-                f"{'give one of them' if self.loss is None else 'leave either out'}"
-            )
-        if not _are_names(self.per_rank_draws):
-            raise ValueError(
-                f"per_rank_draws={self.per_rank_draws!r} must be the names of module classes or of the workload's "
-                'functions: per_rank_draws=("Reparametrise",)'
-            )
-        if self.carry is not None and self.order != "sequential":
-            raise ValueError('carry needs order="sequential": a recurrent state follows its row through the data')
-        if not (self.count is None or self.count == "derived" or callable(self.count)):
-            raise ValueError(
-                f"count={self.count!r} must be a function of the targets, as count=lambda targets: "
-                "float((targets != -100).sum()), or None where the loss couples the examples; or leave it out"
-            )
-        if callable(self.count) and misfit(self.count, 1) is not None:
-            name = getattr(self.count, "__name__", type(self.count).__name__)
-            raise ValueError(
-                f"count={name} must be a function of the targets alone, as count=lambda targets: "
-                "float((targets != -100).sum())"
-            )
-        if self.count is None and self.update is not None:
-            raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
-        if not _are_names(self.caches):
-            raise ValueError(f'caches={self.caches!r} must be a tuple of names, as ("Model.attention",)')
-        if self.carry is not None and self.update is not None:
-            raise ValueError("carry goes with loss; with update, keep the state in your own function")
+        check_loss(vars(self))
+        check_names(vars(self))
+        check_together(vars(self))
 
     def must_know(self, draws: Iterable[type]) -> None:
         """Raise ValueError where a name in ``per_rank_draws`` is neither one of these module classes nor a function of
@@ -220,8 +242,12 @@ class Workload:
                 )
 
     def make_model(self) -> nn.Module:
-        """Make the network. Raises ValueError where ``model`` returns something else."""
-        return made_model(self.model)
+        """Make the network. Raises ValueError where ``model`` returns something else, or a batch normalisation with
+        ``accumulate``."""
+        model = made_model(self.model)
+        if self.accumulate > 1:
+            refuse_batch_norm(model, self.accumulate, self.update_size)
+        return model
 
     def make_optimizer(self, parameters: Parameters) -> Optimizer | Mapping[str, Optimizer]:
         """Make the optimizer of the named parameters, or several by name. Raises ValueError where ``optimizer`` is
@@ -229,10 +255,29 @@ class Workload:
         made: Optimizer | Mapping[str, Optimizer] = made_optimizer(self.optimizer, list(parameters))
         return made
 
-    def make_schedule(self, optimizer: Optimizer, total: int) -> LRScheduler | None:
+    def make_schedule(
+        self, optimizer: Optimizer, total: int, steps_per_epoch: int
+    ) -> LRScheduler | EpochSchedule | MetricSchedule | None:
         """Make the schedule of an optimizer over ``total`` updates; None where there is none. Raises ValueError where
-        ``schedule`` returns something else than a schedule of the step alone."""
-        return None if self.schedule is None else made_schedule(self.schedule, optimizer, total)
+        ``schedule`` returns something else than a schedule of what ``schedule_every`` and ``schedule_on`` say."""
+        if self.schedule is None:
+            return None
+        if self.schedule_on is not None:
+            return MetricSchedule(made_plateau(self.schedule, optimizer, total), self.schedule_on)
+        if self.schedule_every == "epoch":
+            epochs = -(-total // steps_per_epoch)
+            return EpochSchedule(made_schedule(self.schedule, optimizer, epochs), steps_per_epoch)
+        return made_schedule(self.schedule, optimizer, total)
+
+    @property
+    def update_size(self) -> int:
+        """The number of examples of an update: those of ``accumulate`` batches."""
+        return self.batch_size * self.accumulate
+
+    def updates_per_epoch(self, examples: int) -> int:
+        """The number of updates in an epoch of a data set of this many examples."""
+        draws = self.order.length(examples) if isinstance(self.order, Order) else examples
+        return batches_of(draws, self.update_size, drop_last=self.drop_last)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """The number of updates in the whole training, given how many global batches make an epoch."""
@@ -243,7 +288,7 @@ class Workload:
 
     def must_feed(self, workers: int) -> None:
         """Raise ValueError where a batch is too small to give each of this many workers an example."""
-        if self.batch_size < workers:
+        if self.update_size < workers:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot feed {workers} workers: each needs at least one example; "
                 f"use workers<={self.batch_size} or batch_size>={workers}"
@@ -280,11 +325,6 @@ class Workload:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return torch.float64 if self.precision == "float64" else torch.float32
-
-
-def _are_names(given: object) -> bool:
-    """Tells whether a field holds names: a tuple of them, or another collection."""
-    return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(name, str) for name in given)
 
 
 def _fields_of(cls: type) -> dict[str, bool]:

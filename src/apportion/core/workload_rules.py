@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
+
+from apportion.core.order import Order
 
 OPTIMIZER = "optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
 SCHEDULE = "schedule=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)"
@@ -111,12 +113,114 @@ def check_numbers(fields: Mapping[str, Any]) -> None:
         )
     if not whole(seed):
         raise ValueError(f"seed={described(seed)} must be a whole number, as {_plain('seed', seed, 0)}")
-    if not isinstance(fields["compile"], bool):
-        raise ValueError(f"compile={described(fields['compile'])} must be True or False")
+    if not whole(fields["accumulate"]) or fields["accumulate"] < 1:
+        raise ValueError(
+            f"accumulate={described(fields['accumulate'])} must be a whole number of at least 1 batch, as "
+            f"{_plain('accumulate', fields['accumulate'], 8)}"
+        )
+
+
+def check_choices(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field that has some few values has another one."""
+    for name in ("compile", "drop_last"):
+        if not isinstance(fields[name], bool):
+            raise ValueError(f"{name}={described(fields[name])} must be True or False")
     if fields["precision"] not in ("float32", "bfloat16", "float16", "float64"):
         _refuse_precision(fields["precision"])
-    if fields["order"] not in ("shuffled", "sequential"):
-        raise ValueError(f'order={described(fields["order"])} must be "shuffled" or "sequential"')
+    if fields["order"] not in ("shuffled", "sequential") and not isinstance(fields["order"], Order):
+        raise ValueError(
+            f'order={described(fields["order"])} must be "shuffled", "sequential", apportion.weighted(weights), '
+            "with_replacement(), grouped(lengths) or custom(function)"
+        )
+    if fields["schedule_every"] not in ("update", "epoch"):
+        raise ValueError(f'schedule_every={described(fields["schedule_every"])} must be "update" or "epoch"')
+
+
+def check_schedule(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where what a schedule is stepped after, or with, does not fit the other fields."""
+    every, on, evaluation = fields["schedule_every"], fields["schedule_on"], fields["evaluation"]
+    for name, given in (("schedule_every", every != "update"), ("schedule_on", on is not None)):
+        if given and fields["schedule"] is None:
+            raise ValueError(f"{name}={fields[name]!r} needs a schedule: {SCHEDULE}")
+    if on is None:
+        return
+    if every != "update":
+        raise ValueError(f"schedule_every={every!r} and schedule_on={on!r} contradict each other: leave either out")
+    known = [] if evaluation is None else [*evaluation.metrics]
+    if on not in known:
+        raise ValueError(
+            f"schedule_on={on!r} must be a metric of the evaluation, "
+            f"{'which has ' + ', '.join(known) if known else 'and there is none: ' + EVALUATION}"
+        )
+
+
+def check_loss(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where there is neither a loss nor an update, or both, or a count that does not fit them."""
+    loss, update, count = fields["loss"], fields["update"], fields["count"]
+    if (loss is None) == (update is None):
+        raise ValueError(
+            "a workload needs either loss=(outputs, targets) -> mean, or update=(step, batch) -> values: "
+            f"{'give one of them' if loss is None else 'leave either out'}"
+        )
+    if not (count is None or count == "derived" or callable(count)):
+        raise ValueError(
+            f"count={count!r} must be a function of the targets, as count=lambda targets: "
+            "float((targets != -100).sum()), or None where the loss couples the examples; or leave it out"
+        )
+    if callable(count) and misfit(count, 1) is not None:
+        name = getattr(count, "__name__", type(count).__name__)
+        raise ValueError(
+            f"count={name} must be a function of the targets alone, as count=lambda targets: "
+            "float((targets != -100).sum())"
+        )
+    if count is None and update is not None:
+        raise ValueError("count=None goes with loss; an update sees the rows of its own rank alone")
+
+
+def check_names(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field that holds names holds something else."""
+    per_rank_draws, caches = fields["per_rank_draws"], fields["caches"]
+    if not _are_names(per_rank_draws):
+        raise ValueError(
+            f"per_rank_draws={per_rank_draws!r} must be the names of module classes or of the workload's "
+            'functions: per_rank_draws=("Reparametrise",)'
+        )
+    if not _are_names(caches):
+        raise ValueError(f'caches={caches!r} must be a tuple of names, as ("Model.attention",)')
+
+
+def _are_names(given: object) -> bool:
+    """Return whether a field holds names: a tuple of them, or another collection."""
+    return isinstance(given, Collection) and not isinstance(given, str) and all(isinstance(name, str) for name in given)
+
+
+def check_together(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError where fields contradict each other."""
+    carry, order, parts, accumulate = (fields[name] for name in ("carry", "order", "parts", "accumulate"))
+    if carry is not None and order != "sequential":
+        raise ValueError('carry needs order="sequential": a recurrent state follows its row through the data')
+    if carry is not None and fields["update"] is not None:
+        raise ValueError("carry goes with loss; with update, keep the state in your own function")
+    if carry is not None and fields["average"] is not None:
+        raise ValueError(
+            f"average={fields['average']} and carry contradict each other: the recurrent state is that of the weights "
+            "themselves; leave average out"
+        )
+    if parts is not None and isinstance(order, Order):
+        raise ValueError(
+            f"order={order} and parts={parts} contradict each other: each host draws from the parts that it has; use "
+            'order="shuffled" or "sequential", or leave parts out'
+        )
+    for name, given in (
+        ("update=", fields["update"] is not None),
+        ("count=None", fields["count"] is None),
+        ("carry=", carry is not None),
+    ):
+        if accumulate > 1 and given:
+            raise ValueError(
+                f"accumulate={accumulate} computes the loss of an update batch by batch, and {name} needs all of its "
+                f"examples at once: use batch_size={accumulate * fields['batch_size']} and leave accumulate out"
+            )
 
 
 def _refuse_precision(given: object) -> None:
@@ -125,6 +229,29 @@ def _refuse_precision(given: object) -> None:
     close = PRECISIONS.get(str(given).lower())
     hint = f': did you mean "{close}"?' if close is not None else ', as precision="bfloat16"'
     raise ValueError(f"precision={described(given)} must be float32, bfloat16, float16 or float64{hint}")
+
+
+def check_arguments(given: Any) -> None:
+    """Raise ValueError where ``arguments`` is not a dict of plain values by name."""
+    example = 'arguments={"lr": 0.2, "width": 64}'
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ValueError(f"arguments={described(given)} must be a dict of values by name: {example}")
+    for name, value in given.items():
+        if not is_plain(value):
+            raise ValueError(
+                f"arguments={{{name!r}: {described(value)}}} must be a number, a text, True, False, None, or a list, "
+                f"tuple or dict of these, since it is recorded with the run: {example}"
+            )
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value can be recorded as JSON: a number, a text, True, False, None, and lists, tuples and dicts
+    of these."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def check_evaluation(given: Any, kind: type) -> None:
@@ -173,6 +300,17 @@ def made_model(make: Callable[[], Any]) -> nn.Module:
     return made
 
 
+def refuse_batch_norm(model: nn.Module, accumulate: int, update_size: int) -> None:
+    """Raise ValueError where a layer takes the statistics of a batch, and an update has several."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None):
+            raise ValueError(
+                f"accumulate={accumulate} would give {name or 'the model'} ({type(layer).__name__}) the statistics of "
+                f"one batch at a time: use batch_size={update_size} and leave accumulate out, or a normalisation that "
+                "looks at one example (GroupNorm, LayerNorm)"
+            )
+
+
 def made_optimizer(make: Callable[[Any], Any], parameters: Sequence[tuple[str, nn.Parameter]]) -> Any:
     """Return the optimizer that ``optimizer`` makes, or several by name. Raises ValueError where it is written for
     something else than the named parameters, or makes something else."""
@@ -200,8 +338,8 @@ def made_schedule(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, t
     made: Any = make(optimizer, total)
     if isinstance(made, ReduceLROnPlateau):
         raise ValueError(
-            "ReduceLROnPlateau needs a metric, and the schedule is stepped once an update without one: "
-            "use a schedule of the step alone (StepLR, CosineAnnealingLR, OneCycleLR, LambdaLR)"
+            'ReduceLROnPlateau needs a metric of the evaluation: give schedule_on="loss", or use a schedule of the '
+            "step alone (StepLR, CosineAnnealingLR, OneCycleLR, LambdaLR)"
         )
     if not callable(getattr(made, "step", None)):
         raise ValueError(
@@ -209,6 +347,17 @@ def made_schedule(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, t
             f"is stepped once an update: {SCHEDULE}"
         )
     return made  # type: ignore[no-any-return]  # it has what is called of it
+
+
+def made_plateau(make: Callable[[Optimizer, int], Any], optimizer: Optimizer, total: int) -> ReduceLROnPlateau:
+    """Return the ReduceLROnPlateau of an optimizer. Raises ValueError where it is something else."""
+    made: Any = make(optimizer, total)
+    if not isinstance(made, ReduceLROnPlateau):
+        raise ValueError(
+            f"schedule= returned {described(made)}, and schedule_on= steps a ReduceLROnPlateau with a metric: return "
+            "one, or leave schedule_on out"
+        )
+    return made
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -139,8 +139,11 @@ class Cluster(JsonFile):
     """Devices and the links between them."""
 
     name: str
+    """The name that a plan shows for it."""
     devices: tuple[Device, ...]
+    """The devices, each under a name of its own."""
     links: tuple[Link, ...] = ()
+    """The links between devices; devices without one do not communicate."""
     measured: bool = False
     """Was the cluster measured here, by ``measure``? Otherwise its numbers are from elsewhere."""
 

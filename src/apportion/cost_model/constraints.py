@@ -3,6 +3,7 @@ built."""
 
 from __future__ import annotations
 
+from apportion.core.average import NO_AVERAGE
 from apportion.cost_model.cluster import Placement
 from apportion.cost_model.profile import Profile
 
@@ -60,6 +61,12 @@ def must_have_store(profile: Profile, layout: Placement, *, servers: int = 0) ->
     for what, given, cure in (
         ("update=", profile.own_update, "give a loss, or use data_parallel"),
         ("carry=", profile.carries, "a state follows its rows from batch to batch: use data_parallel"),
+        ("average=", profile.averages, NO_AVERAGE),
+        (
+            f"accumulate={profile.accumulate}",
+            profile.accumulate > 1,
+            "use batch_size= times as many, or data_parallel, fully_sharded or single_device",
+        ),
     ):
         if given:
             raise ValueError(f"{what} does not go with asynchronous workers: {cure}")

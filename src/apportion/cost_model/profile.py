@@ -121,14 +121,19 @@ class Profile(JsonFile):
     """The profile of a workload's step."""
 
     name: str
+    """The name of the network that was profiled."""
     batch_size: int
+    """The number of examples of an update."""
     layers: tuple[LayerProfile, ...]
+    """The layers in the order of the forward pass, each with its times and sizes."""
     device: str
     """The model of the device that the times are from."""
     passes: tuple[Pass, ...] = ()
+    """The times of whole forward and backward passes by the number of rows."""
     slots: int = 1
     """The count of numbers that the optimizer keeps for each weight."""
     buffer_bytes: int = 0
+    """The bytes of the model's buffers."""
     loading_seconds: float = 0.0
     """The seconds to gather one example's row."""
     examples: int | None = None
@@ -147,6 +152,10 @@ class Profile(JsonFile):
     """Is the loss a mean over examples, so that a batch can be dealt out?"""
     own_update: bool = False
     """Has the workload an ``update`` of its own?"""
+    accumulate: int = 1
+    """The number of batches that the ``batch_size`` examples of an update are computed in."""
+    averages: bool = False
+    """Is an average of the weights kept beside them?"""
     carries: bool = False
     """Is a recurrent state carried from batch to batch?"""
     element_wise: bool = True

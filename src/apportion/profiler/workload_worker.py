@@ -310,6 +310,8 @@ def facts(own: TimedStep) -> Message:
         "cut_by_rows": workload.count is not None,
         "own_update": workload.update is not None,
         "carries": workload.carry is not None,
+        "accumulate": workload.accumulate,
+        "averages": workload.average is not None,
         "element_wise": all(rule_of(o, g) is not None for o in replica.optimizers.values() for g in o.param_groups),
         "whole_updates": any(needs_whole_weights(o) for o in replica.optimizers.values()),
         "precision": workload.precision,

@@ -57,6 +57,7 @@ from apportion.parallel.compression.compression import METHODS, Compression, com
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, RunningStatistics, use_whole_batch
 from apportion.parallel.partition.replica_groups import check_of, check_replicas
 from apportion.parallel.partition.replicated_step import ReplicatedStep
+from apportion.parallel.replica.accumulation import batches_in
 from apportion.parallel.replica.bucket_update import BucketUpdate, GradientUpdate
 from apportion.parallel.replica.gradient_buckets import LARGE_BYTES, early_bytes
 from apportion.parallel.replica.initial_model import refuse_renormalising
@@ -220,20 +221,20 @@ class DataParallelStep(ReplicaStep, Recoverable):
         self._divides = world.most > 1
         self._attendance = NonEmptyRanks(world.group())
         super().__init__(workload, world)
-        if microbatches > 1:
+        if microbatches * workload.accumulate > 1:
             self._replica.begin_batch(first=True)
         if measured and isinstance(self.source.dataset, ActedDataset):
             raise ValueError(
                 'shares="measured" would move actors between workers, and their environments stay where they are: use '
                 'shares="equal"'
             )
-        self._measured = MeasuredShares(world.rank, world.size, workload.batch_size) if measured else None
+        self._measured = MeasuredShares(world.rank, world.size, workload.update_size) if measured else None
         self._waited = 0.0
         self.gradient_update: GradientUpdate
         if world.slots > 1 and unsuited(self._replica, world) is None:
             self.gradient_update = SharedUpdate(self._replica, world)
         else:
-            divides = self._divides or microbatches > 1
+            divides = self._divides or microbatches * workload.accumulate > 1
             self.gradient_update = BucketUpdate(self._replica, world, divides=divides, compress=compress)
 
     def prepare(self, model: nn.Module) -> None:
@@ -253,8 +254,10 @@ class DataParallelStep(ReplicaStep, Recoverable):
             use_whole_functions,  # here: a driver need not import them
         )
 
-        if self._microbatches > 1:
+        if self._microbatches > 1 or self._workload.accumulate > 1:
             strategy = f"data_parallel(microbatches={self._microbatches})"
+            if self._microbatches == 1:
+                strategy = f"accumulate={self._workload.accumulate}"
             refuse_coupling(model, self._workload, self.source.sample, strategy=strategy)
         elif self._divides:
             own = whole_batch_functions(
@@ -277,7 +280,7 @@ class DataParallelStep(ReplicaStep, Recoverable):
         own = batch if len(batch) else batch.borrowed()
         total = self._share.total(own)
         mean, weight = None, 0.0
-        parts = own.parts(self._microbatches)
+        parts = own.parts(self._microbatches * batches_in(batch, self._workload))
         for part in parts:
             if part is not parts[0]:
                 self._replica.again(batch.step)

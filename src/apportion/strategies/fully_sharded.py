@@ -55,6 +55,7 @@ from apportion.cost_model.strategies import fully_sharded
 from apportion.parallel.batch_coupling.analysis import refuse_coupling, whole_batch_functions
 from apportion.parallel.batch_coupling.sync_batch_functions import use_whole_functions
 from apportion.parallel.ops.sync_batch_norm import NonEmptyRanks, use_whole_batch
+from apportion.parallel.replica.accumulation import batches_in
 from apportion.parallel.replica.forward_state import moved_tensors
 from apportion.parallel.replica.initial_model import refuse_written
 from apportion.parallel.replica.replica import called
@@ -184,7 +185,7 @@ class FullyShardedStep(ReplicaStep):
         # A rank has no whole gradient to measure: clipping is between the sum and the update.
         self._clip = None if world.size == 1 else workload.clip_grad_norm
         super().__init__(workload if world.size == 1 else replace(workload, clip_grad_norm=None), world)
-        if settings.microbatches > 1:
+        if settings.microbatches * workload.accumulate > 1:
             self._replica.begin_batch(first=True)
         for optimizer in self.optimizers.values():
             refuse_optimizer(optimizer, alone=world.size == 1)
@@ -195,7 +196,7 @@ class FullyShardedStep(ReplicaStep):
                 "fully_sharded cannot train on what its network does: each rank keeps a part of the network, and "
                 "acting takes all of it; use data_parallel, parameter_server or hogwild"
             )
-        refuse_layers(model, self._settings.microbatches)
+        refuse_layers(model, self._settings.microbatches * self._workload.accumulate)
         functions = self._functions(model)
         if self._world.size > 1:
             from apportion.parallel.replica.fsdp import Sharded  # see ``imports``
@@ -214,8 +215,9 @@ class FullyShardedStep(ReplicaStep):
     def _functions(self, model: nn.Module) -> list[str]:
         """Returns the modules that take batch statistics by a function."""
         many, workload = self._settings.microbatches, self._workload
-        if many > 1:
-            refuse_coupling(model, workload, self.source.sample, strategy=f"fully_sharded(microbatches={many})")
+        if many > 1 or workload.accumulate > 1:
+            strategy = f"fully_sharded(microbatches={many})" if many > 1 else f"accumulate={workload.accumulate}"
+            refuse_coupling(model, workload, self.source.sample, strategy=strategy)
         elif self._world.size > 1:
             return whole_batch_functions(model, workload, self.source.sample, strategy="fully_sharded")
         return []
@@ -248,7 +250,8 @@ class FullyShardedStep(ReplicaStep):
     def _parts(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
         """Yields as many parts on every rank, since each gathers every layer: this rank's own, and then borrowed
         ones."""
-        many = min(self._settings.microbatches, -(-batch.size // self._group.size))
+        parts = self._settings.microbatches * batches_in(batch, self._workload)
+        many = min(parts, -(-batch.size // self._group.size))
         own = batch.parts(many) if len(batch) else []
         yield from ((part, True) for part in own)
         yield from ((batch.borrowed(), False) for _ in range(many - len(own)))

@@ -52,6 +52,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, final
 
 from apportion.comm.world import World
+from apportion.core.average import NO_AVERAGE
 from apportion.core.strategy import State, Step, Strategy
 from apportion.core.workload import Workload
 from apportion.cost_model.cluster import Placement
@@ -76,7 +77,9 @@ class LocalSgd(Strategy):
     outer: Literal["average", "nesterov"] = "average"
     """The use that is made of the mean: the new weights, or the direction of an outer step with momentum (DiLoCo)."""
     outer_lr: float = 0.7
+    """The learning rate of the outer step, where ``outer`` is "nesterov"."""
     outer_momentum: float = 0.9
+    """The momentum of the outer step, at least 0 and below 1."""
     slots: Literal["kept", "averaged"] = "kept"
     """The place of the optimizer's state: each replica's own, or averaged as the weights are."""
     overlap: bool = False
@@ -127,14 +130,14 @@ class LocalSgd(Strategy):
             yield from (cls(every=every) for every in (1, 8, 32))
 
     def cost(self, profile: Profile, layout: Placement) -> Cost:
-        _refuse_carried(profile.carries)
+        _refuse(carries=profile.carries, averages=profile.averages)
         kind = local_sgd.AveragingKind(
             self.outer == "nesterov", self.slots == "averaged", self.overlap, self.deadline is not None
         )
         return local_sgd.cost(profile, layout, kind, every=self.every)
 
     def build(self, workload: Workload, world: World) -> Step:
-        _refuse_carried(workload.carry is not None)
+        _refuse(carries=workload.carry is not None, averages=workload.average is not None)
         averaging = Averaging(
             every=self.every,
             outer=self._outer,
@@ -154,7 +157,9 @@ class LocalSgd(Strategy):
         )
 
 
-def _refuse_carried(carries: bool) -> None:
+def _refuse(*, carries: bool, averages: bool) -> None:
+    if averages:
+        raise ValueError(f"local_sgd averages the weights of replicas, and average= is one over updates: {NO_AVERAGE}")
     if carries:
         raise ValueError(
             "local_sgd deals out whole batches in turn, and a recurrent state that is carried along needs the one "

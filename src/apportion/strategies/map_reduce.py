@@ -155,7 +155,7 @@ class MapReduceStep(ReplicaStep, Recoverable):
 
     @property
     def _divides(self) -> bool:
-        most = min(self._workload.batch_size, self.source.deal.examples)
+        most = min(self._workload.update_size, self.source.deal.examples)
         return self._group.size > 1 or self._part < most
 
     def prepare(self, model: nn.Module) -> None:

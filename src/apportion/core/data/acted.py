@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from apportion.core.sampler import Index
+from apportion.core.order import Index
 
 
 class ActedDataset(ABC):

@@ -28,7 +28,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from apportion.core import tree
 from apportion.core.loss_terms import Count, examples, terms_of
-from apportion.core.sampler import DataShard, Draws, Index, split
+from apportion.core.order import Index
+from apportion.core.sampler import DataShard, Draws, split
 
 
 class BatchLoader(Protocol):
@@ -56,6 +57,9 @@ class Whole(NamedTuple):
     """Is the batch the first of its epoch?"""
     lender: int
     """The index of an example of the global batch, for ranks that have none."""
+    first_draw: int | None = None
+    """The number of draws of the epoch before this batch, where an example may come more than once in it; None where
+    each comes once."""
 
 
 class Batch:
@@ -208,10 +212,20 @@ class Batch:
         """Let go of inputs and targets, which are loaded again when they are touched again."""
         self._loaded = self._rows_found = None
 
+    @property
+    def draw_keys(self) -> Index:
+        """What random numbers of each row are keyed by, besides the seed and the epoch: the example, or, where that may
+        come more than once in an epoch, the number of the draw."""
+        first = self._whole.first_draw
+        if first is None:
+            return self.index
+        begin = first + self.rows.start
+        return np.arange(begin, begin + len(self.index), dtype=np.int64)
+
     def draws(self) -> Draws:
         """Random numbers keyed by (seed, epoch, example): the same on any number of workers."""
         source = self._source
-        return Draws(source.seed, self.epoch, self.index, device=source.device, dtype=source.dtype or torch.float32)
+        return Draws(source.seed, self.epoch, self.draw_keys, device=source.device, dtype=source.dtype or torch.float32)
 
     def replace(self, *, inputs: Any = None, targets: Any = None) -> Batch:
         """A batch of the same rows with other inputs or targets (what an ``augment`` returns)."""

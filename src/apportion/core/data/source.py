@@ -16,10 +16,11 @@ from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.data.batch import Batch, BatchPart, Block, Whole, aligned
 from apportion.core.loss_terms import Count, LabelTerms, examples, resolved
+from apportion.core.order import Index, Order
 from apportion.core.parts import PartedDataset, PartRows
 from apportion.core.python_state.python_state import PythonState
-from apportion.core.rng import seed_host, seeded_rng
-from apportion.core.sampler import DataShard, Index, PartSampler, Sampler, mix
+from apportion.core.rng import mix, seed_host, seeded_rng
+from apportion.core.sampler import DataShard, PartSampler, Sampler
 from apportion.core.torch_private import in_own_memory
 from apportion.core.workload import Workload, checked
 from apportion.errors import ApportionError
@@ -169,7 +170,7 @@ class BatchSource:
         """These rows of the global batch of a step, which this process loads by itself when they are touched."""
         index = self.deal.index(step)
         epoch, place = self.deal.place(step)
-        whole = Whole(step, epoch, self.deal.size(step), place == 0, int(index[0]))
+        whole = Whole(step, epoch, self.deal.size(step), place == 0, int(index[0]), self.deal.first_draw(step))
         return Batch(self, whole, index=index[part], rows=part)
 
     def sample(self, rows: int) -> tuple[Any, Any]:
@@ -186,7 +187,7 @@ class BatchSource:
             index = deal.first_rows(dataset.opened, rows)
         else:
             index = deal.index(0)[:rows]
-        whole = Whole(0, 0, deal.size(0), True, int(index[0]))
+        whole = Whole(0, 0, deal.size(0), True, int(index[0]), deal.first_draw(0))
         batch = Batch(self, whole, index=index, rows=slice(0, len(index)))
         seconds = self.seconds
         try:
@@ -211,6 +212,7 @@ class BatchSource:
         finally:
             self._is_looking = False
             self._python.reset()
+            self._fetcher.forget_epoch()
 
     def _watched(self) -> PythonState:
         workload = self._workload
@@ -243,7 +245,8 @@ class BatchSource:
     def _part(self, step: int, shard: DataShard) -> BatchPart:
         step, index, rows, lender = self.deal.take(step, shard)
         epoch, place = self.deal.place(step)
-        return BatchPart(Whole(step, epoch, self.deal.size(step), place == 0, lender), index, rows)
+        whole = Whole(step, epoch, self.deal.size(step), place == 0, lender, self.deal.first_draw(step))
+        return BatchPart(whole, index, rows)
 
     def load(self, batch: Batch) -> tuple[Any, Any]:
         """Fetch, collate, move and augment the rows of a batch."""
@@ -291,10 +294,19 @@ class BatchSource:
 
 def _sampler(workload: Workload, dataset: Dataset[Any]) -> Sampler:
     """The order in which the examples of a training set are taken."""
-    size, order, seed = workload.batch_size, workload.order, workload.seed
+    size, order, seed, drop_last = workload.update_size, workload.order, workload.seed, workload.drop_last
     if isinstance(dataset, PartedDataset):
-        return PartSampler(dataset.lengths, size, order=order, seed=seed)
-    return Sampler(len(dataset), size, order=order, seed=seed, lanes=workload.carry is not None)  # type: ignore[arg-type]
+        return PartSampler(dataset.lengths, size, order=order, seed=seed, drop_last=drop_last)
+    if isinstance(order, Order):
+        if isinstance(dataset, ActedDataset):
+            raise ValueError(
+                f"order={order}: the network makes these examples, one for each actor, and they are taken in turn: "
+                "leave order out"
+            )
+        with seeded_rng(seed):  # a data set may draw where its rows are read
+            order = order.opened(dataset)
+    lanes = workload.carry is not None
+    return Sampler(len(dataset), size, order=order, seed=seed, lanes=lanes, drop_last=drop_last)  # type: ignore[arg-type]
 
 
 # Rows of a dataset: opened, fetched, collated, moved and augmented.
@@ -317,6 +329,9 @@ class RowFetcher:
     ) -> None:
         self.seed, self.rank, self.dtype = workload.seed, rank, dtype
         self.augment, self._collate = workload.augment if augment else None, workload.collate
+        self._trains = augment
+        self._epochs: dict[int, int] = {}
+        """The epoch that each data set was last given."""
         self._make = make
         self.device = torch.device("cpu")
         """The device that the rows go to."""
@@ -401,13 +416,29 @@ class RowFetcher:
         if rows is not None:
             return self._pair(rows)
         with self._draws_of(batch, 0xF37C):
-            pieces = [self._samples(batch.epoch, piece) for piece in self._pieces(batch.index)]
+            pieces, keys = [], batch.draw_keys
+            for piece in self._pieces(batch.index):
+                self._tell_epoch(piece.data, batch.epoch)
+                pieces.append(self._samples(batch.epoch, piece, piece.whole if keys is batch.index else keys))
             samples = pieces[0] if len(pieces) == 1 else [sample for piece in pieces for sample in piece]
             with nullcontext() if get_worker_info() is None else in_own_memory():
                 collated = self._collate(samples)
         return self._pair(tree.cast(collated, self.device, self.dtype))
 
-    def _samples(self, epoch: int, piece: PartRows) -> Any:
+    def _tell_epoch(self, data: Dataset[Any], epoch: int) -> None:
+        """Call ``set_epoch`` of a training set that has it, before the first rows of another epoch are read."""
+        if not self._trains or self._epochs.get(id(data)) == epoch:
+            return
+        set_epoch = getattr(data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        self._epochs[id(data)] = epoch
+
+    def forget_epoch(self) -> None:
+        """Call ``set_epoch`` again before the next rows are read: what it has set was put back."""
+        self._epochs.clear()
+
+    def _samples(self, epoch: int, piece: PartRows, keys: Index) -> Any:
         many = getattr(piece.data, "__getitems__", None)
         if many is not None:
             samples = many(piece.local.tolist())
@@ -417,13 +448,13 @@ class RowFetcher:
                     "indices: it must give one for each; leave examples out in collate"
                 )
             return samples
-        at = zip(piece.local.tolist(), piece.whole.tolist(), strict=True)
-        return [self._example(epoch, piece.data, local, i) for local, i in at]
+        at = zip(piece.local.tolist(), piece.whole.tolist(), keys.tolist(), strict=True)
+        return [self._example(epoch, piece.data, local, i, key) for local, i, key in at]
 
-    def _example(self, epoch: int, data: Dataset[Any], local: int, i: int) -> Any:
+    def _example(self, epoch: int, data: Dataset[Any], local: int, i: int, key: int) -> Any:
         """One example, whose draws are its own: the same whichever rank fetches it, and beside whichever other
         examples."""
-        seed_host(mix(self.seed, epoch, i, 0xE7A1))
+        seed_host(mix(self.seed, epoch, key, 0xE7A1))
         try:
             return data[local]
         except Exception as error:

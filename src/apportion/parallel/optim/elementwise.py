@@ -9,7 +9,7 @@ and add in the order of torch's plain loop, which is not a fused kernel's to the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ from torch.optim.adam import adam
 from torch.optim.rmsprop import rmsprop
 
 from apportion.core import fast_paths, torch_private
+from apportion.core.average import SLOT, WeightAverage
+from apportion.core.averages.ema import Ema
 
 ELEMENTWISE = (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """The optimizers that update each weight by itself, so that a shard of a parameter needs nothing of the others."""
@@ -81,6 +83,25 @@ def rule_of(optimizer: Optimizer, group: Group) -> ElementwiseRule | None:
     if any(isinstance(value, Tensor) for value in group.values()):  # a learning rate that somebody else may change
         return None
     return make(group)
+
+
+def with_average(rule: ElementwiseRule | None, average: WeightAverage | str | None) -> ElementwiseRule | None:
+    """Return the rule that takes each update into an average of the weights besides; None where it has to know more
+    than the number of the update."""
+    if rule is None or average is None:
+        return rule
+    if not isinstance(average, Ema):
+        return None
+    update, weight = rule.update, 1.0 - average.decay
+
+    def averaged(group: Group, count: int, gradient: Tensor, old: FlatPiece, new: FlatPiece) -> None:
+        update(group, count, gradient, replace(old, slots=old.slots[:-1]), replace(new, slots=new.slots[:-1]))
+        if count == 1:
+            new.slots[-1].copy_(new.weights)
+        else:
+            torch.lerp(old.slots[-1], new.weights, weight, out=new.slots[-1])
+
+    return replace(rule, slots=(*rule.slots, SLOT), update=averaged)
 
 
 def _sgd(group: Group) -> ElementwiseRule:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from apportion.core.average import WeightAverage
 from apportion.core.json_data import from_plain, to_plain
 from apportion.core.rng import seeded_rng
+from apportion.core.schedules import EpochSchedule, MetricSchedule
 from apportion.core.strategy import State
 from apportion.core.torch_private import mark_stepped, remove_step_hooks
 from apportion.core.workload import Workload
@@ -85,7 +87,7 @@ class ReplicaOptimizers(dict[str, Optimizer]):
         self.searching = frozenset(n for n, o in self.items() if closure.needs_closure(o))
         """The optimizers that evaluate the loss themselves."""
         self._refuse_search()
-        self.schedules: dict[str, LRScheduler] = {}
+        self.schedules: dict[str, LRScheduler | EpochSchedule | MetricSchedule] = {}
         self.scaler = torch.amp.GradScaler(device.type) if workload.precision == "float16" else None
 
     @staticmethod
@@ -125,10 +127,10 @@ class ReplicaOptimizers(dict[str, Optimizer]):
                 "use map_reduce or single_device"
             )
 
-    def start_schedules(self, total_steps: int) -> None:
+    def start_schedules(self, total_steps: int, steps_per_epoch: int) -> None:
         """Make the learning-rate schedules, now that the number of updates is known."""
         for name, optimizer in self.items():
-            made = self._workload.make_schedule(optimizer, total_steps)
+            made = self._workload.make_schedule(optimizer, total_steps, steps_per_epoch)
             if made is not None:
                 self.schedules[name] = made
 
@@ -186,13 +188,22 @@ class ReplicaOptimizers(dict[str, Optimizer]):
         if self._workload.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self._workload.clip_grad_norm)
 
-    def step(self, name: str) -> None:
-        """Make the update of one optimizer."""
+    def step(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the update of one optimizer, which has these parameters."""
         if self.scaler is not None:
+            before = self.scaler.get_scale()
             self.scaler.step(self[name])
             self.scaler.update()
+            if self.scaler.get_scale() < before:  # the gradient has overflowed, and nothing was updated
+                return
         else:
             self[name].step()
+        self.take_average(name, parameters)
+
+    def take_average(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the weights after an update of one optimizer into their average, where the workload asks for one."""
+        if isinstance(self._workload.average, WeightAverage):
+            self._workload.average.after(self[name], parameters)
 
     def advance(self, steps: int) -> None:
         """Let the schedules go on by ``steps`` updates that were made elsewhere."""
@@ -200,6 +211,23 @@ class ReplicaOptimizers(dict[str, Optimizer]):
             mark_stepped(self[name])  # a schedule warns without
             for _ in range(steps):
                 schedule.step()
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Step the schedules that follow a metric."""
+        for schedule in self.schedules.values():
+            if isinstance(schedule, MetricSchedule):
+                schedule.evaluated(metrics[schedule.metric])
+
+    def by_metric(self) -> dict[str, Any]:
+        """The state of the schedules that follow a metric, as plain JSON: a rank that was not there lacks it."""
+        followed = {name: s.state_dict() for name, s in self.schedules.items() if isinstance(s, MetricSchedule)}
+        found: dict[str, Any] = to_plain(followed, "schedules")
+        return found
+
+    def follow(self, by_metric: Mapping[str, Any]) -> None:
+        """Take the state of the schedules that follow a metric from another rank."""
+        for name, state in from_plain(by_metric).items():
+            self.schedules[name].load_state_dict(state)
 
     # State
 

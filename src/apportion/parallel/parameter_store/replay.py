@@ -32,7 +32,7 @@ def ordered_reference(workload: Workload, workers: int) -> Iterator[State]:
     source = BatchSource(workload, device=CPU, dtype=replica.input_dtype)
     source.count_for(replica.model)
     source.acts(replica.model)
-    replica.start_schedules(source.total)
+    replica.start_schedules(source.total, source.deal.batches)
     for first in range(0, source.total, workers):
         round_ = range(first, min(first + workers, source.total))
         computed = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from apportion.comm.world import World
+from apportion.core.average import NO_AVERAGE
 from apportion.core.data.batch import Batch
 from apportion.core.data.source import BatchSource
 from apportion.core.json_data import from_plain, to_plain
@@ -42,6 +43,17 @@ def refuse(workload: Workload) -> None:
     for what, given, cure in (
         ("update=", workload.update is not None, "give a loss, or use data_parallel"),
         ("carry=", workload.carry is not None, "a state follows its rows from batch to batch: use data_parallel"),
+        (
+            f"accumulate={workload.accumulate}",
+            workload.accumulate > 1,
+            "use batch_size= times as many, or data_parallel, fully_sharded or single_device",
+        ),
+        (f"average={workload.average}", workload.average is not None, NO_AVERAGE),
+        (
+            f"schedule_on={workload.schedule_on!r}",
+            workload.schedule_on is not None,
+            "workers are at different updates when one evaluates: use data_parallel",
+        ),
         ('precision="float16"', workload.precision == "float16", 'use "bfloat16", which needs no loss scale'),
     ):
         if given:
@@ -101,12 +113,12 @@ class StoreWorker:
         numbers = self.model.buffer_numbers
         self._before, self._after = torch.zeros(numbers, dtype=torch.float64), torch.zeros(numbers, dtype=torch.float64)
         if split is None:
-            replica.start_schedules(self.source.total)
+            replica.start_schedules(self.source.total, self.source.deal.batches)
             other = workload.make_optimizer(list(replica.model.named_parameters()))
             leading = other if isinstance(other, torch.optim.Optimizer) else next(iter(other.values()))
         else:
             self.source, leading = split.source, _without_parameters(self.optimizer)
-        schedule = workload.make_schedule(leading, self.source.total)
+        schedule = workload.make_schedule(leading, self.source.total, self.source.deal.batches)
         self.hyper = HyperTable(self.layout.rule, leading, schedule)
         self._clip = workload.clip_grad_norm
         self._sign = [-1.0 if g.get("maximize") else 1.0 for g in self.optimizer.param_groups]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -30,13 +31,27 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import Recoverable, State, Step
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
+from apportion.parallel.optim.replica_optimizers import ReplicaOptimizers
 from apportion.parallel.partition.committed_shards import CommittedShards
 from apportion.parallel.partition.part import MakePart
 from apportion.parallel.partition.partitioner import PartitionedModel, Partitioner, refuse_workload
 from apportion.parallel.partition.resharding import Resharder
 from apportion.parallel.partition.tensor_shards import TensorShard
+from apportion.parallel.replica.accumulation import accumulated, refuse_accumulation
 from apportion.parallel.replica.gradient_buckets import GradientSum
 from apportion.parallel.tracing.uncompiled import as_written
+
+
+def _look(
+    workload: Workload,
+    look: Callable[[nn.Module, BatchSource], None] | None,
+    model: nn.Module,
+    source: BatchSource,
+) -> None:
+    """Refuses what the plain model ties together: for updates of several batches, and by what the strategy asks."""
+    refuse_accumulation(model, workload, source)
+    if look is not None:
+        look(model, source)
 
 
 @final
@@ -136,12 +151,12 @@ class SplitStep(Step, Recoverable):
         self.source = BatchSource(workload, device=world.device, dtype=dtype, rank=0)
         self.source.must_act(self)  # no rank has the whole network
         self.data_shard = DataShard()
-        self.rows = slice(0, workload.batch_size)
+        self.rows = slice(0, workload.update_size)
         """The rows of a carried state that are here; fewer than the batch where this is one of several replicas."""
         self.joined: Callable[[Tensor | None], Tensor | None] = lambda loss: loss
         """Adds up the gradients, and the loss, with those of other replicas; it is called before the sums over this
         replica's ranks."""
-        self._partitioner = Partitioner(workload, self.source, look)
+        self._partitioner = Partitioner(workload, self.source, partial(_look, workload, look))
         self._build(world, part)
 
     @collective
@@ -158,6 +173,8 @@ class SplitStep(Step, Recoverable):
         survives = survives and world.outer is None  # who has divided a world keeps what all of its ranks have
         self._committed = CommittedShards(world) if survives else None
         # Where the state is kept, no rank is two updates ahead of another.
+        if self._workload.accumulate > 1:
+            self.replica.begin_batch(first=True)
         self._reduce = GradientReduction(self._workload, own, self._group, waits=survives)
         self._loss: Tensor | None = None
 
@@ -177,10 +194,16 @@ class SplitStep(Step, Recoverable):
     def looked(self) -> None:
         self.replica.put_back()
 
+    @property
+    def schedules(self) -> ReplicaOptimizers:
+        return self.replica.optimizers
+
     def backward(self, batch: Batch) -> Tensor | None:
         self.replica.reseed(batch.step)
+        if self._workload.accumulate > 1:
+            self.replica.begin_batch()
         with as_written():
-            self._loss = self._own.part.backward(self.replica, batch)
+            self._loss = accumulated(self.replica, batch, lambda part: self._own.part.backward(self.replica, part))
         return self._loss
 
     def update(self) -> Mapping[str, Tensor]:

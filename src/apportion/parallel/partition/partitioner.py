@@ -143,7 +143,7 @@ class Partitioner:
         if compares:
             found = partial(part.predict, replica, sample)
             equivalence.refuse_others(replica.model, found, expected, workload.precision, group)
-        replica.start_schedules(self._source.total)
+        replica.start_schedules(self._source.total, self._source.deal.batches)
         sample.let_go()
         if world.members is None:  # it does not change
             self._sample = None

@@ -32,7 +32,7 @@ from apportion.core.python_state.python_state import PythonState
 from apportion.core.replica_digest import Replicated
 from apportion.core.rng import seed_everything
 from apportion.core.sampler import DataShard
-from apportion.core.strategy import Recoverable, State, Step, Strategy
+from apportion.core.strategy import FollowsMetrics, Recoverable, State, Step, Strategy
 from apportion.core.torch_private import BatchNormBase
 from apportion.core.workload import Workload
 from apportion.errors import StateLost
@@ -118,7 +118,7 @@ class ReplicatedStep(Step, Recoverable):
         inner.replica.set_rank(inner.replica.rank + place.replica * place.within.size)
         self.source.set_rank(place.replica)
         inner.python.shares = place.replicas
-        inner.rows = shard.rows(self._workload.batch_size)
+        inner.rows = shard.rows(self._workload.update_size)
         inner.joined = self._sum_gradients
         self._sums = GradientSum(
             inner.replica.trainable(), self._across, sparse=inner.sparse, optimizers=[*inner.optimizers.values()]
@@ -159,6 +159,10 @@ class ReplicatedStep(Step, Recoverable):
 
     def looked(self) -> None:
         self._inner.looked()
+
+    @property
+    def schedules(self) -> FollowsMetrics | None:
+        return self._inner.schedules
 
     def backward(self, batch: Batch) -> Tensor | None:
         self._own_rows = self._loss.rows = len(batch)
@@ -289,8 +293,8 @@ def _refuse_coupling(workload: Workload, world: World) -> None:
 def _refuse(workload: Workload, of: Strategy, place: ReplicaGroup) -> None:
     if workload.update is not None:
         raise ValueError(f"update= sees the loss of its own rows, and replicas of {of} share one: use data_parallel")
-    if workload.batch_size < place.replicas:
+    if workload.update_size < place.replicas:
         raise ValueError(
-            f"batch_size={workload.batch_size} cannot feed {place.replicas} replicas: each needs at least one example; "
-            f"use replicas<={workload.batch_size} or batch_size>={place.replicas}"
+            f"batch_size={workload.update_size} cannot feed {place.replicas} replicas: each needs an example; "
+            f"use replicas<={workload.update_size} or batch_size>={place.replicas}"
         )

@@ -19,8 +19,7 @@ from apportion.core.modes import evaluating, evaluating_as_written, made_by_mode
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.python_state.search import Search
-from apportion.core.rng import seed_everything
-from apportion.core.sampler import mix
+from apportion.core.rng import mix, seed_everything
 from apportion.core.strategy import State
 from apportion.core.workload import Workload
 from apportion.core.workload_rules import checked_loss, refuse_without_gradient
@@ -117,10 +116,10 @@ class Replica:
         self.forward = ForwardState(self.model, self.trainable())
         self._training = [m for m in self.model.modules() if m.training]
 
-    def start_schedules(self, total_steps: int) -> None:
+    def start_schedules(self, total_steps: int, steps_per_epoch: int) -> None:
         """Make the learning-rate schedules, now that the number of updates is known; before the first step."""
         self.forward.mark_unchanged()
-        self.optimizers.start_schedules(total_steps)
+        self.optimizers.start_schedules(total_steps, steps_per_epoch)
         for name, optimizer in self.optimizers.items():
             self.python.watch(**{f"optimizer {name}".rstrip(): optimizer})
         self.optimizers.must_be_storable()
@@ -215,7 +214,7 @@ class Replica:
         optimizers.unscale_and_clip(optimizer, parameters)
         with self.settled:
             self.updating = True
-            optimizers.step(optimizer)
+            optimizers.step(optimizer, parameters)
         if optimizers.schedules:
             optimizers.schedules[optimizer].step()
         for p in parameters:
@@ -228,6 +227,7 @@ class Replica:
         with self.settled:
             self.updating = True
         self.optimizers[optimizer].step(evaluate)  # type: ignore[arg-type] # a tensor is a float to it
+        self.optimizers.take_average(optimizer, self.trained.trainable(optimizer))
         if self.optimizers.schedules:
             self.optimizers.schedules[optimizer].step()
         for p in self.trained.trainable(optimizer):

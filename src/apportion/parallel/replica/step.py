@@ -25,6 +25,8 @@ from apportion.core.sampler import DataShard
 from apportion.core.strategy import State, Step, batches
 from apportion.core.workload import Workload
 from apportion.parallel.optim.closure import Closure
+from apportion.parallel.optim.replica_optimizers import ReplicaOptimizers
+from apportion.parallel.replica.accumulation import accumulated, refuse_accumulation
 from apportion.parallel.replica.loss_weighting import LossShare
 from apportion.parallel.replica.replica import Replica
 
@@ -72,7 +74,7 @@ class ReplicaStep(Step):
         self._replica.python.shares = self._group.size
         self._share = LossShare(self._replica, self._group)
         seed_everything(workload.seed)
-        self._replica.start_schedules(self.source.total)
+        self._replica.start_schedules(self.source.total, self.source.deal.batches)
         self._batch: Batch | None = None
         self._loss: Tensor | None = None
         """The mean loss of this rank's rows times their weight, until the update."""
@@ -127,6 +129,10 @@ class ReplicaStep(Step):
     def looked(self) -> None:
         self._replica.put_back()
 
+    @property
+    def schedules(self) -> ReplicaOptimizers:
+        return self._replica.optimizers
+
     def _make_data_shard(self, world: World) -> DataShard:
         """This rank's share of every batch."""
         if self._workload.parts is None or not self.deals_parts:
@@ -148,7 +154,7 @@ class ReplicaStep(Step):
         return self._replica.state(self._group, self._own_rows)
 
     def load_state_dict(self, state: State) -> None:
-        rows = DataShard(self._group.rank, self._group.size).rows(self._workload.batch_size)
+        rows = DataShard(self._group.rank, self._group.size).rows(self._workload.update_size)
         self._replica.load(state, rows)
         self._own_rows = None
 
@@ -186,15 +192,27 @@ class OneDeviceStep(ReplicaStep):
         super().__init__(workload, World(rank=rank, device=device))
         if alone:
             self._replica.trained.may_thaw()
+        if workload.accumulate > 1:
+            self._replica.begin_batch(first=True)
+
+    def prepare(self, model: nn.Module) -> None:
+        refuse_accumulation(model, self._workload, self.source)
 
     def backward(self, batch: Batch) -> Tensor:
+        self._replica.reseed(batch.step)
+        if self._workload.accumulate > 1:
+            self._replica.begin_batch()
+        loss = accumulated(self._replica, batch, self._one_batch)
+        assert loss is not None, "one device has every loss"
+        self._loss, self._batch = loss, batch
+        return self._loss
+
+    def _one_batch(self, batch: Batch) -> Tensor:
         replica = self._replica
-        replica.reseed(batch.step)
         with replica.autocast():
             loss = replica.loss(replica.outputs(batch), batch.targets)
         replica.backward(loss, 1.0)
-        self._loss, self._batch = loss.detach(), batch
-        return self._loss
+        return loss.detach()
 
     def minimize(self, loss: Tensor, batch: Batch, *, optimizer: str = "") -> Tensor:
         self._replica.gradient(loss, 1.0, optimizer)

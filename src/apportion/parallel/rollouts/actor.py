@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apportion.core import tree
-from apportion.core.sampler import mix
+from apportion.core.rng import mix
 from apportion.parallel.rollouts.observations import ObservationFormat
 from apportion.parallel.rollouts.policy import ActionPolicy
 from apportion.parallel.rollouts.transition import Environments

@@ -15,7 +15,8 @@ from torch import nn
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.event import EPISODE
-from apportion.core.sampler import Index, mix
+from apportion.core.order import Index
+from apportion.core.rng import mix
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.environments import Factory, one_that_is_seen, open_environments
 from apportion.parallel.rollouts.policy import policy_of

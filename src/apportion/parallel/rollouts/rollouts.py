@@ -15,7 +15,7 @@ from torch import nn
 
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
-from apportion.core.sampler import Index
+from apportion.core.order import Index
 from apportion.parallel.rollouts.acting import Acting
 from apportion.parallel.rollouts.actor import Act, Actor, Rollout
 from apportion.parallel.rollouts.environments import Factory, open_environments

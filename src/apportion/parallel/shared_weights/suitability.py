@@ -8,7 +8,7 @@ from apportion.comm.group import Alone
 from apportion.comm.shared_memory_group import SharedMemoryGroup
 from apportion.comm.world import World
 from apportion.core import fast_paths, torch_private
-from apportion.parallel.optim.elementwise import rule_of
+from apportion.parallel.optim.elementwise import rule_of, with_average
 from apportion.parallel.replica.initial_model import tied_by_memory
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.shared_weights.layout import is_dense
@@ -25,7 +25,8 @@ def unsuited(replica: Replica, world: World) -> str | None:
     if workload.update is not None or workload.precision == "float16" or workload.compile:
         return "its update is not a single one of plain tensors"
     (optimizer,) = replica.optimizers.values()
-    if any(rule_of(optimizer, group) is None for group in optimizer.param_groups):
+    rules = [rule_of(optimizer, group) for group in optimizer.param_groups]
+    if any(with_average(rule, workload.average) is None for rule in rules):
         return f"{type(optimizer).__name__} is not known to be element-wise"
     if workload.carry is not None:
         return "a recurrent state is carried"

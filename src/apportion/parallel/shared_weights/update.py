@@ -30,7 +30,7 @@ from apportion.core.data.batch import Batch
 from apportion.core.fault_points import reached
 from apportion.errors import StateLost
 from apportion.parallel.ops.factored_linear import factored, plain_layers
-from apportion.parallel.optim.elementwise import ElementwiseRule, rule_of
+from apportion.parallel.optim.elementwise import ElementwiseRule, rule_of, with_average
 from apportion.parallel.replica.bucket_update import GradientUpdate
 from apportion.parallel.replica.replica import Replica
 from apportion.parallel.replica.resync import share_python_state
@@ -221,10 +221,10 @@ def _layout_of(replica: Replica, layers: list[tuple[int, nn.Linear]], workers: i
     (optimizer,) = replica.optimizers.values()
     rules: list[tuple[Any, ElementwiseRule]] = []
     for group in optimizer.param_groups:
-        rule = rule_of(optimizer, group)
+        rule = with_average(rule_of(optimizer, group), replica.workload.average)
         assert rule is not None
         rules.append((group, rule))
-    rows, places, parameters = replica.workload.batch_size, replica.forward.places, replica.trainable()
+    rows, places, parameters = replica.workload.update_size, replica.forward.places, replica.trainable()
     return SharedLayout(
         regions=regions_of(rules, parameters),
         buffers=[(p.tensor.shape, p.tensor.dtype) for p in places if not p.parameter],

@@ -24,8 +24,7 @@ from torch.nn import functional
 
 from apportion.comm.differentiable import copy_to, gather_from
 from apportion.comm.group import Group
-from apportion.core.rng import strategy_draws
-from apportion.core.sampler import mix
+from apportion.core.rng import mix, strategy_draws
 from apportion.core.torch_private import parameters_of
 from apportion.parallel.ops.matmul import linear, linear_form
 from apportion.parallel.tensor.slicing import Slicer, shares

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from apportion.core.installed import in_packages
+from apportion.core.place_names import split_address
 from apportion.process import PACKAGE
 
 MARKS = ("pyproject.toml", ".git")
@@ -155,7 +156,7 @@ def source_of(address: object, cwd: str) -> dict[str, str] | None:
     """Returns the file behind an address and its digest, for run.json; None where there is no such file."""
     if not isinstance(address, str):
         return None
-    place = address.rpartition(":")[0]
+    place = split_address(address).place
     file = Path(cwd) / place if is_file(place) else located(place, [*sys.path, cwd])
     return _described(file)
 

@@ -16,8 +16,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from apportion.core.address import load_workload
+from apportion.core.address import load_workload, workload_in
+from apportion.core.average import take_averages
 from apportion.core.named_arguments import named_arguments
+from apportion.core.place_names import split_address
 from apportion.core.python_state.leaves import load_tensors, tensors_of
 from apportion.core.python_state.python_state import PythonState
 from apportion.core.rng import fork_rng, gpus_in_use, seed_host
@@ -25,7 +27,15 @@ from apportion.core.workload import Workload
 from apportion.core.workload_rules import check_model
 from apportion.errors import CheckpointError
 from apportion.runtime.checkpoint import code_ownership
-from apportion.runtime.checkpoint.run_directory import RunDirectory, model_files, python_files, read_model, read_python
+from apportion.runtime.checkpoint.run_directory import (
+    RunDirectory,
+    average_files,
+    model_files,
+    python_files,
+    read_average,
+    read_model,
+    read_python,
+)
 
 _T = TypeVar("_T")
 
@@ -36,12 +46,14 @@ def load(
     *,
     which: str | int | None = None,
     model: Callable[[], nn.Module] | None = None,
+    average: bool = True,
     trust: bool = False,
 ) -> nn.Module:
     """The trained module, plain and in evaluation mode, on the CPU.
 
     ``run_dir``: of a run, or of one of its checkpoints. ``which``: "best", "latest" or a step; None takes the best
     where the run has one. ``model`` makes the module where the run has no address (it was started from a notebook).
+    ``average``: with the average of the weights, where the workload keeps one; False: with the weights themselves.
     The file that the run names is imported only where it is the caller's own: below the nearest pyproject.toml or .git
     above the program's script or the current folder, or in that folder where there is neither and no other user may
     write to it or the file; outside any run directory, and as it was when the run was started; or in an installed
@@ -54,11 +66,15 @@ def load(
     if model is not None:
         check_model(model)
     path = Path(run_dir)
-    run, (tensors, (record, beside)) = _read(path, which, lambda folder: (read_model(folder), read_python(folder)))
+    run, (tensors, averages, (record, beside)) = _read(
+        path, which, lambda folder: (read_model(folder), read_average(folder), read_python(folder))
+    )
     module = _build(run, model, trust)
     python = PythonState()
     python.watch(model=module)
     _fill(module, tensors, path)
+    if average:
+        take_averages(module, averages)
     python.show(record, beside)
     return module.eval()
 
@@ -78,7 +94,7 @@ def pinned(
         # Links to the same inodes keep the files alive after the training has pruned the checkpoint.
         made.mkdir(parents=True)
         try:
-            for name in ("state.json", *model_files(checkpoint), *python_files(checkpoint)):
+            for name in ("state.json", *model_files(checkpoint), *average_files(checkpoint), *python_files(checkpoint)):
                 _link(checkpoint / name, made / name)
         except FileNotFoundError as error:
             raise CheckpointError(f"{checkpoint} is not whole: {error.filename} is missing") from error
@@ -155,19 +171,19 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _workload(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Workload:
     """Returns the workload that a run names: as this process has it, or imported where that may be."""
-    place, _, name = about["address"].rpartition(":")
+    parts = split_address(about["address"])
     found = _place(run, about["address"], about, "source", trust)
     if isinstance(found, ModuleType):
-        workload = getattr(found, name, None)
-        if isinstance(workload, Workload):
-            return workload
-        raise ValueError(
-            f"{run.path} was started from {place}, which runs already and has no workload {name} here: it is not run "
-            "again; give load(..., model=...)"
-        )
+        try:
+            return workload_in(found, about["address"])
+        except ValueError as error:
+            raise ValueError(
+                f"{run.path} was started from {parts.place}, which runs already and has no workload {parts.name} here: "
+                f"it is not run again; give load(..., model=...) ({error})"
+            ) from error
     try:
         with code_ownership.imported_by_load(about["address"]):
-            return load_workload(f"{found}:{name}")
+            return load_workload(parts.at(found))
     except ValueError as error:
         raise ValueError(f"{error}; put it back, or give load(..., model=...)") from error
 
@@ -175,7 +191,7 @@ def _workload(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Workl
 def _factory(run: RunDirectory, about: Mapping[str, Any], trust: bool) -> Callable[[], nn.Module] | None:
     """Returns what has made the model of a run that was started from Python, where its workload is not at hand."""
     address = about.get("address")
-    place = address.rpartition(":")[0] if address else ""
+    place = split_address(address).place if address else ""
     if code_ownership.is_file(place) and code_ownership.at_hand(Path(about.get("cwd", "."), place)) is not None:
         return None
     place, _, name = about["factory"]["name"].rpartition(":")
@@ -198,7 +214,7 @@ def _place(
 ) -> str | ModuleType:
     """Returns the module of an address where this process has it already; else the place to import it from, which has
     been found to be the caller's own, or is trusted. Raises ValueError where it is neither."""
-    place, cwd = address.rpartition(":")[0], about.get("cwd", ".")
+    place, cwd = split_address(address).place, about.get("cwd", ".")
     own = code_ownership.projects() if projects is None else projects
     # A folder that run.json alone names may hold anything under the name of what an own file imports.
     folders = [*sys.path, cwd] if trust or code_ownership.is_below(Path(cwd), own) else sys.path

@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from apportion.core.average import SLOT, averages_in
 from apportion.core.fingerprint import check_fingerprint
 from apportion.core.strategy import PARTS, State
 from apportion.errors import CheckpointError
@@ -55,6 +56,7 @@ from apportion.runtime.checkpoint.validation import (
 
 FORMAT = 1
 _LOCK_SECONDS = 10.0  # a killed writer may still be syncing when the resumed run saves for the first time
+_AVERAGE = "average.safetensors"
 _WRITING, _REMOVED, _LINK = ".writing", ".removed", ".link"
 _T = TypeVar("_T")
 
@@ -174,7 +176,10 @@ class RunDirectory:
             manifest["run"] = mark
         if self.cuts is not None:
             manifest["cuts"] = dict(self.cuts)
-        parts = {name: storable(name, getattr(state, name)) for name in PARTS}
+        averages = averages_in(state.optimizer)
+        slots = {name: slot for name, slot in state.optimizer.items() if name.removesuffix(f"/{SLOT}") not in averages}
+        written = {name: getattr(state, name) for name in PARTS} | {"optimizer": slots, "average": averages}
+        parts = {name: storable(name, tensors) for name, tensors in written.items()}
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -184,7 +189,7 @@ class RunDirectory:
                     refuse_superseded(self.path, self._writer)
                 self._tidy()
                 manifest["files"] = self._write(
-                    {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k not in ("carry", "buffers", "python")}
+                    {f"{k}.safetensors": v for k, v in parts.items() if v[0] or k in ("model", "optimizer")}
                 )
                 size = write_json(self.checkpoints / _WRITING / "state.json", _sealed(manifest))
                 # The evaluation of an older step may end after a newer step was saved.
@@ -355,6 +360,8 @@ class RunDirectory:
 def _read_state(folder: Path) -> State:
     manifest = _verify(folder)
     parts = {Path(name).stem: read_tensors(folder / name) for name in manifest["files"]}
+    averages = parts.pop("average", {})
+    parts["optimizer"] = parts.get("optimizer", {}) | {f"{name}/{SLOT}": t for name, t in averages.items()}
     return State(step=manifest["step"], settings=manifest["settings"], **parts)
 
 
@@ -363,6 +370,14 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     names = model_files(folder)
     _verify(folder, *names)
     return {name: tensor for file in names for name, tensor in read_tensors(folder / file).items()}
+
+
+def read_average(folder: Path) -> dict[str, Tensor]:
+    """Returns the averages of the weights by the name of the parameter, verified; none where none are kept."""
+    if _AVERAGE not in _read_manifest(folder / "state.json")["files"]:
+        return {}
+    _verify(folder, _AVERAGE)
+    return read_tensors(folder / _AVERAGE)
 
 
 def read_python(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -380,9 +395,14 @@ def python_files(folder: Path) -> list[str]:
     return [name for name in _read_manifest(folder / "state.json")["files"] if name == "python.safetensors"]
 
 
+def average_files(folder: Path) -> list[str]:
+    """Returns those files of a checkpoint that have the averages of the weights."""
+    return [name for name in _read_manifest(folder / "state.json")["files"] if name == _AVERAGE]
+
+
 def model_files(folder: Path) -> list[str]:
     """Returns those files of a checkpoint that have the model's tensors."""
-    others = ("optimizer.safetensors", "carry.safetensors", "python.safetensors")
+    others = ("optimizer.safetensors", "carry.safetensors", "python.safetensors", _AVERAGE)
     return [name for name in _read_manifest(folder / "state.json")["files"] if name not in others]
 
 

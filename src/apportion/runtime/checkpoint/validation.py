@@ -12,7 +12,7 @@ from typing import Any
 from apportion.errors import CheckpointError
 
 MOST_STEPS = 2**62
-PARTS = tuple(f"{name}.safetensors" for name in ("model", "buffers", "optimizer", "carry", "python"))
+PARTS = tuple(f"{name}.safetensors" for name in ("model", "buffers", "optimizer", "average", "carry", "python"))
 """The files of a checkpoint, besides state.json."""
 
 

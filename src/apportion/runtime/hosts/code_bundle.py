@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from apportion.core.place_names import split_address
 from apportion.process import PACKAGE
 
 MOST_BYTES = 64 << 20
@@ -27,8 +28,8 @@ def project_root(address: str | None, main: ModuleType) -> Path:
     ``address``: the workload's, where it was given by one. ``main``: the module ``__main__``.
     """
     if address is not None:
-        place = address.rpartition(":")[0]
-        return Path(place).resolve().parent if place.endswith(".py") or os.sep in place else Path.cwd()
+        parts = split_address(address)
+        return Path(parts.place).resolve().parent if parts.is_file else Path.cwd()
     file = getattr(main, "__file__", None)
     if file is None or getattr(main, "__spec__", None) is not None:
         return Path.cwd()
@@ -37,8 +38,8 @@ def project_root(address: str | None, main: ModuleType) -> Path:
 
 def shipped_address(address: str) -> str:
     """Returns what the address of a workload is below ``project_root``."""
-    place, _, name = address.rpartition(":")
-    return f"{Path(place).name}:{name}" if place.endswith(".py") or os.sep in place else address
+    parts = split_address(address)
+    return parts.at(Path(parts.place).name) if parts.is_file else address
 
 
 def shipped_path(root: Path) -> list[str]:

@@ -134,10 +134,13 @@ class Proof:
     """The findings of ``check``."""
 
     strategy: str
+    """The strategy that was proved, as it is typed."""
     workers: int
+    """The number of workers that it ran on."""
     exact: bool
     """True where the reference is the one-device step, False where it is the strategy's own (an approximate one)."""
     rounds: tuple[Round, ...]
+    """The findings in each precision, float64 first."""
     by_design: tuple[str, ...]
     """The things that differ by design, or could not be checked, in words."""
     hosts: int = 1
@@ -201,6 +204,18 @@ class Proof:
         first = "" if self.first is None else f"; {self.first}"
         likely = first + "".join(f"; likely, {cause}" for cause in self.causes)
         return f"{what} does not train the same network as {whose}: {self.evidence}{likely}"
+
+    def __str__(self) -> str:
+        """The findings in words, as the terminal shows them."""
+        from apportion.runtime.proof.proof_text import proof_lines
+
+        return "\n".join(proof_lines(self))
+
+    def _repr_html_(self) -> str:
+        """The findings as a notebook shows them."""
+        from apportion.runtime.proof.proof_text import proof_html
+
+        return proof_html(self)
 
     @property
     def _problem(self) -> str | None:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
 from apportion.core.data.acted import ActedDataset
+from apportion.core.order import Order
 from apportion.core.rng import seeded_rng
 from apportion.core.sampler import PartSampler, rows_of_parts
 from apportion.core.torch_private import pytree, version_of
@@ -66,13 +67,25 @@ def few_rows(
     wanted = _wanted(workload, examples, rows, steps, workers, chooses=bool(rare))
     if wanted is None:
         return workload
-    evenly = workload.order == "shuffled"
+    evenly, order, (size, batches) = workload.order != "sequential", workload.order, _smaller(workload, rows)
+    if isinstance(order, Order):
+        order = order.of_rows(spread_with(rare, examples, wanted, evenly=evenly))
     # Opened anew each time, as the workload's own is: a dataset may change as it is read.
     return replace(
         workload.with_data(lambda data: _sample(data, wanted, rare, evenly=evenly)),
-        batch_size=min(rows, workload.batch_size),
-        steps=workload.total_steps(-(-examples // workload.batch_size)),
+        batch_size=size,
+        accumulate=batches,
+        order=order,
+        steps=workload.total_steps(workload.updates_per_epoch(examples)),
     )
+
+
+def _smaller(workload: Workload, rows: int) -> tuple[int, int]:
+    """Returns the ``batch_size`` and ``accumulate`` of an update of at most ``rows`` examples, in as many batches as
+    before, or in fewer of one size."""
+    rows = min(rows, workload.update_size)
+    batches = next(n for n in range(min(workload.accumulate, rows), 0, -1) if rows % n == 0)
+    return rows // batches, batches
 
 
 def rows_of_proof(
@@ -81,11 +94,11 @@ def rows_of_proof(
     """Returns the rows of each part of the data that a proof of ``steps`` steps may ask for: with each of these numbers
     of rows in a batch, and with whole batches where those are few enough."""
     found: list[set[int]] = [set() for _ in lengths]
-    for count in (*rows, workload.batch_size):
+    for count in (*rows, workload.update_size):
         for some in {steps, min(steps, 2)}:  # gradients are compared for fewer steps
             chosen = _rows_of_parts(workload, count, some, workers, lengths)
             if chosen is None:
-                chosen = _first_batches(workload, lengths, some) if some * workload.batch_size <= MOST_ROWS else []
+                chosen = _first_batches(workload, lengths, some) if some * workload.update_size <= MOST_ROWS else []
             for of_part, index in zip(found, chosen, strict=False):
                 of_part.update(index)
     return found
@@ -93,7 +106,9 @@ def rows_of_proof(
 
 def _first_batches(workload: Workload, lengths: Sequence[int], steps: int) -> list[list[int]]:
     """Returns the rows of each part that the first batches of the workload hold."""
-    sampler = PartSampler(lengths, workload.batch_size, order=workload.order, seed=workload.seed)
+    sampler = PartSampler(
+        lengths, workload.update_size, order=workload.order, seed=workload.seed, drop_last=workload.drop_last
+    )
     ends, found = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
     for step in range(min(steps, workload.total_steps(sampler.batches))):
         for row in sampler.index(step).tolist():
@@ -107,12 +122,14 @@ def _wanted(
 ) -> int | None:
     """Returns how many rows of ``examples`` examples the workload is proved on; None where it stays as it is, which it
     does not where rows are chosen and its first steps would leave some out."""
-    rows = min(rows, workload.batch_size)
-    batches = -(-examples // workload.batch_size)
-    last = examples % workload.batch_size
-    if rows == workload.batch_size and (last == 0 or batches <= max(2, steps)) and not (chooses and batches > steps):
+    size = workload.update_size
+    rows = min(rows, size)
+    batches = workload.updates_per_epoch(examples)
+    draws = workload.order.length(examples) if isinstance(workload.order, Order) else examples
+    last = 0 if workload.drop_last else draws % size
+    if rows == size and (last == 0 or batches <= max(2, steps)) and not (chooses and batches > steps):
         return None
-    short = 0 if last == 0 else last if last < workers else max(workers, rows * last // workload.batch_size)
+    short = 0 if last == 0 else last if last < workers else max(workers, rows * last // size)
     return min(examples, 2 * rows if short == 0 else rows + short)
 
 
@@ -120,13 +137,15 @@ def _few_rows_of_parts(
     workload: Workload, rows: int, steps: int, workers: int, lengths: Sequence[int], rare: Sequence[int]
 ) -> Workload:
     chosen = _rows_of_parts(workload, rows, steps, workers, lengths, rare)
-    counted = replace(workload, steps=workload.total_steps(-(-sum(lengths) // workload.batch_size)))
+    counted = replace(workload, steps=workload.total_steps(workload.updates_per_epoch(sum(lengths))))
     if chosen is None:
         return counted
+    size, batches = _smaller(workload, rows)
     return replace(
         counted,
         data=lambda part: chosen_rows(workload.open_part(part), chosen[part]),
-        batch_size=min(rows, workload.batch_size),
+        batch_size=size,
+        accumulate=batches,
     )
 
 
@@ -139,7 +158,7 @@ def _rows_of_parts(
     if wanted is None:
         return None
     counts = [min(length, max(1, count)) for length, count in zip(lengths, rows_of_parts(lengths, wanted), strict=True)]
-    evenly = workload.order == "shuffled"
+    evenly = workload.order != "sequential"
     ends, of_parts = [0, *accumulate(lengths)], [list[int]() for _ in lengths]
     for row in rare:
         part = bisect_right(ends, row) - 1
@@ -162,7 +181,7 @@ def divided_evenly(workload: Workload, workers: int) -> Workload:
     if steps is None:
         with seeded_rng(workload.seed):
             examples: int = len(workload.open_data())  # type: ignore[arg-type]
-        steps = workload.total_steps(-(-examples // workload.batch_size))
+        steps = workload.total_steps(workload.updates_per_epoch(examples))
     return replace(workload, steps=max(1, steps // workers) * workers)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from apportion.core import tree
-from apportion.core.sampler import mix
+from apportion.core.rng import mix
 
 GRID = 1e4
 """The number of steps to 1 at which a projection of a row is distinguished from another: far above rounding."""

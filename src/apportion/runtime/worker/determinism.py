@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from apportion.core import tree
-from apportion.core.rng import plain_rng_states, strategy_is_drawing
-from apportion.core.sampler import mix
+from apportion.core.rng import mix, plain_rng_states, strategy_is_drawing
 from apportion.core.torch_private import DispatchMode
 from apportion.runtime.proof.row_draws import RowSeeds, drawn_alike, drawn_by_row, has_rows, is_ambiguous
 

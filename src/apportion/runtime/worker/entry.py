@@ -321,7 +321,7 @@ class _Tried:
         few = batch.parts(max(1, len(batch) // FORWARD_ROWS))[0]
         with torch.no_grad():
             outputs = tree.map_tensors(torch.Tensor.detach, called(workload, self._model, few, CPU))
-        found = probe_loss(workload.loss, self.terms, outputs, batch.targets, rows=workload.batch_size)
+        found = probe_loss(workload.loss, self.terms, outputs, batch.targets, rows=workload.update_size)
         if found.left is None or workload.carry is not None:
             return found
         try:
@@ -405,9 +405,9 @@ def refused_batch(workload: Workload, division: BatchDivision, rare: Sequence[in
         seconds = min(seconds, AUGMENT_SECONDS)
     until = time.monotonic() + seconds
     source = BatchSource(workload)
-    if source.keeps_rows or source.deal.lanes or workload.batch_size > MOST_ROWS:
+    if source.keeps_rows or source.deal.lanes or workload.update_size > MOST_ROWS:
         return None
-    if workload.batch_size * _seconds_a_row(source) > seconds:  # not even one batch could be made in time
+    if workload.update_size * _seconds_a_row(source) > seconds:  # not even one batch could be made in time
         return None
     for step in _steps(source, rare):
         if time.monotonic() > until:

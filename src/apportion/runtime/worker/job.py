@@ -139,7 +139,7 @@ class Job:
         workload = moving(workload)
         if self.rows or self.cut:
             workload = few_rows(
-                workload, self.rows or workload.batch_size, self.cut, self.workers, self.lengths, self.rare
+                workload, self.rows or workload.update_size, self.cut, self.workers, self.lengths, self.rare
             )
         if self.short:
             workload = short_sequences(workload)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from apportion.core import tree
 from apportion.core.data.batch import Batch
 from apportion.core.policy import Policy
-from apportion.core.rng import fork_rng
-from apportion.core.sampler import mix
+from apportion.core.rng import fork_rng, mix
 from apportion.core.strategy import State, Step
 from apportion.core.workload import Workload
 from apportion.errors import NotFinite

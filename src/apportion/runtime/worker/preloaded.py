@@ -84,14 +84,14 @@ def opened_job(job: Job) -> Job:
         held = BatchSource.of_evaluation(workload).dataset
         opened = replace(opened, evaluation=replace(workload.evaluation, data=lambda: held))
     with suppress(Exception):  # then the first step loads it
-        _warm(opened, -(-workload.batch_size // job.workers))
+        _warm(opened, -(-workload.update_size // job.workers))
     return replace(job, workload=replace(opened, model=_Built(workload)), changes={})
 
 
 def _warm(workload: Workload, rows: int) -> None:
     """Makes one step of a model that is thrown away, on as many rows as a worker takes: kernels are made for a
     shape."""
-    share = replace(workload, batch_size=rows, compile=False, evaluation=None)
+    share = replace(workload, batch_size=rows, accumulate=1, compile=False, evaluation=None)
     if workload.parts is not None:
         share = replace(share, parts=None, data=lambda: workload.open_part(0))
     step = OneDeviceStep(share, torch.device("cpu"))

@@ -42,6 +42,7 @@ from apportion.core.workload import Evaluation, Workload
 from apportion.errors import ApportionError
 from apportion.process import die_with_parent, outlive_notice
 from apportion.runtime.worker.evaluation import evaluate, try_evaluation
+from apportion.runtime.worker.training.averaged_network import AveragedNetwork
 from apportion.runtime.worker.training.checkpoints import BestMetric
 
 
@@ -61,6 +62,14 @@ class RunEvaluations:
             rank = 0 if step.whole else rank  # who loads the same batch draws the same numbers for it
             dtype = step.source.dtype
             self._source = BatchSource.of_evaluation(workload, device=step.device, dtype=dtype, rank=rank)
+        self._averaged: AveragedNetwork | None = None
+        if self._source is not None and workload.average is not None:
+            if isinstance(self._source.dataset, ActedDataset):
+                raise ValueError(
+                    f"average={workload.average}: a network that plays is evaluated as it acts, with its weights: "
+                    "leave average out"
+                )
+            self._averaged = AveragedNetwork(workload, step)
         self._news: list[str] = []
         self._reported_nan = False
         self.beside: Evaluator | None = None
@@ -96,7 +105,10 @@ class RunEvaluations:
         self._source.acts(self._step.model)  # and not in the attempt, which would play whole episodes
         if isinstance(dataset := self._source.dataset, ActedDataset):
             dataset.beat = beat
-        self.metrics = evaluate(self._step, self._evaluation, self._source, group, beat)
+        if self._averaged is not None:
+            self._averaged.refresh()
+        network = self._averaged or self._step
+        self.metrics = evaluate(network, self._evaluation, self._source, group, beat)
         if isinstance(dataset, ActedDataset):
             self._news += dataset.news()
         self._report_nan(self._step.done)

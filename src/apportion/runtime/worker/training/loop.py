@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from apportion.comm.group import Alone
+from apportion.comm.group import Alone, gather_messages
 from apportion.comm.world import World
 from apportion.core.event import Event
 from apportion.core.parts import PartedDataset
@@ -111,6 +111,11 @@ class _TrainingLoop:
             best = None if directory is None else directory.best()
             self._rejoin_step()
         self._regroup()
+        if self.workload.schedule_on is not None and (self.step.schedules is None or not self.step.lockstep):
+            raise ValueError(
+                f"schedule_on={self.workload.schedule_on!r} needs ranks that evaluate together, and those of "
+                f"{type(self.step).__name__} train on their own: use data_parallel or single_device"
+            )
         self.coordinator = StepCoordinator(
             self.group,
             world.device,
@@ -121,6 +126,7 @@ class _TrainingLoop:
         )
         if world.under_way:
             self.coordinator.rejoin(self.group, self.done)
+            self._share_rates(known=False)
         self.guarded = LossGuard(self.step, self.workload, job.policy, ranks=world.size)
         self.checkpoints = RunCheckpoints(job, self.step, self.guarded, directory, best)
         self.checkpoints.cut(cuts_of(self.step, world))
@@ -187,6 +193,17 @@ class _TrainingLoop:
         self.checkpoints.cut(cuts_of(self.step, self.world))
         self._regroup()
         self.coordinator.rejoin(self.group, self.done)
+        self._share_rates(known=True)
+
+    def _share_rates(self, *, known: bool) -> None:
+        """Has ranks that were not there learn what the evaluations have made of the learning rates. ``known``: this
+        rank was there."""
+        if self.workload.schedule_on is None or self.step.schedules is None:
+            return
+        own = self.step.schedules.by_metric() if known else None
+        states = gather_messages(own, self.group, device=self.world.device)
+        if not known and (state := next((s for s in states if s is not None), None)) is not None:
+            self.step.schedules.follow(state)
 
     def _opened_again(self) -> RunDirectory | None:
         """Returns the run directory that this rank writes from now on: the one that it has written, or another."""
@@ -335,6 +352,8 @@ class _TrainingLoop:
             yield from self._evaluated(lambda: beside.submit(state, self._beat))
             return
         best = self.evaluations.run(self.group, self.checkpoints.best, self._beat)
+        if self.workload.schedule_on is not None and best is not None and self.step.schedules is not None:
+            self.step.schedules.evaluated(self.evaluations.metrics)
         if best:
             self._save(best=True)
         if best is not None and self.world.rank == 0:

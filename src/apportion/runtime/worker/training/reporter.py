@@ -51,7 +51,7 @@ class RunReporter:
             device=str(self._step.device.type),
             parameters=self._step.parameters,
             examples=source.deal.examples,
-            batch_size=min(self._workload.batch_size, source.deal.examples),
+            batch_size=min(self._workload.update_size, source.deal.examples),
             count=description_of(self._workload.count, source.count),
             steps=source.total,
             steps_per_epoch=source.deal.batches,
@@ -97,7 +97,7 @@ class RunReporter:
 
     def look_at_batch(self) -> None:
         """Warns where a batch is to have more examples than there are."""
-        size, examples = self._workload.batch_size, self._step.source.deal.examples
+        size, examples = self._workload.update_size, self._step.source.deal.examples
         if size > examples and self._step.done == 0:
             self._guard.news.append(
                 f"batch_size={size} is more than the {examples} examples of data=: each batch has all {examples} of "
@@ -107,10 +107,16 @@ class RunReporter:
     def look_at_schedule(self) -> None:
         """Warns where the schedule ends the training within its first epoch."""
         schedule, source = self._workload.schedule, self._step.source
-        for optimizer in self._step.optimizers.values() if schedule is not None and self._step.done == 0 else ():
+        for optimizer in self._step.optimizers.values() if self._steps_by_update() else ():
             assert schedule is not None
             report = warning_of(schedule, optimizer, total=source.total, steps_per_epoch=source.deal.batches)
             self._guard.news += [] if report is None or report in self._guard.news else [report]
+
+    def _steps_by_update(self) -> bool:
+        """Tells whether this start has a schedule that is stepped once an update."""
+        workload = self._workload
+        by_update = workload.schedule_every == "update" and workload.schedule_on is None
+        return workload.schedule is not None and by_update and self._step.done == 0
 
     def checkpoints(self, news: Iterable[Saved | CheckpointError]) -> Iterator[Event]:
         """Yields the events of what was saved, or could not be."""

@@ -1,0 +1,1 @@
+"""Orders of the examples of an epoch: one file each."""
