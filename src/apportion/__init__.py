@@ -15,13 +15,21 @@ if TYPE_CHECKING:
     from apportion.api.compare import compare as compare
     from apportion.api.export import export as export
     from apportion.api.plan import plan as plan
+    from apportion.api.predict import evaluate as evaluate
+    from apportion.api.predict import predict as predict
     from apportion.api.serve import serve as serve
     from apportion.api.train import run as run
     from apportion.api.train import train as train
     from apportion.comm.world import World as World
+    from apportion.core.averages.ema import Ema as ema  # noqa: F401
+    from apportion.core.averages.swa import Swa as swa  # noqa: F401
     from apportion.core.data.batch import Batch as Batch
     from apportion.core.event import Event as Event
     from apportion.core.event import Result as Result
+    from apportion.core.orders.custom import Custom as custom  # noqa: F401
+    from apportion.core.orders.grouped import Grouped as grouped  # noqa: F401
+    from apportion.core.orders.weighted import Weighted as weighted  # noqa: F401
+    from apportion.core.orders.with_replacement import WithReplacement as with_replacement  # noqa: F401
     from apportion.core.policy import Policy as Policy
     from apportion.core.sampler import DataShard as DataShard
     from apportion.core.sampler import Draws as Draws
@@ -46,6 +54,11 @@ if TYPE_CHECKING:
     from apportion.parallel.rollouts.actor_critic import actor_critic as actor_critic
     from apportion.planner.plan import Plan as Plan
     from apportion.profiler.measure_cluster import measure as measure
+    from apportion.reporting.loggers.csv import Csv as csv  # noqa: F401
+    from apportion.reporting.loggers.mlflow import Mlflow as mlflow  # noqa: F401
+    from apportion.reporting.loggers.tensorboard import Tensorboard as tensorboard  # noqa: F401
+    from apportion.reporting.loggers.trackio import Trackio as trackio  # noqa: F401
+    from apportion.reporting.loggers.wandb import Wandb as wandb  # noqa: F401
     from apportion.runtime.checkpoint.load import load as load
     from apportion.runtime.launch.env import Env as env  # noqa: F401
     from apportion.runtime.launch.local import Local as local  # noqa: F401
@@ -100,11 +113,20 @@ _HOMES = {
     "load": "runtime.checkpoint.load",
     "measure": "profiler.measure_cluster",
     "plan": "api.plan",
+    "evaluate": "api.predict",
+    "predict": "api.predict",
     "run": "api.train",
     "serve": "api.serve",
     "train": "api.train",
 }
-_FOLDERS = ("apportion.strategies", "apportion.runtime.launch", "apportion.parallel.compression.methods")
+_FOLDERS = (
+    "apportion.strategies",
+    "apportion.runtime.launch",
+    "apportion.core.orders",
+    "apportion.core.averages",
+    "apportion.reporting.loggers",
+    "apportion.parallel.compression.methods",
+)
 
 __all__ = sorted(_HOMES)
 
@@ -124,6 +146,10 @@ def __getattr__(name: str) -> Any:
         found = find(name, values[name])
     else:
         raise AttributeError(f"apportion has no {name!r}: its public names are {', '.join(__dir__())}")
+    if isinstance(found, type):
+        from apportion.core.field_docs import describe_fields
+
+        describe_fields(found)
     globals()[name] = found
     return found
 

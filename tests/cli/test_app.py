@@ -22,21 +22,21 @@ from click.testing import CliRunner, Result
 from commands import at_terminal
 
 from apportion.api.compare import ComparedRow
+from apportion.api.comparison import show_rows
 from apportion.api.train import run
 from apportion.cli.app import app
-from apportion.cli.plain_lines import plan_line
-from apportion.cli.tables import show_rows
 from apportion.core.event import Event
 from apportion.reporting.journal import read_events
+from apportion.reporting.progress.plain_lines import plan_line
 
 pytestmark = pytest.mark.processes
 
 APPORTION = (sys.executable, "-c", "from apportion.cli.app import main; main()")
 FLAGS = {
     "train": [
-        "--allow-approximate", "--help", "--hosts", "--launcher", "--members", "--no-check", "--no-trial", "--policy",
-        "--remeasure", "--reprove", "--require-proof", "--resume", "--run-dir", "--seed", "--steps", "--strategy",
-        "--workers",
+        "--allow-approximate", "--grid", "--help", "--hosts", "--launcher", "--log", "--members", "--no-check",
+        "--no-trial", "--policy", "--remeasure", "--reprove", "--require-proof", "--resume", "--run-dir", "--seed",
+        "--steps", "--strategy", "--workers",
     ],
     "proofs": ["--help", "--json", "--remove"],
     "check": [
@@ -52,6 +52,8 @@ FLAGS = {
         "--deadline", "--evaluate", "--help", "--host", "--port", "--quorum", "--replication", "--serving", "--trust",
     ],
     "export": ["--help", "--json", "--out", "--target", "--trust"],
+    "predict": ["--batch-size", "--help", "--out", "--trust", "--which"],
+    "evaluate": ["--help", "--json", "--trust", "--which"],
 }  # fmt: skip
 WRITTEN = ("checkpoint", "report", "tensorboard")
 TINY = '''
@@ -198,7 +200,9 @@ def test_the_flags_of_every_verb_are_these() -> None:
 @pytest.mark.parametrize("verb", FLAGS)
 def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: str) -> None:
     text = words(apportion(verb, "--help").output)
-    assert {"serve": "MEMBER...", "export": "RUN", "proofs": "--remove"}.get(verb, "FILE:NAME") in text
+    assert {"serve": "MEMBER...", "export": "RUN", "predict": "RUN", "evaluate": "RUN", "proofs": "--remove"}.get(
+        verb, "FILE:NAME"
+    ) in text
     assert all(flag in text for flag in FLAGS[verb])
     about = {"train": "Train a workload", "check": "Prove that a training script", "compare": "Measure strategies"}
     about |= {
@@ -206,6 +210,8 @@ def test_help_says_what_a_verb_does_and_names_every_flag(apportion: Any, verb: s
         "serve": "Answer with one net",
         "export": "Carry a trained net",
         "proofs": "List the proofs",
+        "predict": "Write what a run",
+        "evaluate": "Say how well a run",
     }
     assert about[verb] in text
 

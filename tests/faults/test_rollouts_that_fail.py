@@ -126,7 +126,7 @@ def test_a_run_that_is_resumed_goes_on_with_new_episodes_and_says_so(
         if event.kind == "step" and event.step >= 20:
             break
     run.close()
-    from apportion.cli.plain_lines import PlainLines
+    from apportion.reporting.progress.plain_lines import PlainLines
 
     lines = PlainLines()
     for event in apportion.run(

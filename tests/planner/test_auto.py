@@ -14,12 +14,12 @@ from conftest import Within
 from ranks import by_value
 from torch import nn
 
-from apportion.cli.plain_lines import plan_line
 from apportion.core.event import Event
 from apportion.core.workload import Workload
 from apportion.planner import auto
 from apportion.planner.auto import decide
 from apportion.planner.predict import offered
+from apportion.reporting.progress.plain_lines import plan_line
 from apportion.runtime.launch.local import Local
 from apportion.strategies.single_device import SingleDevice
 

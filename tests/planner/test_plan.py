@@ -22,7 +22,6 @@ from ranks import by_value
 
 import apportion
 from apportion.cli.app import app
-from apportion.cli.plan_display import show_plan
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
 from apportion.cost_model.cluster import Cluster, Device, Link, Moved, Placement, Rate
@@ -33,6 +32,7 @@ from apportion.cost_model.profile import LayerProfile, Profile
 from apportion.planner.build import hosts_to_match, make, why_not
 from apportion.planner.candidate import TIE, Measurement, Priced, folded, misfit, ranked
 from apportion.planner.plan import commands
+from apportion.planner.plan_text import show_plan
 from apportion.planner.search import MOST_PRICED, group_sizes, places_of, search
 from apportion.planner.units import gibibytes, milliseconds, rate
 from apportion.planner.what_if import sensitivity

@@ -10,13 +10,13 @@ from html import unescape
 import pytest
 from by_hand import ROWS, chain, machine
 
-from apportion.cli.plan_display import MOST_ROWS, cells, rows, show_plan
 from apportion.core.strategy import Strategy
 from apportion.core.value import find, names
 from apportion.cost_model.cost import Cost
 from apportion.planner.build import make
 from apportion.planner.candidate import Measurement, Priced
 from apportion.planner.plan import Matched, Plan
+from apportion.planner.plan_text import MOST_ROWS, cells, rows, show_plan
 from apportion.reporting.html.plan_page import plan_page
 from apportion.strategies.data_parallel import DataParallel
 from apportion.strategies.fully_sharded import FullySharded

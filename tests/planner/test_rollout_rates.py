@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from by_hand import chain, machine
 
-from apportion.cli.plan_display import show_plan
 from apportion.cost_model.cluster import Cluster
 from apportion.cost_model.profile import Pass, Profile
 from apportion.cost_model.rollouts import LearnTiming, PlayTiming, RolloutTimes
 from apportion.planner.build import make
 from apportion.planner.calibration import Correction
+from apportion.planner.plan_text import show_plan
 from apportion.planner.rollouts.rates import RolloutRate, rates, table, why
 from apportion.planner.search import search
 from apportion.reporting.html.plan_page import plan_page

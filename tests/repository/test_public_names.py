@@ -43,18 +43,22 @@ NAMES = [
     "check",
     "check_script",
     "compare",
+    "evaluate",
     "export",
     "load",
     "measure",
     "plan",
+    "predict",
     "run",
     "serve",
     "train",
 ]
 VALUES = [
-    "bf16", "conv_parallel", "data_parallel", "env", "fp16", "fully_sharded", "hogwild", "hybrid_parallel", "int8",
-    "layer_placement", "local", "local_sgd", "map_reduce", "parameter_server", "pipeline_parallel", "power_sgd",
-    "ray", "single_device", "slurm", "ssh", "tensor_parallel", "top_k", "wavefront_parallel",
+    "bf16", "conv_parallel", "csv", "custom", "data_parallel", "ema", "env", "fp16", "fully_sharded", "grouped",
+    "hogwild", "hybrid_parallel", "int8", "layer_placement", "local", "local_sgd", "map_reduce", "mlflow",
+    "parameter_server", "pipeline_parallel", "power_sgd", "ray", "single_device", "slurm", "ssh", "swa",
+    "tensor_parallel", "tensorboard", "top_k", "trackio", "wandb", "wavefront_parallel", "weighted",
+    "with_replacement",
 ]  # fmt: skip
 HEAVY = ["click", "rich", "tensorboard", "matplotlib", "onnx", "onnxruntime", "ray", "gymnasium"]
 LIMIT_SHARE = 0.15

@@ -74,6 +74,21 @@ class ComparedRow:
         return {**asdict(self), "error": self.error}
 
 
+class ComparedRows(list[ComparedRow]):
+    """The rows of a comparison, fastest first, the approximate ones after the exact ones: a list that prints as the
+    terminal's table."""
+
+    def __str__(self) -> str:
+        from apportion.api.comparison import rows_text  # rich comes with it
+
+        return rows_text(self)
+
+    def _repr_html_(self) -> str:
+        from apportion.api.comparison import rows_html
+
+        return rows_html(self)
+
+
 def row_of(measured: Measured, alone: Measured, predicted: float | None) -> ComparedRow:
     """Returns the line of one strategy. ``alone``: one device; ``predicted``: the seconds of a step."""
     total = measured.computing + measured.waiting + measured.communicating or 1.0
@@ -218,7 +233,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     launcher: Launcher | str | None = None,
     path: str | Path | None = None,
     predict: bool = True,
-) -> list[ComparedRow]:
+) -> ComparedRows:
     """Measures ``steps`` steps of each strategy after a warm-up, in ``ROUNDS`` turns. Returns the rows, fastest first,
     and after the exact strategies the approximate ones: as many examples teach them less.
 
@@ -238,7 +253,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
     check_steps(steps)
     if workers is not None:
         where = where.with_workers(workers)
-    rows: list[ComparedRow] = where.dispatch(
+    rows: Sequence[ComparedRow] = where.dispatch(
         Compare(
             workload=workload,
             strategies=tuple(values_of(strategies)),
@@ -248,7 +263,7 @@ def compare(  # noqa: PLR0913 (all of it by name)
             path=path,
         )
     )
-    return rows
+    return ComparedRows(rows)
 
 
 def values_of(strategies: Sequence[Strategy | str] | None) -> list[Strategy]:

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from apportion.core import tree
 from apportion.core.data.acted import ActedDataset
 from apportion.core.named_arguments import named_arguments
-from apportion.core.sampler import mix
+from apportion.core.rng import mix
 from apportion.core.value import parse
 from apportion.core.workload import Workload
 from apportion.exporting import exporter

@@ -20,6 +20,7 @@ import cloudpickle
 from apportion.api.shipment import HostJob, HostVerb
 from apportion.comm.channel import Channel
 from apportion.core.json_data import cache_folder
+from apportion.core.place_names import split_address
 from apportion.errors import PeerLost
 from apportion.process import PACKAGE
 
@@ -153,7 +154,7 @@ def _answer(channel: Channel, given: HostVerb) -> int:
 
 def _here(workload: Any) -> Any:
     """Returns the workload, or its address on this host."""
-    if isinstance(workload, str) and workload.rpartition(":")[0].endswith(".py"):
+    if isinstance(workload, str) and split_address(workload).place.endswith(".py"):
         return os.path.join(sys.path[0], workload)
     return workload
 

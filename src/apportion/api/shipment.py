@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 
+from apportion.core.place_names import split_address
 from apportion.core.strategy import Strategy
 from apportion.core.workload import Workload
 from apportion.runtime.agents.hosts_launcher import HostsLauncher
@@ -64,5 +65,6 @@ def shipment_of(workload: Workload | str, given: HostJob | HostVerb) -> Shipment
 
 def whole_address(address: str | None) -> str | None:
     """Returns an address that means the same file in whatever folder it is read."""
-    place, _, name = (address or "").rpartition(":")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else address
+    if address is None or not (parts := split_address(address)).place.endswith(".py"):
+        return address
+    return parts.at(str(Path(parts.place).resolve()))

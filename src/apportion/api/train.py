@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from apportion.api.arguments import check_workload, launcher_of, policy_of, strategy_of
 from apportion.core.named_arguments import named_arguments
+from apportion.core.place_names import split_address
 from apportion.runtime.checkpoint.code_ownership import loading
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from apportion.core.policy import Policy
     from apportion.core.strategy import Strategy
     from apportion.core.workload import Workload
+    from apportion.reporting.logger import Logger
 
 
 @named_arguments("run")
@@ -38,6 +41,7 @@ def run(  # noqa: PLR0913 (the settings, all of them by name)
     check: bool = True,
     require_proof: bool = False,
     reprove: bool = False,
+    loggers: Sequence[Logger | str] = (),
 ) -> Generator[Event, None, None]:
     """Train, and yield what happens: steps, evaluations, checkpoints, faults, and the end.
 
@@ -59,6 +63,9 @@ def run(  # noqa: PLR0913 (the settings, all of them by name)
     without; ``require_proof`` ends the run where nothing could be shown; ``reprove`` makes a new proof where there is
     one already.
 
+    ``loggers``: programs that keep the scalars of the run, by themselves or as text: "csv", "tensorboard", "mlflow",
+    "wandb(project='mine')", "trackio".
+
     ``break`` checkpoints and stops every rank at the same step. SIGTERM is the notice to end: the last update is
     saved, and ToldToEnd, a SystemExit, is raised with status 143. Raises WorkerFailed where a worker fails,
     CheckpointError where the state cannot be kept, Disproved where the strategy does not train the network that it
@@ -76,6 +83,7 @@ def run(  # noqa: PLR0913 (the settings, all of them by name)
     # What a run needs, a program that only imports this package does without.
     from apportion.api.running import RunRequest, Training
     from apportion.planner.decision import Planning
+    from apportion.reporting.logger import logged, loggers_of
     from apportion.runtime.notice import refuse_requeue
 
     asked = RunRequest(
@@ -94,8 +102,9 @@ def run(  # noqa: PLR0913 (the settings, all of them by name)
     training = Training(asked=asked, strategy=chosen, planning=planning)
     _check_proof(check, require_proof=require_proof, reprove=reprove)
     refuse_requeue(asked.policy, os.environ)
+    wanted = loggers_of(loggers) if loggers else []
     events: Generator[Event, None, None] = where.dispatch(training)
-    return events
+    return logged(events, wanted) if wanted and os.environ.get("RANK", "0") == "0" else events
 
 
 def _check_proof(check: bool, *, require_proof: bool, reprove: bool) -> None:
@@ -117,21 +126,45 @@ def _check_run_dir(run_dir: str | Path | None, resume: object) -> None:
 
 
 @named_arguments("run", like=run)
-def train(workload: Workload | str, strategy: Strategy | str | None = None, **options: Any) -> Result:
+def train(
+    workload: Workload | str, strategy: Strategy | str | None = None, *, progress: bool | None = None, **options: Any
+) -> Result:
     """Runs ``run`` to its end, with its options; returns what it came to: ``metrics``, ``run_dir``,
-    ``examples_per_second``."""
+    ``examples_per_second``.
+
+    ``progress``: whether the run is shown as it goes; None: in a notebook, and where standard output is a terminal. An
+    interrupt (Ctrl-C, or the notebook's button) saves the last update, and raises KeyboardInterrupt, which a notebook
+    shows as one line with the command that goes on.
+    """
     from apportion.core.event import Result
+    from apportion.reporting.progress.display import Display, in_notebook, on_terminal
 
     last = None
-    for event in run(workload, strategy, **options):
-        last = event
+    events = run(workload, strategy, **options)
+    shown = progress if progress is not None else in_notebook() or on_terminal()
+    try:
+        with closing(events), Display() if shown else nullcontext() as display:
+            for event in events:
+                if display is not None:
+                    display.show(event)
+                last = event
+    except KeyboardInterrupt as interrupt:
+        _in_one_line(interrupt)
+        raise
     assert last is not None, "a run ends with an event"
     return Result(**vars(last))
 
 
+def _in_one_line(interrupt: KeyboardInterrupt) -> None:
+    """Has a notebook show the interrupt as what it says and not as a traceback."""
+    notes = [note for error in (interrupt, interrupt.__context__) for note in getattr(error, "__notes__", ())]
+    # The name of the method is IPython's: it asks an exception for the lines to show.
+    interrupt._render_traceback_ = lambda: ["; ".join("; ".join(notes).splitlines()) or "interrupted"]  # type: ignore[attr-defined]
+
+
 def fresh_run_dir(address: str | None) -> Path:
     """Returns ``runs/<name>-<date>-<time>``, which is not there yet."""
-    name = "run" if address is None else Path(address.rpartition(":")[0]).stem.rpartition(".")[2]
+    name = "run" if address is None else Path(split_address(address).place).stem.rpartition(".")[2]
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = stem, 1
     while path.exists():

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,12 @@ def _interrupted_early(number: int, frame: Any) -> None:
     type=click.IntRange(min=2),
     help="train this many members, from different seeds, in parallel: runs m1, m2, ...",
 )
+@click.option(
+    "--grid",
+    metavar="'A=[V, ...]'",
+    multiple=True,
+    help="train FILE:FUNCTION once for each of these values of an argument, in parallel; again for each argument",
+)
 @click.option("--run-dir", metavar="DIR", help="where everything is written (default: runs/...)")
 @click.option("--resume", is_flag=True, help="go on with the run in --run-dir")
 @_launcher
@@ -129,6 +135,13 @@ def _interrupted_early(number: int, frame: Any) -> None:
 @click.option("--no-check", is_flag=True, help="train without proving first that it is the same network")
 @click.option("--require-proof", is_flag=True, help="end with status 1 where that could not be proved")
 @click.option("--reprove", is_flag=True, help="prove it again where an earlier run's proof is cached")
+@click.option(
+    "--log",
+    "loggers",
+    metavar="L",
+    multiple=True,
+    help="csv, tensorboard, mlflow, \"wandb(project='mine')\" or trackio",
+)
 def train(  # noqa: PLR0913 (the flags)
     workload: str,
     named: str | None,
@@ -138,6 +151,7 @@ def train(  # noqa: PLR0913 (the flags)
     steps: int | None,
     seed: int | None,
     members: int | None,
+    grid: tuple[str, ...],
     run_dir: str | None,
     resume: bool,
     launcher: str | None,
@@ -148,14 +162,16 @@ def train(  # noqa: PLR0913 (the flags)
     no_check: bool,
     require_proof: bool,
     reprove: bool,
+    loggers: tuple[str, ...],
 ) -> None:
     """Train a workload, and say how well it does.
 
-    FILE:NAME is the workload: path/to/file.py:name or package.module:name. S is the strategy, as with --strategy.
+    FILE:NAME is the workload: path/to/file.py:name or package.module:name; or a function that returns one, with
+    arguments, "mine.py:make(lr=0.2)". S is the strategy, as with --strategy.
     """
     strategy = _one_of(named, strategy)
-    if members is not None:
-        _train_members(workload, members, run_dir, {
+    if members is not None or grid:
+        _train_several(workload, members, grid, run_dir, {
             "--hosts": hosts, "--strategy": strategy, "--workers": workers, "--steps": steps, "--seed": seed,
             "--launcher": launcher, "--policy": policy, "--resume": resume, "--no-trial": no_trial,
             "--remeasure": remeasure, "--allow-approximate": allow_approximate, "--no-check": no_check,
@@ -181,6 +197,7 @@ def train(  # noqa: PLR0913 (the flags)
             check=not no_check,
             require_proof=require_proof,
             reprove=reprove,
+            loggers=loggers,
         )
         _show(events, searches=not any((strategy, workers, launcher, hosts, resume)))
 
@@ -195,9 +212,10 @@ def _one_of(named: str | None, strategy: str | None) -> str | None:
 
 def _show(events: Generator[Event, None, None], *, searches: bool) -> None:
     """Shows a run while it goes on. ``searches``: whether it begins with a search for the fastest strategy."""
-    from apportion.cli.run_display import Display
+    from apportion.cli.flags import in_flags
+    from apportion.reporting.progress.display import Display
 
-    with closing(events), Display() as display:
+    with closing(events), Display(in_flags) as display:
         if searches:
             display.say("finding out which strategy is fastest here")
         for event in events:
@@ -205,29 +223,53 @@ def _show(events: Generator[Event, None, None], *, searches: bool) -> None:
     display.summarize()
 
 
-def _train_members(workload: str, members: int, run_dir: str | None, given: Mapping[str, object]) -> None:
-    """Trains each member by this same command, with the flags that were given."""
+def _train_several(
+    workload: str, members: int | None, grid: Sequence[str], run_dir: str | None, given: Mapping[str, object]
+) -> None:
+    """Trains the members of an ensemble or of a grid by this same command, with the flags that were given."""
     with guarded():
-        from apportion.api.train import fresh_run_dir
-        from apportion.api.train_ensemble import train_members
+        from apportion.core.place_names import check_place
 
-        if given["--seed"] is not None:
-            raise ValueError("--members counts on from the workload's seed: leave --seed out")
+        check_place(workload)
+        if members is not None and grid:
+            raise ValueError(
+                "--members trains one workload from several seeds, --grid several workloads: leave one out"
+            )
         if given["--hosts"] is not None:
-            raise ValueError("--members trains side by side on this machine: leave --hosts out")
+            raise ValueError(
+                f"--{'grid' if grid else 'members'} trains side by side on this machine: leave --hosts out"
+            )
+        from apportion.api.side_by_side import train_members
+        from apportion.api.train import fresh_run_dir
+
+        if members is None:
+            from apportion.api.grid import grid_members
+
+            chosen = grid_members(workload, grid)
+        else:
+            from apportion.api.ensemble_members import ensemble_members
+
+            if given["--seed"] is not None:
+                raise ValueError("--members counts on from the workload's seed: leave --seed out")
+            chosen = ensemble_members(workload, members)
         folder = run_dir or str(fresh_run_dir(workload))
-        flags = [
+        words = [
             word
             for name, value in given.items()
             if value is not None and value is not False
             for word in ((name,) if value is True else (name, str(value)))
         ]
-        trained = train_members(workload, members, folder, flags, click.echo)
-        if done := [str(one.run_dir) for one in trained if one.status == 0]:
-            click.echo(f"apportion serve {' '.join(done)}")
-        if len(done) < members:
-            failed = ", ".join(f"{one.name} (exit status {one.status})" for one in trained if one.status != 0)
-            raise ApportionError(f"{members - len(done)} of {members} members were not trained: {failed}")
+        trained = train_members(chosen, folder, words, click.echo)
+        done = [one for one in trained if one.status == 0]
+        if grid:
+            from apportion.cli.tables import show_grid
+
+            show_grid(trained)
+        elif done:
+            click.echo(f"apportion serve {' '.join(str(one.run_dir) for one in done)}")
+        if len(done) < len(chosen):
+            failed = ", ".join(f"{one.member.name} (exit status {one.status})" for one in trained if one.status != 0)
+            raise ApportionError(f"{len(chosen) - len(done)} of {len(chosen)} members were not trained: {failed}")
 
 
 @app.command(cls=WithScriptArguments)
@@ -337,7 +379,7 @@ def compare(  # noqa: PLR0913 (the flags)
     """
     with guarded():
         begin(workload, strategy, launcher, hosts)
-        from apportion.cli.tables import show_rows
+        from apportion.api.comparison import show_rows
 
         where = launcher_of(launcher, workers, hosts)
         rows = apportion.compare(workload, list(strategy) or None, steps=steps, path=out, launcher=where)
@@ -408,9 +450,55 @@ def _show_plan(decided: Plan, out: str | None, as_json: bool) -> None:
     if as_json:
         _print_json(decided.to_json())
     else:
-        from apportion.cli.plan_display import show_plan
+        from apportion.planner.plan_text import show_plan
 
         show_plan(decided)
+
+
+@app.command()
+@click.argument("run_dir", metavar="RUN")
+@click.argument("data", metavar="DATA")
+@click.option("--out", metavar="FILE.npz", required=True, help="the outputs, an array of them by name")
+@click.option("--which", metavar="W", help="best, latest or a step (default: the best, where the run has one)")
+@click.option("--batch-size", metavar="N", type=_AT_LEAST_ONE, default=256, show_default=True, help="examples at once")
+@_trust
+def predict(run_dir: str, data: str, out: str, which: str | None, batch_size: int, trust: bool) -> None:
+    """Write what a run's network predicts for a data set.
+
+    DATA is FILE:NAME, a map-style data set or a function that makes one, or FILE.npz with the inputs.
+    """
+    with guarded():
+        found = apportion.predict(run_dir, data, out=out, which=_which(which), batch_size=batch_size, trust=trust)
+        import torch
+
+        from apportion.core import tree
+
+        shapes = ", ".join(str(tuple(t.shape)) for t in tree.tensors(found) if isinstance(t, torch.Tensor))
+        click.echo(f"{out}: outputs of shape {shapes}")
+
+
+@app.command()
+@click.argument("run_dir", metavar="RUN")
+@click.argument("data", metavar="[DATA]", required=False)
+@click.option("--which", metavar="W", help="best, latest or a step (default: the best, where the run has one)")
+@_trust
+@_json
+def evaluate(run_dir: str, data: str | None, which: str | None, trust: bool, as_json: bool) -> None:
+    """Say how well a run's network does on a data set.
+
+    DATA is FILE:NAME, a map-style data set or a function that makes one; without it the workload's own evaluation set.
+    """
+    with guarded():
+        metrics = apportion.evaluate(run_dir, data, which=_which(which), trust=trust)
+        if as_json:
+            _print_json(metrics)
+        else:
+            for name, value in metrics.items():
+                click.echo(f"{name} {value:.6g}")
+
+
+def _which(given: str | None) -> str | int | None:
+    return int(given) if given is not None and given.isdigit() else given
 
 
 def _print_json(value: Any) -> None:

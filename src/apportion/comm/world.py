@@ -38,10 +38,15 @@ class World:
     """The processes of a run, seen from one of them."""
 
     rank: int = 0
+    """The number of this process among all ranks, from 0."""
     size: int = 1
+    """The number of ranks."""
     local_rank: int = 0
+    """The number of this process among the ranks of its host, from 0."""
     local_size: int = 1
+    """The number of ranks on this host."""
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    """The device that this rank computes on."""
     place: MemberPlace | None = None
     """The place that this process has in the membership of the run, where workers may be replaced."""
     channel: Channel | None = field(default=None, repr=False, compare=False)
@@ -59,6 +64,7 @@ class World:
     name: str = ""
     """The name of a part: its axis and its ranks in the outer world, as ``pipe/0,2``."""
     all_waits: WaitClock = field(default_factory=WaitClock, repr=False, compare=False)
+    """The time that this process has spent waiting for others, over all groups."""
     _parts: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
     _axes: dict[str, World] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[str, Group] = field(default_factory=dict, repr=False, compare=False)

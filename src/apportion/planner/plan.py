@@ -41,8 +41,11 @@ class Plan:
     """The workload that the numbers belong to: as it is addressed (FILE:NAME), or by the name of the profile that was
     given."""
     profile: Profile
+    """The profile of the workload's step that the prices are computed from."""
     cluster: Cluster
+    """The machines and links that the plan is for."""
     chosen: Priced
+    """The candidate that was chosen, with its price."""
     candidates: tuple[Priced, ...]
     """All strategies, the best first, each once: exact ones, approximate ones, then those that cannot run, or do not
     fit."""
@@ -53,6 +56,7 @@ class Plan:
     sensitivities: tuple[str, ...] = ()
     """The lines that say when the answer would change."""
     matched: Matched | None = None
+    """The comparison with another cluster, where one was asked for; else None."""
     rollouts: tuple[RolloutRate, ...] = ()
     """The frames a second that are predicted of other numbers of environments and steps, by every strategy; empty where
     the network does not make its examples by what it does, or only the workload's own numbers were measured."""
@@ -91,6 +95,18 @@ class Plan:
     def commands(self) -> Commands:
         """The shell commands that carry out the plan."""
         return commands(self.address or self.workload, self.chosen, self.started_by)
+
+    def __str__(self) -> str:
+        """The plan as the terminal shows it."""
+        from apportion.planner.plan_text import plan_text  # rich comes with it
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        """The plan as a notebook shows it."""
+        from apportion.planner.plan_text import plan_html
+
+        return plan_html(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data: the chosen candidate's ``strategy``, ``launcher``, ``workers``,

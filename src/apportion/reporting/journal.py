@@ -10,11 +10,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-import socket
-import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +18,8 @@ from typing import Any
 
 from apportion.core.event import Event
 from apportion.errors import CheckpointError
-from apportion.runtime.checkpoint.durable_files import EVENTS, NO_ROOM, Appended, decode, encode, open_own, reason
+from apportion.reporting.loggers.tensorboard import Scalars
+from apportion.runtime.checkpoint.durable_files import EVENTS, Appended, decode, encode, open_own, reason
 
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
@@ -39,7 +36,7 @@ class Journal:
     def __init__(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
         self._path = self._run_dir / EVENTS
-        self._scalars = _Scalars(self._run_dir / TENSORBOARD)
+        self._scalars = Scalars(self._run_dir / TENSORBOARD)
         try:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             self._lines = Appended(self._path, lambda line: decode(line) is not None)
@@ -50,7 +47,7 @@ class Journal:
         """Keep this event."""
         try:
             self._lines.write(encode(event))
-            self._scalars.write(event)
+            self._scalars.record(event)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -101,102 +98,6 @@ def entries(run_dir: str | Path) -> Iterator[tuple[float, Event]]:
                 yield entry
             elif line.endswith(b"\n"):
                 raise CheckpointError(f"{path}, line {number} is not an event: the file was changed or damaged")
-
-
-class _Scalars:
-    """TensorBoard's file of scalars, made with its first one: finding and importing tensorboard takes 0.1 s.
-
-    Written by tensorboard's own record writer and not by torch.utils.tensorboard, which imports TensorFlow where that
-    is installed (seconds, in which the driver would see no worker die), buffers for two minutes what a killed driver
-    then loses, and keeps a thread.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._records: Any = None
-        self._formats: Any = None
-        self._missing = False
-        self._purge: int | None = None
-        self._full = False
-
-    def write(self, event: Event) -> None:
-        if event.kind == "start" and event.data.get("first_step"):
-            # What an earlier sitting recorded beyond the checkpoint is done again: TensorBoard drops it.
-            self._purge = int(event.data["first_step"]) + 1
-        scalars = _scalars(event)
-        try:
-            self._write(event, scalars)
-            self._full = False
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            if not self._full:
-                self._full = True
-                warnings.warn(f"the disk is full: {self._folder} misses scalars; make room there", stacklevel=3)
-
-    def _write(self, event: Event, scalars: Mapping[str, float]) -> None:
-        if scalars and self._open():
-            record = self._formats.Event(step=event.step)
-            for tag, value in scalars.items():
-                record.summary.value.add(tag=tag, simple_value=value)
-            self._keep(record)
-
-    def close(self) -> None:
-        if self._records is not None:
-            with suppress(OSError):  # a full disk was reported already
-                self._records.close()
-            self._records = None
-        self._missing = True
-
-    def _open(self) -> bool:
-        if self._missing or self._records is not None:
-            return not self._missing
-        try:
-            from tensorboard.compat.proto import event_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except Exception as error:  # a protobuf that does not fit raises TypeError: no reason to end a training
-            self._missing = True
-            if not isinstance(error, ModuleNotFoundError):
-                warnings.warn(f"no TensorBoard files, importing tensorboard failed: {error}", stacklevel=2)
-            return False
-        self._formats = event_pb2
-        self._folder.mkdir(exist_ok=True)
-        self._records = RecordWriter(open(self._folder / _scalars_name(), "ab"))  # noqa: SIM115 (closed by close)
-        self._keep(event_pb2.Event(file_version="brain.Event:2"))
-        if self._purge is not None:
-            started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._keep(event_pb2.Event(step=self._purge, session_log=started))
-        return True
-
-    def _keep(self, record: Any) -> None:
-        record.wall_time = time.time()
-        self._records.write(record.SerializeToString())
-        self._records.flush()
-
-
-def _scalars_name() -> str:
-    """Return the name of a new file of scalars: TensorBoard takes the files of a folder in the order of their names, so
-    the time comes first."""
-    return f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-
-
-def _scalars(event: Event) -> dict[str, float]:
-    """Return what goes to TensorBoard of this event, by tag. Where there are several values, it is the last: the one
-    that belongs to the step."""
-    data = event.data
-    if event.kind == "step":
-        scalars = {name: values[-1] for name, values in data.get("values", {}).items() if values}
-        scalars |= {name: data.get(name) for name in ("learning_rate", "examples_per_second")}
-    elif event.kind == "speed":
-        scalars = {f"worker/{data['rank']}/examples_per_second": data.get("examples_per_second")}
-    elif event.kind == "rollouts":
-        names = "frames_per_second", "score", "length", "environment", "acting"
-        scalars = {f"worker/{data['rank']}/{name}": data.get(name) for name in names}
-    elif event.kind == "evaluation":
-        scalars = {f"evaluation/{name}": value for name, value in data.get("metrics", {}).items()}
-    else:
-        scalars = {}
-    return {tag: float(value) for tag, value in scalars.items() if isinstance(value, int | float)}
 
 
 @dataclass(frozen=True)

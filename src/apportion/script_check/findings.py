@@ -85,44 +85,50 @@ Severity = Literal["difference", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
-
-    ``name``: what ``--accept`` takes. ``severity``: "difference" (another network is trained), "warning" (the step is
-    right and something beside it is wrong) or "note". ``sentence``: what was observed, with its values; ``remedy``:
-    what to change. ``tensors``: names of the tensors concerned, the first one first. ``ranks``: the ranks concerned.
-    ``step``: the first optimizer step at which it shows, counted from 1. ``site``: file and line of the script.
-    """
+    """One thing that was found."""
 
     name: str
+    """The name of the finding, which ``--accept`` takes."""
     severity: Severity
+    """The weight of the finding: "difference" (another network is trained), "warning" (the step is right and something
+    beside it is wrong) or "note"."""
     sentence: str
+    """What was observed, with its values."""
     remedy: str = ""
+    """What to change; empty where that is not known."""
     tensors: tuple[str, ...] = ()
+    """The names of the tensors concerned, the first one first."""
     ranks: tuple[int, ...] = ()
+    """The ranks that are concerned."""
     step: int | None = None
+    """The first optimizer step at which it shows, counted from 1."""
     site: str = ""
+    """The file and line of the script."""
     factor: float | None = None
+    """The factor by which a gradient or a loss is wrong, where it is one."""
     accepted: bool = False
+    """True where the finding is intended, as ``--accept`` says."""
 
 
 @dataclass(frozen=True)
 class ScriptAnswer:
-    """The answer about a script.
-
-    ``verdict``: "another network", "the same network, but", "the same network", "undecided", "could not run" or "the
-    ranks wait for each other".
-    ``findings``: what was found, the most important first. ``compared``: what was compared, in numbers, by name.
-    ``about``: sentences on how the script was run (shortened loaders, the reference, the sandbox). ``ranks``: lines
-    on what each rank was doing when all waited, and ``hang`` the whole of it, with the stacks.
-    """
+    """The answer about a script."""
 
     verdict: str
+    """The verdict: "another network", "the same network, but", "the same network", "undecided", "could not run" or "the
+    ranks wait for each other"."""
     findings: tuple[Finding, ...] = ()
+    """What was found, the most important first."""
     compared: Mapping[str, Any] = field(default_factory=dict)
+    """What was compared, in numbers, by name."""
     about: tuple[str, ...] = ()
+    """Sentences on how the script was run: shortened loaders, the reference, the sandbox."""
     reason: str = ""
+    """The reason why nothing was answered, or why the script could not run; else empty."""
     ranks: tuple[str, ...] = ()
+    """Lines on what each rank was doing when all waited."""
     hang: Mapping[str, Any] = field(default_factory=dict)
+    """The whole of what each rank was doing when all waited, with the stacks."""
 
     @property
     def status(self) -> int:

@@ -27,7 +27,9 @@ class Serving(Value):
     quorum: int = 1
     """The number of members that an answer needs."""
     replication: Replication = "auto"
+    """Where members run: all in one graph, each in a process of its own, or as the server finds faster."""
     aggregation: Aggregation = "mean"
+    """What an ensemble's answer is made of: the mean of its members, a weighted mean, or a vote."""
     weights: Mapping[str, float] | None = None
     """The weight of each member by its name, for ``aggregation="weighted_mean"``."""
     rename: Mapping[str, Mapping[str, str]] | None = None
@@ -37,10 +39,12 @@ class Serving(Value):
     """Allow requests to be computed together where each row of a member's outputs is known to depend on its own row of
     the inputs alone. False: every request is computed by itself."""
     host: str = "127.0.0.1"
+    """The address that the server listens at."""
     names: tuple[str, ...] = ()
     """Names by which clients address the server, besides ``host``, this machine's own name, localhost and the addresses
     that are listened at; requests that name another one in Host or Origin are answered 403. "*": any."""
     port: int = 8000
+    """The port that it listens at; 0: any that is free."""
     queue_length: int = 64
     """The number of requests that may wait for one member; more are answered 429."""
     most_rows: int = 32
@@ -68,6 +72,7 @@ class Serving(Value):
     trust: bool = False
     """Allow the file that a run names to be imported even where it is not the caller's own (see ``load``)."""
     patience: BreakerConfig = field(default_factory=BreakerConfig)
+    """When a member that fails or is late is left out for a while, and when it is tried again."""
 
     def __post_init__(self) -> None:
         for name in ("deadline", "longest_deadline", "body_seconds", "load_seconds", "drain_seconds"):

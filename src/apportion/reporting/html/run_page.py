@@ -122,7 +122,7 @@ def _settings(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             group = found.get("group 0")
             rate = group.get("lr") if isinstance(group, Mapping) else None
             yield name, str(found.get("class", "")) + (f", learning rate {rate}" if rate is not None else "")
-    for name in ("precision", "seed"):
+    for name in ("precision", "seed", *(name for name in fingerprint if name.startswith("argument "))):
         if name in fingerprint:
             yield name, str(fingerprint[name])
     versions = run.get("versions")

@@ -1,26 +1,32 @@
-"""A run on the terminal: a bar while it goes, plain lines without a terminal, the numbers at the end."""
+"""A run as it is shown: a bar on a terminal or in a notebook, plain lines elsewhere, and the numbers at the end."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
-from apportion.cli.plain_lines import PlainLines
 from apportion.core.event import Event
 from apportion.reporting.journal import summary
+from apportion.reporting.progress.plain_lines import PlainLines
 
 
 class Display:
     """Shows the events of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Callable[[str], str] = str) -> None:
+        """``words``: what is made of a message before it is shown, as its arguments written as flags."""
         self._events: list[Event] = []
-        self._lines = PlainLines()
-        if _is_terminal():
-            from apportion.cli.progress_bar import ProgressBar  # rich takes a tenth of the time that torch takes
+        self._lines = PlainLines(words)
+        if in_notebook():
+            from apportion.reporting.progress.notebook_bar import NotebookBar
 
-            self._lines = ProgressBar()
+            self._lines = NotebookBar(words)
+        elif on_terminal():
+            from apportion.reporting.progress.terminal_bar import ProgressBar  # rich takes a tenth of torch's time
+
+            self._lines = ProgressBar(words)
 
     def __enter__(self) -> Display:
         self._lines.open()
@@ -58,6 +64,12 @@ class Display:
                 self.say(f"{row.name} {row.value:.3f}")
 
 
-def _is_terminal() -> bool:
+def in_notebook() -> bool:
+    """Tells whether this process is the kernel of a notebook, whose output a browser shows."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def on_terminal() -> bool:
     """Tells whether standard output is a terminal, or is to be taken for one."""
     return (sys.stdout is not None and sys.stdout.isatty()) or bool(os.environ.get("FORCE_COLOR"))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from apportion.cli.plain_lines import PlainLines, place_text, speed_text, values_text
-from apportion.cli.tables import FrankConsole
 from apportion.core.event import Event
+from apportion.reporting.console import FrankConsole
+from apportion.reporting.progress.plain_lines import PlainLines, place_text, speed_text, values_text
 
 
 class ProgressBar(PlainLines):
     """A bar with the run's numbers, and a line for each worker."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, words: Callable[[str], str] = str) -> None:
+        super().__init__(words)
         console = self._console = FrankConsole()
         self._progress = Progress(
             TextColumn("{task.fields[place]}"),

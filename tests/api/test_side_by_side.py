@@ -13,7 +13,7 @@ import torch
 from commands import SECONDS, start
 
 import apportion
-from apportion.api.train_ensemble import EnsembleGroup, divided
+from apportion.api.side_by_side import EnsembleGroup, divided
 
 pytestmark = pytest.mark.processes
 

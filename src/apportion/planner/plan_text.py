@@ -1,16 +1,21 @@
-"""A plan on the terminal: the table, why, when it would change, and what to type."""
+"""A plan as text: the table, why, when it would change, and what to type."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from apportion.core.html_table import html_section, html_table, html_text
 from apportion.planner.candidate import Priced, family
-from apportion.planner.plan import Plan
 from apportion.planner.rollouts.rates import table as rates_table
 from apportion.planner.units import gibibytes, number
+
+if TYPE_CHECKING:
+    from apportion.planner.plan import Plan
 
 MOST_ROWS = 12
 """The largest number of rows of the table, which shows the best value of each strategy."""
@@ -27,7 +32,38 @@ _LEARNED = (
 def show_plan(plan: Plan) -> None:
     """Prints the whole plan on the terminal."""
     console = Console(highlight=False, markup=False)
-    console = console if console.is_terminal else Console(width=_WIDE, highlight=False, markup=False)
+    _write(plan, console if console.is_terminal else Console(width=_WIDE, highlight=False, markup=False))
+
+
+def plan_text(plan: Plan) -> str:
+    """Returns the whole plan as the terminal shows it."""
+    file = io.StringIO()
+    _write(plan, Console(file=file, width=_WIDE, highlight=False, markup=False, force_jupyter=False))
+    return file.getvalue().rstrip("\n")
+
+
+def plan_html(plan: Plan) -> str:
+    """Returns the whole plan as a notebook shows it."""
+    shown, left = rows(plan)
+    head = f"{plan.workload}, batches of {plan.profile.batch_size:,}, on {plan.cluster.name}"
+    learned = any(p.cost is not None and p.step_seconds != p.cost.step_seconds for p in shown)
+    heads = ["strategy and launcher", *_heads(learned=learned)]
+    lost = list(zip(plan.candidates, plan.reasons, strict=True))[1:]
+    ours, torchrun = plan.commands
+    more = f"{left} more that are slower are left out; plan.candidates has them" if left else ""
+    return "".join((
+        html_text(head, bold=True),
+        html_table(heads, [cells(p, learned=learned) for p in shown]),
+        html_text(more) if more else "",
+        html_section("why", plan.why),
+        html_section("why not", [f"{p.strategy}: {why}" for p, why in _of_each(lost)]),
+        html_section("when it would change", plan.sensitivities),
+        html_section("side by side", [] if plan.matched is None else [plan.matched.text]),
+        html_section("to run it", [command for command in (ours, torchrun) if command]),
+    ))  # fmt: skip
+
+
+def _write(plan: Plan, console: Console) -> None:
     say = _Say(console)
     say.line(f"{plan.workload}, batches of {plan.profile.batch_size:,}, on {plan.cluster.name}")
     shown, left = rows(plan)
@@ -114,12 +150,17 @@ def _table(shown: Sequence[Priced], *, learned: bool) -> Table:
     """Makes the table. ``learned``: with what was predicted before the trials, which the parts are of."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("strategy and launcher", overflow="fold", min_width=20)
-    predicted = ("predicted",) if learned else ()
-    for name in ("step ms", *predicted, "compute", "send", "bubble", "wait", "memory", "examples/s", "exact"):
+    for name in _heads(learned=learned):
         table.add_column(name, justify="right", no_wrap=True)
     for p in shown:
         table.add_row(*cells(p, learned=learned))
     return table
+
+
+def _heads(*, learned: bool) -> tuple[str, ...]:
+    """Returns the heads of the columns but the first."""
+    predicted = ("predicted",) if learned else ()
+    return ("step ms", *predicted, "compute", "send", "bubble", "wait", "memory", "examples/s", "exact")
 
 
 def cells(p: Priced, *, learned: bool) -> list[str]:

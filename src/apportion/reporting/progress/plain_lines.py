@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from apportion.cli.flags import in_flags
 from apportion.core.event import Event
 
 LINE_SECONDS = 2.0
@@ -16,7 +15,9 @@ LINE_SECONDS = 2.0
 class PlainLines:
     """Shows one plain line now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: Callable[[str], str] = str) -> None:
+        """``words``: what is made of a message before it is shown, as its arguments written as flags."""
+        self._words = words
         self._next = 0.0
         self._start: Event | None = None
         self._scores: dict[int, float] = {}
@@ -37,14 +38,14 @@ class PlainLines:
         """Shows one more event."""
         now = time.monotonic()
         if event.kind == "plan":
-            self.say(in_flags(plan_line(event)))
+            self.say(self._words(plan_line(event)))
         elif event.kind == "proof":
             self._proved = event.data["verdict"] != "begun"
-            self.say(in_flags(event.data["sentence"]))
+            self.say(self._words(event.data["sentence"]))
         elif event.kind == "start":
             self._start = event
             if event.data["proof"] is not None and not self._proved:  # it was made by the ranks, or earlier
-                self.say(in_flags(event.data["proof"]["sentence"]))
+                self.say(self._words(event.data["proof"]["sentence"]))
             self.say(start_line(event))
         elif event.kind == "step" and now >= self._next:
             self.say(step_line(event, self._start, self._score()))
@@ -57,7 +58,7 @@ class PlainLines:
         elif event.kind == "drift":
             self.say(f"step {event.step}: {event.data['cause']}")
         elif event.kind == "fault" and event.data["action"] != "stops":  # that is shown as the error that it ends with
-            self.say(in_flags(f"fault: {event.data['cause']} ({event.data['action']})"))
+            self.say(self._words(f"fault: {event.data['cause']} ({event.data['action']})"))
 
     def _score(self) -> float | None:
         """Returns the mean of what each worker's last episodes have scored, where there are episodes."""

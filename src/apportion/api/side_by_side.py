@@ -1,4 +1,4 @@
-"""Train several members of an ensemble: the same workload from different seeds, side by side where there is room.
+"""Trains several runs, the members of an ensemble or of a grid, side by side where there is room.
 
 ::
 
@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from apportion.core.address import load_workload
-
 _RESTRICTED = """
 import os, sys
 from apportion.process import die_with_parent
@@ -42,34 +40,42 @@ class EnsembleGroup:
 
 
 @dataclass(frozen=True)
+class MemberRun:
+    """One of several runs that are made side by side."""
+
+    name: str
+    """The name of the run, which is that of its folder."""
+    workload: str
+    """The address of its workload."""
+    flags: tuple[str, ...] = ()
+    """Flags of ``apportion train`` that are this member's own."""
+
+
+@dataclass(frozen=True)
 class Trained:
     """The run of one member."""
 
-    name: str
+    member: MemberRun
     run_dir: Path
-    seed: int
     status: int
     """The exit status of the member's run."""
 
 
 def train_members(
-    workload: str, members: int, run_dir: str | Path, flags: Sequence[str], say: Callable[[str], None]
+    members: Sequence[MemberRun], run_dir: str | Path, flags: Sequence[str], say: Callable[[str], None]
 ) -> list[Trained]:
-    """Trains m1, m2, ... under ``run_dir``, with the workload's seed, that plus one, and so on. ``flags``: more of
-    ``apportion train``. ``say``: gets each line that a member's run says, with its name before it. All have ended
-    afterwards, also after Ctrl-C, which they get as well."""
-    if members < 2:
-        raise ValueError(f"members={members} must be at least 2: an ensemble of one is a run without --members")
-    first = load_workload(workload).seed
-    groups = divided(_cores(), _gpus(), members)
-    found: list[Trained] = []
+    """Trains these members, each in a folder of its name under ``run_dir``, in their order; those that have not begun
+    when one is interrupted are left out. ``flags``: more of ``apportion train``, for all of them. ``say``: gets each
+    line that a member's run says, with its name before it. All have ended afterwards, also after Ctrl-C, which they get
+    as well."""
+    groups = divided(_cores(), _gpus(), len(members))
+    found: dict[int, Trained] = {}
     said = threading.Lock()
 
     def train(group: EnsembleGroup, mine: Sequence[int]) -> None:
         for n in mine:
-            name, seed = f"m{n + 1}", first + n
-            folder = Path(run_dir) / name
-            command = [workload, "--run-dir", str(folder), "--seed", str(seed), *flags]
+            member, folder = members[n], Path(run_dir) / members[n].name
+            command = [member.workload, "--run-dir", str(folder), *member.flags, *flags]
             with subprocess.Popen(
                 [sys.executable, "-c", _RESTRICTED, str(os.getpid()), ",".join(map(str, group.cores)), *command],
                 stdout=subprocess.PIPE,
@@ -80,14 +86,15 @@ def train_members(
                 assert process.stdout is not None
                 for line in process.stdout:
                     with said:
-                        say(f"{name}  {line.rstrip()}")
+                        say(f"{member.name}  {line.rstrip()}")
             with said:
-                found.append(Trained(name, folder, seed, process.returncode))
+                found[n] = Trained(member, folder, process.returncode)
             if process.returncode < 0 or process.returncode == 130:
                 return  # asked to end, and so are those after it
 
     threads = [
-        threading.Thread(target=train, args=(group, range(at, members, len(groups)))) for at, group in enumerate(groups)
+        threading.Thread(target=train, args=(group, range(at, len(members), len(groups))))
+        for at, group in enumerate(groups)
     ]
     for thread in threads:
         thread.start()
@@ -98,7 +105,7 @@ def train_members(
         for thread in threads:
             thread.join()
         raise
-    return sorted(found, key=lambda one: one.seed)
+    return [found[n] for n in sorted(found)]
 
 
 def divided(cores: Sequence[int], gpus: Sequence[str], members: int) -> list[EnsembleGroup]:

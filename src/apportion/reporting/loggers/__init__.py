@@ -1,0 +1,1 @@
+"""Loggers of runs in other programs: one file each."""
