@@ -68,6 +68,7 @@ def test_a_comparison_is_a_list_that_prints_as_a_table() -> None:
         assert {row.strategy, f"{row.examples_per_second:,.0f}"} <= set(shown.cells)
 
 
+@pytest.mark.thorough
 def test_a_plan_is_printed_as_the_terminal_shows_it() -> None:
     plan = apportion.plan(TESTED, trial=False)
     text = str(plan)

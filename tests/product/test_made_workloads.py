@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -78,37 +79,44 @@ def test_a_run_is_resumed_with_the_same_arguments_alone(folder: Path) -> None:
         apportion.train("mine.py:make(lr=0.2)", "single_device", run_dir=folder / "run", resume=True)
 
 
-@pytest.mark.parametrize(
-    ("address", "named"),
-    [
-        ("mine.py:make(rate=0.1)", "'rate'"),
-        ("mine.py:make(0.1)", "by name"),
-        ("mine.py:make(lr=rate)", "'rate'"),
-        ("mine.py:make(lr=0.1", "does not parse"),
-        ("mine.py:workload(lr=0.1)", "takes no arguments"),
-        ("mine.py:other", "int"),
-        ("mine.py:made(lr=0.1)", "did you mean make"),
-    ],
-)
-def test_an_address_that_cannot_be_called_is_refused(
-    address: str, named: str, folder: Path, apportion_command: Command
-) -> None:
-    with pytest.raises(ValueError, match=named.replace("(", r"\(")):
+WRONG = {
+    "mine.py:make(rate=0.1)": "'rate'",
+    "mine.py:make(0.1)": "by name",
+    "mine.py:make(lr=rate)": "'rate'",
+    "mine.py:make(lr=0.1": "does not parse",
+    "mine.py:workload(lr=0.1)": "takes no arguments",
+    "mine.py:other": "int",
+    "mine.py:made(lr=0.1)": "did you mean make",
+}
+
+
+@pytest.mark.parametrize("address", WRONG)
+def test_an_address_that_cannot_be_called_is_refused(address: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(WRONG[address])):
         apportion.train(address, "single_device", run_dir=folder / "run")
+
+
+@pytest.mark.parametrize(
+    "address", [pytest.param(a, marks=[] if "0.1," in a or a.endswith("0.1") else pytest.mark.thorough) for a in WRONG]
+)
+def test_an_address_that_cannot_be_called_has_status_2(address: str, folder: Path, apportion_command: Command) -> None:
     ran = apportion_command("train", address, "single_device")
     assert ran.returncode == 2
-    assert named in ran.stderr
+    assert WRONG[address] in ran.stderr
 
 
-def test_a_grid_trains_each_combination_and_says_how_well(folder: Path, apportion_command: Command) -> None:
+@pytest.mark.parametrize("rates", [[0.2], pytest.param([0.01, 0.2], marks=pytest.mark.thorough)])
+def test_a_grid_trains_each_combination_and_says_how_well(
+    rates: list[float], folder: Path, apportion_command: Command
+) -> None:
     ran = apportion_command(
         "train", "mine.py:make(steps=5)", "single_device", "--run-dir", "runs/grid",
-        "--grid", "lr=[0.01, 0.2]", "--grid", "activation=['relu', 'tanh']",
+        "--grid", f"lr={rates}", "--grid", "activation=['relu', 'tanh']",
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    names = [f"lr={lr},activation={a}" for lr in (0.01, 0.2) for a in ("relu", "tanh")]
+    names = [f"lr={lr},activation={a}" for lr in rates for a in ("relu", "tanh")]
     assert {path.name for path in (folder / "runs" / "grid").iterdir()} == set(names)
-    table = ran.stdout.splitlines()[-5:]
+    table = ran.stdout.splitlines()[-1 - len(names) :]
     assert table[0].split()[0] == "member"
     assert "test accuracy" in table[0]
     assert [line.split()[0] for line in table[1:]] == names
@@ -139,6 +147,7 @@ def test_a_grid_that_is_written_wrongly_is_refused(
     assert named in ran.stderr
 
 
+@pytest.mark.thorough
 def test_a_member_of_a_grid_that_fails_is_named(folder: Path, apportion_command: Command) -> None:
     ran = apportion_command(
         "train", "mine.py:make", "single_device", "--grid", "activation=['relu', 'none']", "--run-dir", "g"

@@ -90,6 +90,7 @@ def test_a_whole_run_ends_where_one_worker_ends(feature: str, tmp_path: Path) ->
         assert difference(alone, trained(tmp_path, str(workers), workers, **FEATURES[feature])) < 1e-9
 
 
+@pytest.mark.thorough
 def test_every_feature_changes_the_training(tmp_path: Path) -> None:
     plain = trained(tmp_path, "plain", 1, steps=12)
     for feature, changes in FEATURES.items():

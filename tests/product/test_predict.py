@@ -93,13 +93,17 @@ def test_from_the_command_line(run: Path, apportion_command: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "named"),
     [
-        (("predict", "run", "mine.py:few", "--out", "few.csv"), 2, ".npz"),
-        (("predict", "run", "nothing.npz", "--out", "a.npz"), 2, "nothing.npz"),
-        (("predict", "run", "mine.py:workload", "--out", "a.npz"), 2, "evaluation set"),
-        (("predict", "run", "mine.py:dense", "--out", "a.npz"), 2, "Sequential"),
-        (("predict", "no/run", "mine.py:few", "--out", "a.npz"), 2, "no/run"),
+        pytest.param(("predict", "run", "mine.py:few", "--out", "few.csv"), 2, ".npz", marks=pytest.mark.thorough),
+        pytest.param(("predict", "run", "nothing.npz", "--out", "a.npz"), 2, "nothing.npz", marks=pytest.mark.thorough),
+        pytest.param(
+            ("predict", "run", "mine.py:workload", "--out", "a.npz"), 2, "evaluation set", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            ("predict", "run", "mine.py:dense", "--out", "a.npz"), 2, "Sequential", marks=pytest.mark.thorough
+        ),
+        pytest.param(("predict", "no/run", "mine.py:few", "--out", "a.npz"), 2, "no/run", marks=pytest.mark.thorough),
         (("predict", "run", "mine.py:few", "--out", "no/folder/a.npz"), 3, "no/folder"),
-        (("evaluate", "run", "mine.py:missing"), 2, "missing"),
+        pytest.param(("evaluate", "run", "mine.py:missing"), 2, "missing", marks=pytest.mark.thorough),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(
@@ -116,6 +120,7 @@ def test_a_run_without_an_evaluation_has_no_metrics(run: Path) -> None:
         apportion.evaluate("plain")
 
 
+@pytest.mark.thorough
 def test_outputs_of_several_tensors_are_written_one_by_one(run: Path, apportion_command: Command) -> None:
     (run / "two.py").write_text(FILE + TWO)
     ran = apportion_command("train", "two.py:workload", "single_device", "--run-dir", "two", cwd=run)
