@@ -353,7 +353,7 @@ def test_the_exit_status_says_whose_it_is_and_no_file_is_left(tmp_path: Path, mo
         text = process.communicate(timeout=SECONDS)[0]
         assert process.returncode == status, text
         assert said in text
-    assert "pip install 'apportion[onnx]'" in text
+    assert "pip install '.[onnx]'" in text
     assert sorted(path.name for path in Path("run").iterdir()) == there
 
 

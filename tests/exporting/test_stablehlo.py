@@ -353,7 +353,7 @@ def test_without_jax_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     process = start([*APPORTION, "export", "run", "--target", "stablehlo"], PYTHONPATH=path)
     text = process.communicate(timeout=110)[0]
     assert process.returncode == 3, text
-    assert "No module named 'jax': pip install 'apportion[tpu]'" in text
+    assert "No module named 'jax': in a clone of apportion, pip install '.[tpu]'" in text
     assert not Path("run/model.stablehlo").exists()
 
 

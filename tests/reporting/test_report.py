@@ -654,7 +654,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_the_pict
     """
     page = Page(Path(python(code, tmp_path).strip()))
     page.assert_needs_nothing_else()
-    assert 'pip install "apportion[report]"' in page.text
+    assert 'pip install ".[report]"' in page.text
     assert page.count("svg") == 0
     opened = [attributes for tag, attributes in page.elements if tag == "details" and "open" in attributes]
     assert len(opened) == 4  # evaluations, loss, learning rate, workers

@@ -89,6 +89,22 @@ def test_a_name_that_is_none_is_an_attribute_error_that_lists_them() -> None:
 
 
 @pytest.mark.processes
+def test_importing_all_of_the_package_opens_no_connection() -> None:
+    code = """
+import sys
+
+def refuse(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "urllib.Request"):
+        raise RuntimeError(f"{event}{arguments}")
+
+sys.addaudithook(refuse)
+import apportion
+print(len([getattr(apportion, name) for name in dir(apportion)]))
+"""
+    assert int(python(code)) > 40
+
+
+@pytest.mark.processes
 def test_importing_the_package_imports_neither_torch_nor_what_shows_and_draws() -> None:
     code = f"import sys, apportion; print([name for name in {['torch', 'numpy', *HEAVY]} if name in sys.modules])"
     assert python(code) == "[]\n"

@@ -442,7 +442,7 @@ def test_the_end_of_a_step_or_of_an_actor_is_told_from_that_of_its_agent(
 
 def test_without_ray_it_is_said_how_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ApportionError, match=r"pip install 'apportion\[ray\]', at the cluster's version"):
+    with pytest.raises(ApportionError, match=r"pip install ray, at the cluster's version"):
         apportion.ray().parsed()
 
 

@@ -49,6 +49,7 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 
 
 @click.group(cls=_Verbs, no_args_is_help=True, context_settings={"max_content_width": 100})
+@click.version_option(apportion.__version__, message="apportion %(version)s")
 def app() -> None:
     """Train one network on all the devices you have, and prove that it is the same network."""
 

@@ -48,7 +48,7 @@ def guarded() -> Iterator[None]:
         raise click.exceptions.Exit(FAILED) from None
     except (ApportionError, ImportError, OSError) as error:
         extra = EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
-        cure = f": pip install 'apportion[{extra}]'" if extra else ""
+        cure = f": in a clone of apportion, pip install '.[{extra}]'" if extra else ""
         _print_error(error, cure)
         raise click.exceptions.Exit(FAILED) from None
     except KeyboardInterrupt as interrupt:

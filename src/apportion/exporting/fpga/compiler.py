@@ -142,7 +142,8 @@ def _solver() -> Any:
         from alkaid.cmvm import cmvm_solve
     except ImportError:
         raise ProgramMissing(
-            "the target verilog needs the package alkaid, which is not installed: pip install 'apportion[fpga]'"
+            "the target verilog needs the package alkaid, which is not installed: in a clone of apportion, "
+            "pip install '.[fpga]'"
         ) from None
     return cmvm_solve
 

@@ -40,7 +40,7 @@ def without_pictures(charts: ModuleType | None) -> str:
     return section(
         "Without pictures",
         '<p class="note">The curves are drawn with matplotlib, which is not installed: '
-        "<code>pip install &quot;apportion[report]&quot;</code></p>",
+        "<code>pip install &quot;.[report]&quot;</code> in a clone of apportion</p>",
     )
 
 

@@ -118,7 +118,7 @@ def _imported() -> Any:
         import ray
     except ImportError as error:
         raise ApportionError(
-            f"ray() needs Ray in this environment ({error}): pip install 'apportion[ray]', at the cluster's version"
+            f"ray() needs Ray in this environment ({error}): pip install ray, at the cluster's version"
         ) from error
     return ray
 
