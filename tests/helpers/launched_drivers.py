@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from commands import SECONDS
-from conftest import Eventually
 from launched_runs import MINE
+
+Eventually = Callable[..., None]
+"""What the fixture of that name gives; tests of the product have a conftest.py of their own."""
 
 TALKING = MINE.replace("    return nn.Sequential", '    print("made", flush=True)\n    return nn.Sequential')
 """mine.py, whose ranks say that they make the network."""
