@@ -101,6 +101,7 @@ def on_ray(verb: str, folder: Path) -> Any:
     if why is not None:
         pytest.skip(why)
     ray_cluster.write_project(folder)
+    (folder / "cluster").mkdir()
     with ray_cluster.ray_cluster(folder / "cluster") as cluster:
         process = cluster.start([sys.executable, "verbs.py", verb, "ray"], folder, OMP_NUM_THREADS="1")
         try:
